@@ -1201,7 +1201,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      compiled once for each instruction set
      >>kernels        what the loops share
      >>k-softmax      exp, tanh, weights out of scores
-     >>k-rotate       rows to floats, and the rotation
+     >>k-widen        rows to floats and back
+     >>k-rotate       the rotation
      >>k-norms        sums of squares, norms
      >>k-search       the factor whose codes are best for a row
      >>k-quantise     codes, packed, of whole rows
@@ -1210,7 +1211,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>k-halves       F16 and TQ8, which are multiplied as floats
      >>k-integer-few  one and two rows of them
      >>k-integer-tiles  the scores and the sums of a tile
-     >>set-avx512, >>set-avx2, >>set-neon
+     >>set-avx2, >>set-avx512, >>set-neon
                       what a set brings to the loops
      >>integer-avx512, >>integer-avx2, >>integer-neon
                       what it brings to those of integers
@@ -1256,7 +1257,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
 
 /* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it
    visible without the implementation. */
-#define TQKV_TABLE_VERSION 8 /* changes with the tables, the argument structs, or their meaning in the kernels */
+#define TQKV_TABLE_VERSION 9 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
 #ifdef __METAL_VERSION__
@@ -1358,8 +1359,6 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 /* Values that share a norm, in a row of D values. */
 #define TQKV__NORM_DIM(kind, D)                                                                                        \
     ((kind) == TQKV__GRID ? TQKV__GRID_DIM(D) : (kind) == TQKV__BOOK && ((D) == 512 || (D) == 1024) ? 256 : (D))
-/* Lanes of the sums of squares: each adds its D/lanes neighbours. */
-#define TQKV__NORM_LANES(D) ((D) % 32 ? 16 : 32)
 
 /* One row a codebook: its bits, which are also part of the names of its tables and hashes. */
 #define TQKV__BOOKS(row, x) row(x, 2) row(x, 3) row(x, 4) row(x, 5) row(x, 6) row(x, 8)
@@ -1802,6 +1801,14 @@ static bool tqkv__values_finite(tqkv_type type, const void *x, size_t n)
     return !bad;
 }
 
+/* Adds 16 lanes by halves: lane i and i + 8, then i + 4, i + 2, i + 1. */
+static float tqkv__sum_16(float *lanes)
+{
+    for (int n = 8; n; n /= 2)
+        for (int i = 0; i < n; i++) lanes[i] = TQKV__AS_FLOAT(lanes[i] + lanes[i + n]);
+    return lanes[0];
+}
+
 /* Rounds to the nearest integer, ties to even; |x| < 2^22 */
 static inline float tqkv__round(float x) { return TQKV__AS_FLOAT(tqkv__rounded(x + 12582912.0f) - 12582912.0f); }
 
@@ -2123,18 +2130,12 @@ static const float *tqkv__scale_of(const tqkv__stream *s, int kv_head)
 /* Returns the bytes of a page table. */
 static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_pages * sizeof(int32_t); }
 
-/* Splits 128 floats into bytes, byte p of each in planes[p], as look-ups of bytes take them. */
-static void tqkv__split_floats(const float *x, uint8_t planes[4][128])
-{
-    for (int i = 0; i < 128; i++)
-        for (int p = 0; p < 4; p++) planes[p][i] = (uint8_t)(tqkv__bits(x[i]) >> (8 * p));
-}
-
 /* TQ8 has more centroids than registers hold, but they are symmetric: centroid 255 - c is -centroid c, and the lower
    half is enough. */
 static void tqkv__fill_planes(tqkv__stream *s)
 {
-    if (s->book_bits == 8) tqkv__split_floats(s->codebook, s->planes);
+    for (int i = 0; i < 128 && s->book_bits == 8; i++)
+        for (int p = 0; p < 4; p++) s->planes[p][i] = (uint8_t)(tqkv__bits(s->codebook[i]) >> (8 * p));
 }
 
 /* Whether encoding into a stream overwrites memory at p. */
@@ -2824,30 +2825,19 @@ static float tqkv__norm_i8(float largest, float *scale)
     return TQKV__AS_FLOAT(largest / steps);
 }
 
-/* Finds the sums of products of a TQ row, one for each norm, in the order of a GPU's group of 32 (or 16) lanes: each
-   lane adds the products of its neighbours in order, then an xor-tree adds the lanes that share a norm. x, y:
-   [head_dim] */
-static void tqkv__sums_of_products(const tqkv__stream *s, const float *x, const float *y, float *sums)
+/* Returns the sum of the products of x and y in 16 strided lanes: product d is added to lane d % 16, in order, then the
+   lanes are added by halves. x, y: [n], n a multiple of 16 */
+static float tqkv__strided_dot(const float *x, const float *y, int n)
 {
-    float lanes[32], other[32];
-    const int n_lanes = TQKV__NORM_LANES(s->head_dim);
-    const int per_lane = s->head_dim / n_lanes, lanes_per_norm = n_lanes / s->norms_per_row;
-    for (int l = 0; l < n_lanes; l++) {
-        lanes[l] = 0.0f;
-        for (int e = l * per_lane; e < (l + 1) * per_lane; e++)
-            lanes[l] = TQKV__AS_FLOAT(lanes[l] + tqkv__rounded(x[e] * y[e]));
-    }
-    for (int distance = 1; distance < lanes_per_norm; distance *= 2) {
-        memcpy(other, lanes, sizeof other);
-        for (int l = 0; l < n_lanes; l++) lanes[l] = TQKV__AS_FLOAT(lanes[l] + other[l ^ distance]);
-    }
-    for (int b = 0; b < s->norms_per_row; b++) sums[b] = lanes[b * lanes_per_norm];
+    float lanes[16] = {0};
+    for (int d = 0; d < n; d++) lanes[d % 16] = TQKV__AS_FLOAT(lanes[d % 16] + tqkv__rounded(x[d] * y[d]));
+    return tqkv__sum_16(lanes);
 }
 
 static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, float *scales)
 {
-    tqkv__sums_of_products(s, y, y, norms);
-    for (int b = 0; b < s->norms_per_row; b++) norms[b] = tqkv__norm_tq(s, norms[b], &scales[b]);
+    for (int b = 0; b < s->norms_per_row; b++, y += s->norm_dim)
+        norms[b] = tqkv__norm_tq(s, tqkv__strided_dot(y, y, s->norm_dim), &scales[b]);
 }
 
 /* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
@@ -3030,13 +3020,11 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
 typedef struct tqkv__quantiser {
     TQKV__ALIGNED uint8_t below[256]; /* boundaries in the cells before this one */
     float bounds[128];                /* the positive boundaries, then infinity */
-    uint8_t planes[4][128];           /* TQ8, vectors of 16: byte p of each bound in planes[p], for byte look-ups */
-    /* Shorter vectors: of each cell, from 5 bits up, the bound that a value there is compared with, and the centroid
-       below it; the one above is that of the next cell, if the bound is in this one. One load of two cells takes
-       all. */
+    /* Of each cell, from 5 bits up, the bound that a value there is compared with, and the centroid below it; the one
+       above is that of the next cell, if the bound is in this one. One load of two cells takes all. */
     float entries[257][2];
     float squares[16];   /* TQ2: of its centroids, repeated */
-    float centroids[32]; /* the positive ones, up to 6 bits */
+    float centroids[16]; /* the positive ones, up to 4 bits */
     float slope, top;    /* cell of a magnitude w: the whole part of min(w * slope, top) */
     int half;            /* the codes of one sign */
 } tqkv__quantiser;
@@ -3057,13 +3045,9 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     }
     for (; cell < 256; cell++) q->below[cell] = (uint8_t)n;
     for (int i = n; i < 128; i++) q->bounds[i] = INFINITY;
-    for (int i = 0; i < 32; i++) q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
+    for (int i = 0; i < 16; i++) q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
     for (int i = 0; i < 16; i++) q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
-    if (tqkv__isa_for(s->head_dim)->lanes == 16) { /* look up by bytes, or hold 6 bits in registers */
-        if (bits == 8) tqkv__split_floats(q->bounds, q->planes);
-        return;
-    }
-    for (int i = 0; i <= 1 << bits && bits > 4; i++) {
+    for (int i = 0; bits > 4 && i <= 1 << bits; i++) {
         const int below = i < 1 << bits ? q->below[i] : n;
         q->entries[i][0] = q->bounds[below];
         q->entries[i][1] = s->codebook[n + 1 + below];
@@ -3090,33 +3074,28 @@ static void tqkv__store_halves(const float *x, int n, uint8_t *to)
     }
 }
 
-/* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on the scaled
-   values of a row, and takes for each norm the first whose codes are nearest in direction: the largest (sum of v*c)^2 /
-   (sum of c*c), c being the codes' centroids; the first of all if that is NaN. v: [head_dim] -> codes: [head_dim],
-   squares: sums of c*c, factors: both [norms_per_row] */
-static TQKV__NOINLINE void tqkv__search_row(const tqkv__stream *s, const float *v, uint8_t *codes, float *squares,
-                                            float *factors)
+/* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on n scaled values
+   that share a norm, and takes the first whose codes are nearest in direction: the largest (sum of v*c)^2 / (sum of
+   c*c), c being the codes' centroids; the first of all if that is NaN. v: [n] -> codes: [n]; returns the sum of c*c */
+static TQKV__NOINLINE float tqkv__search_block(const tqkv__stream *s, const float *v, int n, uint8_t *codes,
+                                               float *factor)
 {
-    enum { most_norms = TQKV_MAX_HEAD_DIM / 256 };
-    float centroids[TQKV_MAX_HEAD_DIM], best[most_norms], products[most_norms], sums[most_norms];
+    float centroids[TQKV_MAX_HEAD_DIM], best = 0.0f, squares = 0.0f;
     uint8_t tried[TQKV_MAX_HEAD_DIM];
-    const size_t n = (size_t)s->norm_dim;
     for (int f = 0; f < s->n_factors; f++) {
-        for (int i = 0; i < s->head_dim; i++) {
+        for (int i = 0; i < n; i++) {
             tried[i] = (uint8_t)tqkv__quantise(s->boundaries, s->book_bits, TQKV__AS_FLOAT(v[i] * s->factors[f]));
             centroids[i] = s->codebook[tried[i]];
         }
-        tqkv__sums_of_products(s, v, centroids, products);
-        tqkv__sums_of_products(s, centroids, centroids, sums);
-        for (int b = 0; b < s->norms_per_row; b++) {
-            const float share = TQKV__AS_FLOAT(tqkv__rounded(products[b] * products[b]) / sums[b]);
-            if (f > 0 && !(share > best[b])) continue;
-            best[b] = share;
-            squares[b] = sums[b];
-            factors[b] = s->factors[f];
-            memcpy(codes + (size_t)b * n, tried + (size_t)b * n, n);
-        }
+        const float product = tqkv__strided_dot(v, centroids, n), sum = tqkv__strided_dot(centroids, centroids, n);
+        const float share = TQKV__AS_FLOAT(tqkv__rounded(product * product) / sum);
+        if (f > 0 && !(share > best)) continue;
+        best = share;
+        squares = sum;
+        *factor = s->factors[f];
+        memcpy(codes, tried, (size_t)n);
     }
+    return squares;
 }
 
 static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__row *row)
@@ -3137,7 +3116,9 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
     }
     for (int i = 0; i < s->head_dim && s->kind == TQKV__GRID; i++) codes[i] = tqkv__quantise_i8(x[i]);
     if (s->kind == TQKV__BOOK) {
-        tqkv__search_row(s, x, codes, squares, row->factors ? row->factors : factors);
+        float *factor = row->factors ? row->factors : factors;
+        for (int b = 0; b < s->norms_per_row; b++)
+            squares[b] = tqkv__search_block(s, x + b * s->norm_dim, s->norm_dim, codes + b * s->norm_dim, &factor[b]);
         tqkv__correct_norms(s, squares, row->norms);
     }
     tqkv__pack(s, codes, row->codes);
@@ -3802,7 +3783,6 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     if (r != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &q);
-    tqkv__fill_planes(&s);
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);
@@ -4134,7 +4114,6 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
     if ((r = tqkv__check_source(&s, src, n_tokens, noise, alignment, size)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &quantiser);
-    tqkv__fill_planes(&s);
     for (int h = 0; h < s.n_kv_heads; h++)
         noise[h] = n_tokens && n_queries
                        ? sqrt(tqkv__head_noise(&s, &quantiser, src, n_tokens, h, &queries) / s.head_dim)
@@ -4353,13 +4332,6 @@ static float tqkv__panel_factor(const tqkv__stream *s, const float *norms, int p
     return tqkv__factor(s, norms[panel * s->panel_dim / s->norm_dim]);
 }
 
-static float tqkv__sum_16(float *lanes)
-{
-    for (int n = 8; n; n /= 2)
-        for (int i = 0; i < n; i++) lanes[i] = TQKV__AS_FLOAT(lanes[i] + lanes[i + n]);
-    return lanes[0];
-}
-
 /* An infinite norm of a key counts as NaN: its score could be -infinity, which would leave the position out. */
 static float tqkv__norm_of_key(float norm) { return norm + norm * 0.0f; }
 
@@ -4572,77 +4544,6 @@ TQKV__OP TQKV__VECTOR TQKV__(load)(const float *p)
 
 TQKV__OP void TQKV__(store)(float *p, TQKV__VECTOR x) { memcpy(p, &x, sizeof x); }
 
-/* Loads LANES values from number i on as floats; type is a constant. */
-TQKV__OP TQKV__VECTOR TQKV__(load_as)(const tqkv_type type, const void *values, int i)
-{
-    const uint8_t *halves = (const uint8_t *)values + 2 * (size_t)i;
-    if (type == TQKV_TYPE_F16) return TQKV__(load_f16)(halves);
-    if (type == TQKV_TYPE_BF16) return TQKV__(load_bf16)(halves);
-    return TQKV__(load)((const float *)values + i);
-}
-
-/* These do what tqkv__widen_row and tqkv__narrow_row do. */
-TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, const float *inverses, int n,
-                               float *row)
-{
-    for (int i = 0; i < n; i += TQKV__LANES) {
-        TQKV__VECTOR x = TQKV__(load_as)(type, src, i);
-        if (center) x -= TQKV__(load)(center + i);
-        if (inverses) x = TQKV__(rounded)(x * TQKV__(load)(inverses + i));
-        TQKV__(store)(row + i, x);
-    }
-}
-
-TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, const float *inverses,
-                                       int n, float *row)
-{
-    if (type == TQKV_TYPE_F16)
-        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, inverses, n, row);
-    else if (type == TQKV_TYPE_BF16)
-        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, inverses, n, row);
-    else
-        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, inverses, n, row);
-}
-
-/* These do what tqkv__scales_valid and tqkv__invert do, for whole rows. */
-TQKV__TARGET static bool TQKV__(scales_valid)(const float *x, size_t n)
-{
-    TQKV__(words) bad, bits;
-    uint32_t lanes[TQKV__LANES], all = 0;
-    memset(&bad, 0, sizeof bad);
-    for (size_t i = 0; i < n; i += TQKV__LANES) {
-        memcpy(&bits, x + i, sizeof bits);
-        bad |= (TQKV__(words))(bits - TQKV__LEAST_SCALE > TQKV__SCALES_RANGE);
-    }
-    memcpy(lanes, &bad, sizeof lanes);
-    for (int i = 0; i < TQKV__LANES; i++) all |= lanes[i];
-    return !all;
-}
-
-TQKV__TARGET static void TQKV__(invert)(const float *scales, int n, float *inverses)
-{
-    for (int i = 0; i < n; i += TQKV__LANES)
-        TQKV__(store)(inverses + i, TQKV__(invert_above)(0.0f, TQKV__(load)(scales + i)));
-}
-
-TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, int n, void *dst)
-{
-    uint8_t *p = (uint8_t *)dst;
-    if (type == TQKV_TYPE_F32) memcpy(dst, row, (size_t)n * sizeof(float));
-    if (type == TQKV_TYPE_F16)
-        for (int i = 0; i < n; i += TQKV__LANES, p += 2 * TQKV__LANES) TQKV__(store_half)(p, TQKV__(load)(row + i));
-    if (type == TQKV_TYPE_BF16)
-        for (int i = 0; i < n; i += TQKV__LANES, p += 2 * TQKV__LANES) {
-            TQKV__(words) bits, nan;
-            TQKV__(codes) words;
-            memcpy(&bits, row + i, sizeof bits);
-            nan = (TQKV__(words))((bits & 0x7fffffffu) > 0x7f800000u); /* all ones, or 0 */
-            bits = (((bits + 0x7fffu + ((bits >> 16) & 1u)) & ~nan) | ((bits | 0x400000u) & nan)) >> 16;
-            memcpy(&words, &bits, sizeof words);
-            TQKV__(store_words)(p, words);
-        }
-}
-
 /* >>k-softmax: exp and tanh, weights out of scores, and sums of heads. */
 
 /* Terms of e^x - 1 = power * tail + (power - 1) for x in [-87, 0]: x = n ln2 + r, power = 2^n, tail = e^r - 1 by
@@ -4808,7 +4709,123 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
     }
 }
 
-/* >>k-rotate: rows to floats and the rotation by vectors. The sums and their order are those of >>codec, and so are the
+#ifdef TQKV__ENCODES
+/* >>k-widen: rows of any type as floats, and back; whether their numbers are valid */
+
+/* Loads LANES values from number i on as floats; type is a constant. */
+TQKV__OP TQKV__VECTOR TQKV__(load_as)(const tqkv_type type, const void *values, int i)
+{
+    const uint8_t *halves = (const uint8_t *)values + 2 * (size_t)i;
+    if (type == TQKV_TYPE_F16) return TQKV__(load_f16)(halves);
+    if (type == TQKV_TYPE_BF16) return TQKV__(load_bf16)(halves);
+    return TQKV__(load)((const float *)values + i);
+}
+
+/* These do what tqkv__widen_row and tqkv__narrow_row do. */
+TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, const float *inverses, int n,
+                               float *row)
+{
+    for (int i = 0; i < n; i += TQKV__LANES) {
+        TQKV__VECTOR x = TQKV__(load_as)(type, src, i);
+        if (center) x -= TQKV__(load)(center + i);
+        if (inverses) x = TQKV__(rounded)(x * TQKV__(load)(inverses + i));
+        TQKV__(store)(row + i, x);
+    }
+}
+
+TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, const float *inverses,
+                                       int n, float *row)
+{
+    if (type == TQKV_TYPE_F16)
+        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, inverses, n, row);
+    else if (type == TQKV_TYPE_BF16)
+        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, inverses, n, row);
+    else
+        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, inverses, n, row);
+}
+
+/* These do what tqkv__scales_valid and tqkv__invert do, for whole rows. */
+TQKV__TARGET static bool TQKV__(scales_valid)(const float *x, size_t n)
+{
+    TQKV__(words) bad, bits;
+    uint32_t lanes[TQKV__LANES], all = 0;
+    memset(&bad, 0, sizeof bad);
+    for (size_t i = 0; i < n; i += TQKV__LANES) {
+        memcpy(&bits, x + i, sizeof bits);
+        bad |= (TQKV__(words))(bits - TQKV__LEAST_SCALE > TQKV__SCALES_RANGE);
+    }
+    memcpy(lanes, &bad, sizeof lanes);
+    for (int i = 0; i < TQKV__LANES; i++) all |= lanes[i];
+    return !all;
+}
+
+TQKV__TARGET static void TQKV__(invert)(const float *scales, int n, float *inverses)
+{
+    for (int i = 0; i < n; i += TQKV__LANES)
+        TQKV__(store)(inverses + i, TQKV__(invert_above)(0.0f, TQKV__(load)(scales + i)));
+}
+
+TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, int n, void *dst)
+{
+    uint8_t *p = (uint8_t *)dst;
+    if (type == TQKV_TYPE_F32) memcpy(dst, row, (size_t)n * sizeof(float));
+    if (type == TQKV_TYPE_F16)
+        for (int i = 0; i < n; i += TQKV__LANES, p += 2 * TQKV__LANES) TQKV__(store_half)(p, TQKV__(load)(row + i));
+    if (type == TQKV_TYPE_BF16)
+        for (int i = 0; i < n; i += TQKV__LANES, p += 2 * TQKV__LANES) {
+            TQKV__(words) bits, nan;
+            TQKV__(codes) words;
+            memcpy(&bits, row + i, sizeof bits);
+            nan = (TQKV__(words))((bits & 0x7fffffffu) > 0x7f800000u); /* all ones, or 0 */
+            bits = (((bits + 0x7fffu + ((bits >> 16) & 1u)) & ~nan) | ((bits | 0x400000u) & nan)) >> 16;
+            memcpy(&words, &bits, sizeof words);
+            TQKV__(store_words)(p, words);
+        }
+}
+
+/* Does what tqkv__all_finite does for whole rows: the largest magnitude shows an exponent of all ones. */
+TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
+{
+    TQKV__(codes) largest[4];
+    uint32_t lanes[4 * TQKV__LANES], all = 0;
+    memset(largest, 0, sizeof largest);
+    size_t i = 0;
+    for (; i + 4 * TQKV__LANES <= n; i += 4 * TQKV__LANES) {
+        TQKV__UNROLL
+        for (int j = 0; j < 4; j++) largest[j] = TQKV__(larger_bits)(largest[j], TQKV__(load)(x + i + j * TQKV__LANES));
+    }
+    for (; i < n; i += TQKV__LANES) largest[0] = TQKV__(larger_bits)(largest[0], TQKV__(load)(x + i));
+    memcpy(lanes, largest, sizeof lanes);
+    for (int j = 0; j < 4 * TQKV__LANES; j++) all = lanes[j] > all ? lanes[j] : all;
+    return all < 0x7f800000u;
+}
+
+/* Does what tqkv__values_finite does for whole rows. Two halves, or bfloat16s, in a word: a 1 added at the lowest bit
+   of an exponent carries into the sign bit from an exponent of all ones, and from no other. */
+TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size_t n)
+{
+    const uint32_t one = type == TQKV_TYPE_F16 ? 0x04000400u : 0x00800080u;
+    const uint8_t *p = (const uint8_t *)x;
+    TQKV__(words) carries, pairs;
+    uint32_t lanes[TQKV__LANES], all = 0;
+    if (type == TQKV_TYPE_F32) return TQKV__(floats_finite)((const float *)x, n);
+    memset(&carries, 0, sizeof carries);
+    for (size_t left = 2 * n, size = sizeof pairs; left; left -= size, p += size) {
+        if (left < size) {
+            size = left;
+            memset(&pairs, 0, sizeof pairs);
+            memcpy(&pairs, p, left);
+        } else {
+            memcpy(&pairs, p, sizeof pairs);
+        }
+        carries |= (pairs & 0x7fff7fffu) + one;
+    }
+    memcpy(lanes, &carries, sizeof lanes);
+    for (int i = 0; i < TQKV__LANES; i++) all |= lanes[i];
+    return !(all & 0x80008000u);
+}
+
+/* >>k-rotate: the rotation by vectors. The sums and their order are those of >>codec, and so are the
    bytes. */
 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
@@ -4891,8 +4908,8 @@ TQKV__OP void TQKV__(matrix_column)(int m, int column, float *signs)
         TQKV__(store)(signs + row, TQKV__(signs)((uint32_t)bits));
 }
 
-/* Between columns of signs: three vectors of 16 hold one of 36 */
-#define TQKV__COLUMN 48
+/* Between columns of signs: five vectors of 8 hold one of 36 */
+#define TQKV__COLUMN 40
 
 /* Mixes subrows: out[b] = sum over c of P[b][c] * x[c] in order, times factor, for `at_once` subrows b that share a
    vector: lane at_once * a + i is element a of subrow b + i. x: m vectors, x_stride floats apart; their lanes have each
@@ -4940,60 +4957,24 @@ TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *subrows, 
     TQKV__(mix_subrows)(m, at_once, count, spread, TQKV__LANES, signs, factor, n, out);
 }
 
-/* Applies the matrix of order 12, whose signs the compiler knows: no loads of them. Every second sum is made of
-   multiply-adds: a Zen 4 core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other:
-   clang 14 would reorder sums there with -fassociative-math. */
-TQKV__OP void TQKV__(mix_12)(const float *subrows, float factor, int n, float *out)
-{
-    const TQKV__VECTOR plus = TQKV__(rounded)(TQKV__(set1)(1.0f)), minus = TQKV__(rounded)(TQKV__(set1)(-1.0f));
-    for (int a = 0; a < n; a += TQKV__LANES) {
-        TQKV__VECTOR sums[12];
-        TQKV__UNROLL
-        for (int c = 0; c < 12; c++) {
-            const TQKV__VECTOR x = TQKV__(load)(subrows + c * n + a);
-            TQKV__UNROLL
-            for (int b = 0; b < 12; b++) {
-                const bool subtract = (tqkv__tables.hadamard_12[b][c / 8] >> (c % 8)) & 1;
-                if (c == 0)
-                    sums[b] = x * (subtract ? minus : plus);
-                else if (b % 2 || TQKV__LANES == 4)
-                    sums[b] = TQKV__(fma)(x, subtract ? minus : plus, sums[b]);
-                else if (subtract)
-                    sums[b] -= x;
-                else
-                    sums[b] += x;
-            }
-        }
-        TQKV__UNROLL
-        for (int b = 0; b < 12; b++) TQKV__(store)(out + b * n + a, sums[b] * TQKV__(set1)(factor));
-    }
-}
-
-#define TQKV__MIX(m, at_once)                                                                                          \
+#define TQKV__MIX(m)                                                                                                   \
     case m:                                                                                                            \
-        TQKV__(mix)(m, at_once, subrows, factor, n, out);                                                              \
+        if (TQKV__LANES > 4 && n < TQKV__LANES)                                                                        \
+            TQKV__(mix)(m, TQKV__LANES / 4, subrows, factor, n, out);                                                  \
+        else                                                                                                           \
+            TQKV__(mix)(m, 1, subrows, factor, n, out);                                                                \
         break;
 
-/* n below LANES is 4 of 8 lanes: other sets leave shorter subrows to AVX2, or have none. */
+/* Subrows shorter than a vector have 4 values. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float *subrows, float factor, int n,
                                                              float *out)
 {
-    if (m == 12 && n >= TQKV__LANES)
-        TQKV__(mix_12)(subrows, factor, n, out);
-    else if (n >= TQKV__LANES)
-        switch (m) {
-            TQKV__MIX(20, 1)
-            TQKV__MIX(28, 1)
-            TQKV__MIX(36, 1)
-        }
-    else if (m == 20)
-        TQKV__(mix_20)(subrows, factor, out);
-    else if (TQKV__LANES == 8)
-        switch (m) {
-            TQKV__MIX(12, 2)
-            TQKV__MIX(28, 2)
-            TQKV__MIX(36, 2)
-        }
+    switch (m) {
+        TQKV__MIX(12)
+        TQKV__MIX(20)
+        TQKV__MIX(28)
+        TQKV__MIX(36)
+    }
 }
 
 /* Does what hadamard does for head_dim = m * n, m > 1: H over the subrows, then the matrix across them */
@@ -5006,22 +4987,17 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, c
     const float factor = size->inverse_root;
     if (n == 4 && TQKV__LANES > 4)
         TQKV__(hadamard_subrows)(1, 4, type, in, head_dim, flip, subrows);
-    else if (n == 8 && TQKV__LANES > 8)
-        TQKV__(hadamard_subrows)(1, 8, type, in, head_dim, flip, subrows);
     else if (n == TQKV__LANES)
         TQKV__(hadamard_subrows)(1, TQKV__LANES, type, in, head_dim, flip, subrows);
     else if (n == 2 * TQKV__LANES)
         TQKV__(hadamard_subrows)(2, 2 * TQKV__LANES, type, in, head_dim, flip, subrows);
     else if (n == 4 * TQKV__LANES)
         TQKV__(hadamard_subrows)(4, 4 * TQKV__LANES, type, in, head_dim, flip, subrows);
-    else if (n == 8 * TQKV__LANES && TQKV__LANES < 16)
+    else if (n == 8 * TQKV__LANES)
         TQKV__(hadamard_subrows)(8, 8 * TQKV__LANES, type, in, head_dim, flip, subrows);
     else if (TQKV__LANES < 8)
         TQKV__(hadamard_subrows)(16, 16 * TQKV__LANES, type, in, head_dim, flip, subrows);
-    if (n < TQKV__LANES && TQKV__LANES == 16) /* a subrow of 8 fills the other set's vectors */
-        TQKV__MIX_SHORT_SUBROWS(m, subrows, factor, n, out);
-    else
-        TQKV__(mix_by_order)(m, subrows, factor, n, out);
+    TQKV__(mix_by_order)(m, subrows, factor, n, out);
 }
 
 /* Rotates: out = R(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */
@@ -5053,388 +5029,96 @@ TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
     for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store)(y + d, TQKV__(flip)(TQKV__(load)(y + d), d));
 }
 
-/* >>k-norms: sums of squares and norms, in the lanes and the order of >>codec. */
+/* >>k-norms: sums of squares in 16 strided lanes, as in >>codec, and the norms of rows. */
 
-/* Byte e of word i: a code of TQ2, which alone is not searched. Lane i of x[e]: the square of its centroid. */
-TQKV__OP void TQKV__(squares)(const tqkv__quantiser *q, TQKV__VECTOR words, TQKV__VECTOR *x)
+/* Returns the sum of the squares of x: [n] */
+TQKV__OP float TQKV__(sum_of_squares)(const float *x, int n)
 {
-    TQKV__(words) codes;
-    TQKV__VECTOR table[16 / TQKV__LANES];
-    memcpy(&codes, &words, sizeof codes);
+    TQKV__VECTOR lanes[16 / TQKV__LANES];
     TQKV__UNROLL
-    for (int i = 0; i < 16 / TQKV__LANES; i++) table[i] = TQKV__(load)(q->squares + i * TQKV__LANES);
-    TQKV__UNROLL
-    for (int e = 0; e < 4; e++) {
-        const TQKV__(words) at = codes >> (8 * e);
-        TQKV__(codes) entry;
-        memcpy(&entry, &at, sizeof entry);
-        x[e] = TQKV__(bound)(2, table, entry);
-    }
-}
-
-/* Transposes count * count squares of `count` vectors; count is a constant. */
-TQKV__OP void TQKV__(transpose)(const int count, TQKV__VECTOR *x)
-{
-    TQKV__UNROLL
-    for (int stage = 0; stage < 4; stage++)
-        if (1 << stage < count) {
-            TQKV__UNROLL
-            for (int i = 0; i < count / 2; i++) {
-                const int low = (i >> stage << (stage + 1)) + (i & ((1 << stage) - 1)), high = low + (1 << stage);
-                const TQKV__VECTOR a = x[low], b = x[high];
-                x[low] = TQKV__(even)(stage, a, b);
-                x[high] = TQKV__(odd)(stage, a, b);
-            }
-        }
-}
-
-/* Loads the words of LANES lanes, each of per_lane neighbours: x[e] has the e-th of each. If per_lane < LANES, bit j of
-   a lane's number moves to bit (j + log2(per_lane)) modulo log2(LANES) of where it comes to. Only per_lane words from
-   the first of count, a constant: the smaller of per_lane and LANES. */
-TQKV__OP void TQKV__(load_lanes)(const int count, int per_lane, const uint8_t *words, TQKV__VECTOR *x)
-{
-    const int stride = per_lane < TQKV__LANES ? TQKV__LANES : per_lane;
-    TQKV__UNROLL
-    for (int i = 0; i < count; i++, words += 4 * stride) memcpy(&x[i], words, sizeof x[i]);
-    TQKV__(transpose)(count, x);
-}
-
-/* Sums up the squares of LANES lanes, each over its per_lane floats in order; most: a constant, per_lane or LANES */
-TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int most, int per_lane, const uint8_t *floats)
-{
-    const int count = most < TQKV__LANES ? most : TQKV__LANES;
-    TQKV__VECTOR sum = TQKV__(set1)(0.0f);
-    for (int first = 0; first < per_lane; first += count) {
-        TQKV__VECTOR x[16];
-        TQKV__(load_lanes)(count, per_lane, floats + 4 * first, x);
+    for (int k = 0; k < 16 / TQKV__LANES; k++) lanes[k] = TQKV__(set1)(0.0f);
+    for (int d = 0; d < n; d += 16) {
         TQKV__UNROLL
-        for (int i = 0; i < count; i++) sum += TQKV__(rounded)(x[i] * x[i]);
+        for (int k = 0; k < 16 / TQKV__LANES; k++) {
+            const TQKV__VECTOR v = TQKV__(load)(x + d + k * TQKV__LANES);
+            lanes[k] += TQKV__(rounded)(v * v);
+        }
     }
-    return sum;
+    return TQKV__(sum_16)(lanes);
 }
 
-/* Adds lanes by the xor-tree of tqkv__sums_of_products up to those that share a norm. x: the sums of n_lanes lanes of
-   per_lane words each, in the order of load_lanes; sums: one a norm. All numbers are constants. */
-TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int n_norms, TQKV__VECTOR *x, float *sums)
+/* Returns the sum of the squares of the centroids of codes of TQ2, the one format that is not searched; codes: [n] */
+TQKV__OP float TQKV__(squares_of_codes)(const tqkv__quantiser *q, const uint8_t *codes, int n)
 {
-    const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES, vectors = n_lanes / TQKV__LANES;
-    TQKV__ALIGNED float lanes[32];
+    TQKV__VECTOR lanes[16 / TQKV__LANES], table[16 / TQKV__LANES];
     TQKV__UNROLL
-    for (int bit = 0; bit < 4; bit++)
-        if (1 << bit < TQKV__LANES && 1 << bit < n_lanes / n_norms) {
-            const int moved = (1 << bit) * width, distance = moved < TQKV__LANES ? moved : moved / TQKV__LANES;
-            TQKV__UNROLL
-            for (int i = 0; i < vectors; i++) x[i] += TQKV__(swap)(distance, x[i]);
-        }
-    TQKV__UNROLL
-    for (int step = 1; step < 8; step++) {
-        if ((step & (step - 1)) || step >= vectors || step * TQKV__LANES >= n_lanes / n_norms) continue;
+    for (int k = 0; k < 16 / TQKV__LANES; k++) {
+        lanes[k] = TQKV__(set1)(0.0f);
+        table[k] = TQKV__(load)(q->squares + k * TQKV__LANES);
+    }
+    for (int d = 0; d < n; d += 16) {
         TQKV__UNROLL
-        for (int i = 0; i < vectors; i++)
-            if (!(i & step)) x[i] = x[i | step] = x[i] + x[i | step];
+        for (int k = 0; k < 16 / TQKV__LANES; k++)
+            lanes[k] += TQKV__(look_up_8)(table, TQKV__(widen_bytes)(codes + d + k * TQKV__LANES));
     }
-    sums[0] = TQKV__(first_lane)(x[0]);
-    if (n_norms == 1) return;
-    TQKV__UNROLL
-    for (int i = 0; i < vectors; i++) TQKV__(store)(lanes + i * TQKV__LANES, x[i]);
-    TQKV__UNROLL
-    for (int b = 1; b < n_norms; b++) {
-        const int lane = n_lanes / n_norms * b, at = lane % TQKV__LANES * width;
-        sums[b] = lanes[lane / TQKV__LANES * TQKV__LANES + at % TQKV__LANES + at / TQKV__LANES];
-    }
+    return TQKV__(sum_16)(lanes);
 }
 
-/* Sums up lanes of any length, in the lanes' own order; squared: x holds the squares. Reads up to three floats behind
-   the last lane. */
-TQKV__OP TQKV__VECTOR TQKV__(sums_of_lanes)(bool squared, const float *x, int per_lane)
+/* Returns the largest magnitude of x: [n] */
+TQKV__OP float TQKV__(largest_size)(const float *x, int n)
 {
-    TQKV__VECTOR sum = TQKV__(set1)(0.0f);
-    for (int e = 0; e < per_lane; e += 4) {
-        TQKV__VECTOR four[4];
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++) four[i] = TQKV__(load_fours)(x + i * per_lane + e, 4 * per_lane);
-        TQKV__(transpose)(4, four);
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++)
-            if (e + i < per_lane) sum += squared ? four[i] : TQKV__(rounded)(four[i] * four[i]);
+    TQKV__VECTOR even = TQKV__(set1)(0.0f), odd = even;
+    for (int d = 0; d < n; d += 2 * TQKV__LANES) {
+        even = TQKV__(max)(TQKV__(abs)(TQKV__(load)(x + d)), even);
+        odd = TQKV__(max)(TQKV__(abs)(TQKV__(load)(x + d + TQKV__LANES)), odd);
     }
-    return sum;
+    return TQKV__(largest_lane)(TQKV__(max)(even, odd));
 }
 
-/* Finds the sum of squares of a row of head_dim that is no power of two; three more floats are readable behind x. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(sum_of_row)(bool squared, const float *x, int head_dim, float *sum)
+/* Finds the norms and scales of a row. y: [head_dim], norms, scales: [norms_per_row] */
+TQKV__OP void TQKV__(norms)(const tqkv__stream *s, const float *y, float *norms, float *scales)
 {
-    const int n = TQKV__NORM_LANES(head_dim), per_lane = head_dim / n;
-    TQKV__VECTOR sums[32 / TQKV__LANES];
-    for (int i = 0; i < n; i += TQKV__LANES)
-        sums[i / TQKV__LANES] = TQKV__(sums_of_lanes)(squared, x + i * per_lane, per_lane);
-    if (n == 16)
-        TQKV__(add_lanes)(16, TQKV__LANES, 1, sums, sum);
-    else
-        TQKV__(add_lanes)(32, TQKV__LANES, 1, sums, sum);
-}
-
-/* Calls step(head_dim, norms of a row of BOOK) with the constants of s. */
-#define TQKV__BY_HEAD_DIM(step)                                                                                        \
-    switch (s->head_dim) {                                                                                             \
-        step(32, 1) step(64, 1) step(128, 1) step(256, 1) step(512, 2) step(1024, 4)                                   \
-    }
-
-/* Finds the sums of squares of one row, one for each norm; sums: [norms_per_row]. If head_dim is no power of two, three
-   more floats are readable behind y. */
-TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, float *sums)
-{
-    const uint8_t *bytes = (const uint8_t *)(const void *)y;
-    const int per_lane = s->head_dim / 32;
-    TQKV__VECTOR x[32 / TQKV__LANES];
-    if (TQKV__HAS_MATRIX(s->head_dim)) {
-        TQKV__(sum_of_row)(false, y, s->head_dim, sums);
-        return;
-    }
-    if (per_lane >= TQKV__LANES)
-        for (int i = 0; i < 32 / TQKV__LANES; i++) {
-            const uint8_t *at = bytes + 4 * i * TQKV__LANES * per_lane;
-            if (per_lane == TQKV__LANES) /* with constant offsets */
-                x[i] = TQKV__(lane_sums)(TQKV__LANES, TQKV__LANES, at);
-            else
-                x[i] = TQKV__(lane_sums)(TQKV__LANES, per_lane, at);
-        }
-#define TQKV__SUM_FLOATS(D, n)                                                                                         \
-    case D:                                                                                                            \
-        TQKV__UNROLL                                                                                                   \
-        for (int i = 0; i < 32 / TQKV__LANES; i++)                                                                     \
-            if ((D) < 32 * TQKV__LANES)                                                                                \
-                x[i] = TQKV__(lane_sums)((D) / 32, (D) / 32, bytes + i * TQKV__LANES * ((D) / 8));                     \
-        TQKV__(add_lanes)(32, (D) / 32, n, x, sums);                                                                   \
-        break;
-    TQKV__BY_HEAD_DIM(TQKV__SUM_FLOATS)
-}
-
-/* Four codes to a word: lanes of one word up to D=128, fewer than 32 below. */
-#define TQKV__WORD_LANES(D) ((D) < 128 ? (D) / 4 : 32)
-#define TQKV__LANE_WORDS(D) ((D) / 4 / TQKV__WORD_LANES(D))
-
-/* Brings `words` words of each lane into the order of load_lanes; to: in vectors */
-TQKV__OP void TQKV__(turn_lanes)(const int count, int words, const uint8_t *codes, float *to)
-{
-    TQKV__VECTOR x[8];
-    TQKV__(load_lanes)(count, words, codes, x);
-    TQKV__UNROLL
-    for (int i = 0; i < count; i++) TQKV__(store)(to + i * TQKV__LANES, x[i]);
-}
-
-/* Brings the words of a row's codes into that order, the lanes of a vector after those of another; lanes have two words
-   or more. to: [head_dim / 4] */
-TQKV__OP void TQKV__(turn_words)(int words, const uint8_t *codes, int head_dim, float *to)
-{
-    const int step = words * TQKV__LANES;
-    for (int at = 0; at < head_dim / 4; at += step, codes += 4 * step) {
-        if (words == 4)
-            TQKV__(turn_lanes)(4, 4, codes, to + at);
-        else if (TQKV__LANES > 4)
-            TQKV__(turn_lanes)(8, 8, codes, to + at);
-        else
-            for (int w = 0; w < 8; w += 4) TQKV__(turn_lanes)(4, 8, codes + 4 * w, to + at + w * TQKV__LANES);
-    }
-}
-
-/* Sums up lanes of codes, LANES of them in a vector, each over its words in order. short_lanes: lanes have one or two
-   codes, and the first steps of the tree are taken here. */
-TQKV__OP void TQKV__(sums_of_words)(bool short_lanes, int words, int n_vectors, const tqkv__quantiser *q,
-                                    const uint8_t *codes, TQKV__VECTOR *sums)
-{
-    for (const TQKV__VECTOR *end = sums + n_vectors; sums < end; sums++) {
-        TQKV__VECTOR sum = TQKV__(set1)(0.0f), word[2], x[4];
-        if (words == 1) {
-            memcpy(&word[0], codes, sizeof word[0]);
-            codes += sizeof word[0];
-            TQKV__(squares)(q, word[0], x);
-            *sums = short_lanes ? (x[0] + x[1]) + (x[2] + x[3]) : ((x[0] + x[1]) + x[2]) + x[3];
-            continue;
-        }
-        for (int w = 0; w < words; w += 2, codes += 2 * sizeof word[0]) {
-            memcpy(&word[0], codes, sizeof word[0]);
-            memcpy(&word[1], codes + sizeof word[0], sizeof word[0]);
-            if (words == 2) TQKV__(transpose)(2, word);
-            TQKV__UNROLL
-            for (int i = 0; i < 2; i++) {
-                TQKV__(squares)(q, word[i], x);
-                sum = (((sum + x[0]) + x[1]) + x[2]) + x[3];
-            }
-        }
-        *sums = sum;
-    }
-}
-
-/* Finds the sums of the lanes of a row's codes. */
-TQKV__OP void TQKV__(lanes_of_codes)(const tqkv__stream *s, const tqkv__quantiser *q, const uint8_t *codes,
-                                     TQKV__VECTOR *sums)
-{
-    const int words = TQKV__LANE_WORDS(s->head_dim), n = TQKV__WORD_LANES(s->head_dim) / TQKV__LANES;
-    const bool short_lanes = s->head_dim < 128;
-    TQKV__ALIGNED float turned[TQKV_MAX_HEAD_DIM / 4];
-    if (words > 2) {
-        TQKV__(turn_words)(words, codes, s->head_dim, turned);
-        codes = (const uint8_t *)(const void *)turned;
-    }
-    TQKV__(sums_of_words)(short_lanes, words, n, q, codes, sums);
-}
-
-/* Does what sums_tq does, of the centroids of codes of TQ2: [head_dim]. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream *s, const tqkv__quantiser *q,
-                                                              const uint8_t *codes, float *sums)
-{
-    TQKV__ALIGNED float x[TQKV_MAX_HEAD_DIM + 16];
-    TQKV__VECTOR lanes[32 / TQKV__LANES];
-    if (TQKV__HAS_MATRIX(s->head_dim)) {
-        for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
-            TQKV__VECTOR four[4];
-            TQKV__(squares)(q, TQKV__(widen_bytes)(codes + d), four);
-            TQKV__(store)(x + d, four[0]);
-        }
-        TQKV__(sum_of_row)(true, x, s->head_dim, sums);
-        return;
-    }
-    TQKV__(lanes_of_codes)(s, q, codes, lanes);
-#define TQKV__SUM_LANES(D, n)                                                                                          \
-    case D:                                                                                                            \
-        TQKV__(add_lanes)(TQKV__WORD_LANES(D), TQKV__LANE_WORDS(D), n, lanes, sums);                                   \
-        break;
-    TQKV__BY_HEAD_DIM(TQKV__SUM_LANES)
-}
-
-/* Does what tqkv__norm_tq does for a few rows, in whole vectors. values: [n_rows], norms, scales:
-   [n_rows][norms_per_row] */
-TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms,
-                                          float *scales)
-{
-    const bool several = s->norms_per_row > 1;
-    const TQKV__VECTOR share =
-        TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f); /* 1/256 is exact: same result as the division */
-    const TQKV__VECTOR factor = TQKV__(set1)(several ? s->block_scale : s->root);
-    const int n = n_rows * s->norms_per_row;
-    for (int i = 0; i < n_rows; i++) TQKV__(sums_tq)(s, values[i], norms + i * s->norms_per_row);
-    for (int i = n; i % TQKV__LANES; i++) norms[i] = 0.0f;
-    for (int i = 0; i < n; i += TQKV__LANES) {
-        const TQKV__VECTOR norm = TQKV__(abs)(TQKV__(sqrt)(TQKV__(load)(norms + i) * share));
-        TQKV__(store)(norms + i, norm);
-        TQKV__(store)(scales + i, TQKV__(invert_above)(TQKV__MIN_NORM, norm) * factor);
-    }
-}
-
-/* Does what tqkv__correct_norms does for a few rows; sums: of the squares of their centroids. norms, sums: [n], room
-   for whole vectors */
-TQKV__TARGET static void TQKV__(correct_norms)(const tqkv__stream *s, int n, const float *sums, float *norms)
-{
-    const bool several = s->norms_per_row > 1;
-    const TQKV__VECTOR share = TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f);
-    const TQKV__VECTOR root = TQKV__(set1)(several ? s->block_scale : s->root);
-    for (int i = 0; i < n; i += TQKV__LANES) {
-        const TQKV__VECTOR norm = TQKV__(load)(norms + i), length = TQKV__(sqrt)(TQKV__(load)(sums + i) * share);
-        const TQKV__VECTOR next = norm * TQKV__(rounded)(root / length);
-        TQKV__(store)(norms + i, TQKV__(zero_below)(TQKV__(set1)(TQKV__NEXT_NORM), norm, next));
-    }
-}
-
-TQKV__TARGET static void TQKV__(norms_i8)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms,
-                                          float *scales)
-{
-    for (int i = 0; i < n_rows * s->norms_per_row; i++) {
-        const float *y = values[i / s->norms_per_row] + i % s->norms_per_row * s->norm_dim;
-        TQKV__VECTOR even = TQKV__(set1)(0.0f), odd = even;
-        for (const float *last = y + s->norm_dim - TQKV__LANES; y <= last; y += 2 * TQKV__LANES) {
-            even = TQKV__(max)(TQKV__(abs)(TQKV__(load)(y)), even);
-            odd = TQKV__(max)(TQKV__(abs)(TQKV__(load)(y < last ? y + TQKV__LANES : y)), odd);
-        }
-        norms[i] = tqkv__norm_i8(TQKV__(largest_lane)(TQKV__(max)(even, odd)), &scales[i]);
-    }
-}
-
-/* Finds norms and scales of a few rows as tqkv__scale_row does. */
-TQKV__OP void TQKV__(norms)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms, float *scales)
-{
-    if (s->kind == TQKV__GRID)
-        TQKV__(norms_i8)(s, values, n_rows, norms, scales);
-    else
-        TQKV__(norms_tq)(s, values, n_rows, norms, scales);
+    for (int b = 0; b < s->norms_per_row; b++, y += s->norm_dim)
+        norms[b] = s->kind == TQKV__GRID ? tqkv__norm_i8(TQKV__(largest_size)(y, s->norm_dim), &scales[b])
+                                         : tqkv__norm_tq(s, TQKV__(sum_of_squares)(y, s->norm_dim), &scales[b]);
 }
 
 TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, float *norms)
 {
-    float row_norms[16], scales[16]; /* whole vectors */
-    float copy[TQKV_MAX_HEAD_DIM];
-    const float *y = row;
+    float scales[TQKV_MAX_HEAD_DIM / 128];
     if (s->rotated) TQKV__(rotate)(row, s->head_dim);
     if (s->kind == TQKV__HALF) return;
-    if (TQKV__HAS_MATRIX(s->head_dim)) y = (const float *)memcpy(copy, row, (size_t)s->head_dim * sizeof(float));
-    TQKV__(norms)(s, &y, 1, row_norms, scales);
-    memcpy(norms, row_norms, (size_t)s->norms_per_row * sizeof(float));
+    TQKV__(norms)(s, row, norms, scales);
     for (int d = 0; d < s->head_dim; d += TQKV__LANES)
         TQKV__(store)(row + d, TQKV__(load)(row + d) * TQKV__(set1)(scales[d / s->norm_dim]));
 }
 
-/* >>k-search: the factors of a few rows, by vectors; what tqkv__search_row does with one. */
+/* >>k-search: the factors of a row's norms, by vectors: does what tqkv__search_block does. */
 
-/* The scaled values of a row in the order that the sums take: element e of the lanes of a vector side by side, a vector
-   of each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough:
-   codebooks are symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
-typedef struct TQKV__(turned) {
-    TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM + 128];
-    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM + 128]; /* -1 for positive values, see TQKV__(fold) */
-    TQKV__ALIGNED uint32_t found[TQKV_MAX_HEAD_DIM];     /* see TQKV__(find) */
-} TQKV__(turned);
+/* The scaled values of a row. Magnitudes are enough: codebooks are symmetric, a value has the sign of its centroid, and
+   a product of 0 adds nothing. */
+typedef struct TQKV__(sizes) {
+    TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
+    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM + 32]; /* -1 for positive values, see TQKV__(fold) */
+    TQKV__ALIGNED uint32_t cells[TQKV_MAX_HEAD_DIM];    /* of a codebook whose tables do not fit registers */
+} TQKV__(sizes);
 
-/* NaN becomes infinity, which is no larger with any factor either, and has the square of NaN's code. */
-TQKV__OP void TQKV__(turn_value)(TQKV__(turned) * t, int at, TQKV__VECTOR v)
+/* y: [head_dim], scales: [norms_per_row] -> v: scaled, [head_dim]. NaN becomes infinity, which is no larger with any
+   factor either, and has the square of NaN's code. */
+TQKV__OP void TQKV__(open_sizes)(const tqkv__stream *s, const float *y, const float *scales, float *v,
+                                 TQKV__(sizes) * t)
 {
-    const TQKV__(words) positive = (TQKV__(words))(v > TQKV__(set1)(0.0f));
-    TQKV__(store)(t->sizes + at, TQKV__(abs)(TQKV__(max)(v, TQKV__(set1)(-INFINITY))));
-    memcpy(t->less + at, &positive, sizeof positive);
+    for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
+        const TQKV__VECTOR x = TQKV__(load)(y + d) * TQKV__(set1)(scales[d / s->norm_dim]);
+        const TQKV__(words) positive = (TQKV__(words))(x > TQKV__(set1)(0.0f));
+        TQKV__(store)(v + d, x);
+        TQKV__(store)(t->sizes + d, TQKV__(abs)(TQKV__(max)(x, TQKV__(set1)(-INFINITY))));
+        memcpy(t->less + d, &positive, sizeof positive);
+    }
 }
-
-/* Lanes of three values and more: loads of four neighbours; reads up to three floats behind the last lane. Shorter
-   ones: a load has the values of two or four lanes, which come to different vectors. per_lane: a constant for 1, 2 and
-   4. v: [head_dim] */
-TQKV__OP void TQKV__(turn_values)(const int per_lane, int n_lanes, const float *v, TQKV__(turned) * t)
-{
-    const int together = per_lane < 3 ? 4 / per_lane : 1, width = together * per_lane;
-    for (int lane = 0; lane < n_lanes; lane += together * TQKV__LANES)
-        for (int e = 0; e < width; e += 4) {
-            TQKV__VECTOR four[4];
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++) four[i] = TQKV__(load_fours)(v + lane * per_lane + i * width + e, 4 * width);
-            TQKV__(transpose)(4, four);
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++)
-                if (per_lane < 3)
-                    TQKV__(turn_value)(t, i % per_lane * n_lanes + lane + i / per_lane * TQKV__LANES, four[i]);
-                else if (e + i < width)
-                    TQKV__(turn_value)(t, (e + i) * n_lanes + lane, four[i]);
-        }
-}
-
-/* y: [head_dim], scales: [norms_per_row] -> v: scaled, [head_dim] and room for three more, and turned */
-TQKV__OP void TQKV__(turn_row)(const tqkv__stream *s, const float *y, const float *scales, float *v, TQKV__(turned) * t)
-{
-    const int n_lanes = TQKV__NORM_LANES(s->head_dim), per_lane = s->head_dim / n_lanes;
-    for (int b = 0, d = 0; b < s->norms_per_row; b++)
-        for (const int end = d + s->norm_dim; d < end; d += TQKV__LANES)
-            TQKV__(store)(v + d, TQKV__(load)(y + d) * TQKV__(set1)(scales[b]));
-    if (per_lane == 1)
-        TQKV__(turn_values)(1, n_lanes, v, t);
-    else if (per_lane == 2)
-        TQKV__(turn_values)(2, n_lanes, v, t);
-    else if (per_lane == 4)
-        TQKV__(turn_values)(4, n_lanes, v, t);
-    else
-        TQKV__(turn_values)(per_lane, n_lanes, v, t);
-}
-
-/* Codebooks whose tables do not fit registers */
-#define TQKV__IS_LARGE(bits) ((bits) > (TQKV__LANES == 16 ? 6 : 4))
 
 /* Returns sizes times a factor, and the next float below where the value is positive: see TQKV__(fold). */
-TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(turned) * t, int at, TQKV__VECTOR factor)
+TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(sizes) * t, int at, TQKV__VECTOR factor)
 {
     const TQKV__VECTOR size = TQKV__(load)(t->sizes + at) * factor;
     TQKV__VECTOR w;
@@ -5446,247 +5130,154 @@ TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(turned) * t, int at, TQKV
     return w;
 }
 
-/* The tables of a codebook of up to 6 bits, in registers: vectors of 16 floats at least, which one permutation reads */
-#define TQKV__BOOK_VECTORS (TQKV__LANES == 4 ? 4 : 2)
+/* The tables of a codebook of up to 4 bits, in registers */
 typedef struct TQKV__(book) {
-    TQKV__VECTOR top, bounds[TQKV__BOOK_VECTORS], centroids[TQKV__BOOK_VECTORS];
-    TQKV__(codes) below[4];
+    TQKV__VECTOR top, bounds[16 / TQKV__LANES], centroids[16 / TQKV__LANES];
+    TQKV__(codes) below;
 } TQKV__(book);
 
-TQKV__OP void TQKV__(load_book)(const int bits, const tqkv__quantiser *q, TQKV__(book) * book)
+TQKV__OP void TQKV__(load_book)(const tqkv__quantiser *q, TQKV__(book) * book)
 {
     book->top = TQKV__(set1)(q->top);
-    if (bits <= 6) TQKV__(load_below)(bits, q->below, book->below);
-    for (int i = 0; i < TQKV__BOOK_VECTORS; i++) {
+    book->below = TQKV__(load_below)(q->below);
+    for (int i = 0; i < 16 / TQKV__LANES; i++) {
         book->bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
         book->centroids[i] = TQKV__(load)(q->centroids + i * TQKV__LANES);
     }
 }
 
 /* Returns the cells of sizes times a factor. slope: that of cells, times the factor */
-TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(turned) * t, int at, TQKV__VECTOR slope, TQKV__VECTOR top)
+TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(sizes) * t, int at, TQKV__VECTOR slope, TQKV__VECTOR top)
 {
     return TQKV__(truncate)(TQKV__(min)(TQKV__(load)(t->sizes + at) * slope, top));
 }
 
-/* Finds what nearest takes of a large codebook, for all values of a row: their centroids, or their cells. */
-TQKV__OP void TQKV__(find)(const tqkv__stream *s, const tqkv__quantiser *q, TQKV__VECTOR factor, TQKV__VECTOR slope,
-                           TQKV__(turned) * t)
-{
-    const TQKV__VECTOR top = TQKV__(set1)(q->top);
-#if TQKV__LANES == 16
-    uint8_t *codes = (uint8_t *)t->found + sizeof t->found - TQKV_MAX_HEAD_DIM; /* read before centroids come there */
-    for (int at = 0; at < s->head_dim; at += 64) {                              /* the last may be beyond the row */
-        TQKV__VECTOR w[4];
-        TQKV__(codes) cells[4];
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++) {
-            w[i] = TQKV__(sizes_times)(t, at + 16 * i, factor);
-            cells[i] = TQKV__(cells)(t, at + 16 * i, slope, top);
-        }
-        TQKV__(search_tq8)(q, cells, w, codes + at);
-    }
-    for (int at = 0; at < s->head_dim; at += 64) TQKV__(centroids_tq8)(s, codes + at, t->found + at);
-#else
-    (void)factor;
-    for (int at = 0; at < s->head_dim; at += TQKV__LANES) {
-        const TQKV__(codes) cells = TQKV__(cells)(t, at, slope, top);
-        memcpy(t->found + at, &cells, sizeof cells);
-    }
-#endif
-}
-
-/* Returns the centroids of sizes_times or, TQ8 on vectors of 16, their negatives; bits is a constant. For 3 bits three
-   comparisons are quicker than a cell. Of a large codebook one load takes the bound and the centroids of a cell. */
+/* Returns the centroids of sizes_times; bits is a constant, 8 for more than 4. For 3 bits three comparisons are quicker
+   than a cell. Of a large codebook one load has the bound and the centroids of a cell. */
 TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
-                                      const TQKV__(turned) * t, int at, TQKV__VECTOR factor, TQKV__VECTOR slope)
+                                      const TQKV__(sizes) * t, int at, TQKV__VECTOR factor, TQKV__VECTOR slope)
 {
     const TQKV__VECTOR w = TQKV__(sizes_times)(t, at, factor);
     TQKV__(codes) index;
     TQKV__VECTOR entries[3];
     memset(&index, 0, sizeof index);
     const TQKV__(codes) none = index;
-    if (TQKV__IS_LARGE(bits) && TQKV__LANES == 16) {
-        memcpy(entries, t->found + at, sizeof *entries);
-        return *entries;
-    }
-    if (TQKV__IS_LARGE(bits)) {
-        TQKV__(load_entries)(q->entries, t->found + at, entries);
+    if (bits == 8) {
+        TQKV__(load_entries)(q->entries, t->cells + at, entries);
         return TQKV__(choose)(entries[0], w, entries[1], entries[2]);
     }
     if (bits == 3) {
         TQKV__UNROLL
         for (int b = 0; b < 3; b++) index = TQKV__(code_from)(index, TQKV__(set1)(q->bounds[b]), w, none);
-        return TQKV__(bound)(bits, book->centroids, index);
+        return TQKV__(look_up_8)(book->centroids, index);
     }
-    index = TQKV__(below)(bits, book->below, TQKV__(cells)(t, at, slope, book->top));
-    index = TQKV__(code_from)(index, TQKV__(bound)(bits, book->bounds, index), w, none);
-    return TQKV__(bound)(bits, book->centroids, index);
+    index = TQKV__(below)(book->below, TQKV__(cells)(t, at, slope, book->top));
+    index = TQKV__(code_from)(index, TQKV__(look_up_8)(book->bounds, index), w, none);
+    return TQKV__(look_up_8)(book->centroids, index);
 }
 
-/* Finds the sums of v*c and of c*c of each lane: lanes[2f], lanes[2f + 1] of factor f */
-enum { TQKV__(sums_tried) = 2 * TQKV__MOST_FACTORS };
-TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q, TQKV__(turned) * t,
-                                  float (*lanes)[32])
+/* Finds the sums of v*c and of c*c over values [from, to) under factor f. */
+TQKV__OP void TQKV__(try_factor)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q,
+                                 const TQKV__(book) * book, int f, int from, int to, TQKV__(sizes) * t, float *sums)
 {
-    const int n_lanes = TQKV__NORM_LANES(s->head_dim);
-    TQKV__(book) book;
-    TQKV__(load_book)(bits, q, &book);
-    for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
-        const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]), slope = TQKV__(set1)(s->factors[f] * q->slope);
-        if (TQKV__IS_LARGE(bits)) TQKV__(find)(s, q, factor, slope, t);
-        for (int lane = 0; lane < n_lanes; lane += TQKV__LANES) {
-            TQKV__VECTOR products = TQKV__(set1)(0.0f), squares = products;
-            for (int at = lane; at < s->head_dim; at += n_lanes) {
-                const TQKV__VECTOR c = TQKV__(nearest)(bits, q, &book, t, at, factor, slope);
-                products += TQKV__(rounded)(TQKV__(load)(t->sizes + at) * c);
-                squares += TQKV__(rounded)(c * c);
-            }
-            TQKV__(store)(lanes[2 * f] + lane, products);
-            TQKV__(store)(lanes[2 * f + 1] + lane, squares);
-        }
-    }
-}
-
-/* Adds lanes that are 1 << stage apart: lanes with that bit clear have the sums of a, the others those of b. */
-TQKV__OP TQKV__VECTOR TQKV__(add_pairs)(const int stage, TQKV__VECTOR a, TQKV__VECTOR b)
-{
-    return TQKV__(even)(stage, a, b) + TQKV__(odd)(stage, a, b);
-}
-
-/* The xor-tree of tqkv__sums_of_products over `together` vectors of lanes, for all sums: sum k in x[k / LANES], lane
-   k % LANES. Of 16 lanes where a norm has 8 lanes, the last step is left out. */
-TQKV__OP void TQKV__(add_tried)(const float (*lanes)[32], int at, int together, bool whole, TQKV__VECTOR *x)
-{
-    TQKV__UNROLL
-    for (int k = 0; k < TQKV__(sums_tried); k++) {
-        const float *from = lanes[k] + at;
-        x[k] = TQKV__(load)(from);
-        if (together > 1) x[k] += TQKV__(load)(from + TQKV__LANES);
-        if (together > 2) x[k] += TQKV__(load)(from + 2 * TQKV__LANES) + TQKV__(load)(from + 3 * TQKV__LANES);
+    const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]), slope = TQKV__(set1)(s->factors[f] * q->slope);
+    TQKV__VECTOR products[16 / TQKV__LANES], squares[16 / TQKV__LANES];
+    for (int at = from; bits == 8 && at < to; at += TQKV__LANES) { /* a load soon after would wait for the store */
+        const TQKV__(codes) cells = TQKV__(cells)(t, at, slope, book->top);
+        memcpy(t->cells + at, &cells, sizeof cells);
     }
     TQKV__UNROLL
-    for (int stage = 0; stage < 4; stage++) {
-        const int last = (TQKV__(sums_tried) - 1) >> stage;
-        if (1 << stage >= TQKV__LANES || (stage == 3 && !whole)) continue;
+    for (int k = 0; k < 16 / TQKV__LANES; k++) products[k] = squares[k] = TQKV__(set1)(0.0f);
+    for (int at = from; at < to; at += 16) {
         TQKV__UNROLL
-        for (int i = 0; i < TQKV__(sums_tried); i += 2)
-            if (i <= last) x[i / 2] = TQKV__(add_pairs)(stage, x[i], x[i < last ? i + 1 : i]);
-    }
-}
-
-/* lanes, of `together` vectors whose values came in one load -> sums: [n_norms][16] */
-TQKV__OP void TQKV__(add_norms)(int n_lanes, int together, int n_norms, const float (*lanes)[32], float (*sums)[16])
-{
-    enum { vectors = (TQKV__(sums_tried) + TQKV__LANES - 1) / TQKV__LANES };
-    const int step = together * TQKV__LANES, per_norm = n_lanes / step / n_norms;
-    TQKV__VECTOR x[TQKV__(sums_tried)], all[8][vectors];
-    for (int b = 0; b < n_norms && per_norm; b++, sums++) {
-        for (int g = 0; g < per_norm; g++) {
-            TQKV__(add_tried)(lanes, (b * per_norm + g) * step, together, true, x);
-            TQKV__UNROLL
-            for (int i = 0; i < vectors; i++) all[g][i] = x[i];
+        for (int k = 0; k < 16 / TQKV__LANES; k++) {
+            const int i = at + k * TQKV__LANES;
+            const TQKV__VECTOR c = TQKV__(nearest)(bits, q, book, t, i, factor, slope);
+            products[k] += TQKV__(rounded)(TQKV__(load)(t->sizes + i) * c);
+            squares[k] += TQKV__(rounded)(c * c);
         }
-        for (int distance = 1; distance < per_norm; distance *= 2)
-            for (int g = 0; g < per_norm; g += 2 * distance) {
-                TQKV__UNROLL
-                for (int i = 0; i < vectors; i++) all[g][i] += all[g + distance][i];
-            }
-        memcpy(sums, all[0], sizeof all[0]);
     }
-    for (int b = 0; b < n_norms && !per_norm && TQKV__LANES == 16; b += 2, sums += 2) {
-        TQKV__(add_tried)(lanes, b * 8, 1, false, x);
-        TQKV__(store)(sums[0], TQKV__(even)(3, x[0], x[1]));
-        TQKV__(store)(sums[1], TQKV__(odd)(3, x[0], x[1]));
-    }
+    sums[0] = TQKV__(sum_16)(products);
+    sums[1] = TQKV__(sum_16)(squares);
 }
 
-/* Turns one row and tries the factors: sums as in add_norms */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(search_row)(const tqkv__stream *s, const tqkv__quantiser *q,
-                                                           const float *y, const float *scales, float *v,
-                                                           float (*sums)[16])
+/* Finds the best factor of each norm, the first of the largest (sum of v*c)^2 / (sum of c*c), and its sum of c*c. All
+   lanes have the same numbers: a comparison of floats would be a branch that is hard to predict. */
+TQKV__OP void TQKV__(search_as)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q, TQKV__(sizes) * t,
+                                float *factors, float *squares)
 {
-    TQKV__(turned) t;
-    TQKV__ALIGNED float lanes[TQKV__(sums_tried)][32];
-    const int n_lanes = TQKV__NORM_LANES(s->head_dim), per_lane = s->head_dim / n_lanes;
-    TQKV__(turn_row)(s, y, scales, v, &t);
-    if (s->book_bits == 3)
-        TQKV__(try_factors)(3, s, q, &t, lanes);
-    else if (s->book_bits == 4 || (s->book_bits == 5 && TQKV__LANES == 16)) /* the same code there */
-        TQKV__(try_factors)(4, s, q, &t, lanes);
-    else if (s->book_bits == 6 && TQKV__LANES == 16)
-        TQKV__(try_factors)(6, s, q, &t, lanes);
-    else
-        TQKV__(try_factors)(8, s, q, &t, lanes);
-    TQKV__(add_norms)(n_lanes, per_lane < 3 ? 4 / per_lane : 1, s->norms_per_row, (const float(*)[32])lanes, sums);
-}
-
-/* Finds the best factors of n norms, each the first of the largest (sum v*c)^2 / (sum c*c), and their sums of c*c.
-   tried: [n][16], factors, squares: [n]; room for whole vectors */
-TQKV__OP void TQKV__(choose_factors)(const tqkv__stream *s, int n, float (*tried)[16], float *factors, float *squares)
-{
-    for (int first = 0; first < n; first += TQKV__LANES) {
-        TQKV__ALIGNED float sums[TQKV__(sums_tried)][TQKV__LANES];
-        TQKV__VECTOR best = TQKV__(set1)(0.0f), factor = best, square = best;
-        for (int k = 0; k < TQKV__(sums_tried); k++)
-            for (int i = 0; i < TQKV__LANES; i++) sums[k][i] = first + i < n ? tried[first + i][k] : 1.0f;
+    TQKV__(book) book;
+    TQKV__(load_book)(q, &book);
+    for (int b = 0; b < s->norms_per_row; b++) {
+        TQKV__VECTOR best = TQKV__(set1)(-1.0f), factor = best, square = best;
         for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
-            const TQKV__VECTOR u = TQKV__(load)(sums[2 * f]), t = TQKV__(load)(sums[2 * f + 1]);
-            const TQKV__VECTOR share = TQKV__(rounded)(u * u) / t;
-            factor = f ? TQKV__(choose)(share, best, TQKV__(set1)(s->factors[f]), factor) : TQKV__(set1)(s->factors[f]);
-            square = f ? TQKV__(choose)(share, best, t, square) : t;
-            best = f ? TQKV__(choose)(share, best, share, best) : share;
+            float sums[2];
+            TQKV__(try_factor)(bits, s, q, &book, f, b * s->norm_dim, (b + 1) * s->norm_dim, t, sums);
+            const TQKV__VECTOR u = TQKV__(set1)(sums[0]), c = TQKV__(set1)(sums[1]);
+            const TQKV__VECTOR share = TQKV__(rounded)(u * u) / c;
+            factor = TQKV__(choose)(share, best, TQKV__(set1)(s->factors[f]), factor);
+            square = TQKV__(choose)(share, best, c, square);
+            best = TQKV__(choose)(share, best, share, best);
         }
-        TQKV__(store)(factors + first, factor);
-        TQKV__(store)(squares + first, square);
+        factors[b] = TQKV__(first_lane)(factor);
+        squares[b] = TQKV__(first_lane)(square);
     }
 }
 
-/* Scales a few rows; then their scales become the factors of the search. values: [n_rows], of which each becomes a row
-   of `rows`, [n_rows][head_dim] and room for three more; scales, squares: [n_rows][norms_per_row] and room for whole
-   vectors */
-TQKV__TARGET static void TQKV__(search)(const tqkv__stream *s, const tqkv__quantiser *q, int n_rows,
-                                        const float **values, float *rows, float *scales, float *squares)
+/* Scales a row, y to v: [head_dim]. Its scales become the factors of the search. scales, squares: [norms_per_row] */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(search_row)(const tqkv__stream *s, const tqkv__quantiser *q,
+                                                           const float *y, float *v, float *scales, float *squares)
 {
-    float tried[16][16];
-    const int n = s->norms_per_row, step = 16 / n;
-    for (int first = 0; first < n_rows; first += step) {
-        const int end = first + step < n_rows ? first + step : n_rows;
-        for (int i = first; i < end; i++, rows += s->head_dim) {
-            TQKV__(search_row)(s, q, values[i], scales + i * n, rows, tried + (i - first) * n);
-            values[i] = rows;
-        }
-        TQKV__(choose_factors)(s, (end - first) * n, tried, scales + first * n, squares + first * n);
-    }
+    TQKV__(sizes) t;
+    TQKV__(open_sizes)(s, y, scales, v, &t);
+    if (s->book_bits == 3)
+        TQKV__(search_as)(3, s, q, &t, scales, squares);
+    else if (s->book_bits == 4)
+        TQKV__(search_as)(4, s, q, &t, scales, squares);
+    else
+        TQKV__(search_as)(8, s, q, &t, scales, squares);
 }
 
 /* >>k-quantise: codes, packed, of whole rows. */
 
-/* Does what tqkv__quantise does, with the cells of tqkv__quantiser. bits is a constant, 4 for fewer, too. */
-TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q, const TQKV__(codes) * below,
-                                        const TQKV__VECTOR *bounds, TQKV__VECTOR v)
+/* Quantises n values by one scale. bits is a constant, 0: the grid of I8, 4: a codebook of up to 4 bits. Codes are
+   written in whole groups of four vectors, but y is not read behind n. y, codes: [n] */
+TQKV__OP void TQKV__(quantise_short)(const int bits, const tqkv__quantiser *q, const float *y, int n, float scale,
+                                     uint8_t *codes)
 {
-    TQKV__(codes) side;
-    const TQKV__VECTOR w = TQKV__(fold)(q->half, v, &side);
-    const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
-    const TQKV__(codes) count = TQKV__(below)(bits, below, TQKV__(truncate)(cell));
-    return TQKV__(code_from)(count, TQKV__(bound)(bits, bounds, count), w, side);
+    TQKV__(codes) four[4], side;
+    TQKV__VECTOR bounds[16 / TQKV__LANES];
+    const TQKV__(codes) below = TQKV__(load_below)(q->below);
+    for (int i = 0; i < 16 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
+    for (int d = 0; d < n; d += 4 * TQKV__LANES) {
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++) {
+            const int at = d + i * TQKV__LANES;
+            const TQKV__VECTOR v = TQKV__(load)(y + (at < n ? at : d)) * TQKV__(set1)(scale);
+            if (!bits) {
+                four[i] = TQKV__(quantise_i8)(v);
+                continue;
+            }
+            const TQKV__VECTOR w = TQKV__(fold)(q->half, v, &side);
+            const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
+            const TQKV__(codes) count = TQKV__(below)(below, TQKV__(truncate)(cell));
+            four[i] = TQKV__(code_from)(count, TQKV__(look_up_8)(bounds, count), w, side);
+        }
+        const TQKV__(codes) bytes = TQKV__(narrow)(four);
+        memcpy(codes + d, &bytes, sizeof bytes);
+    }
 }
 
-#if TQKV__LANES < 16
-/* Quantises TQ8 where tables are too large for instructions: vectors find the cells of n values, loads the counts
-   and bounds, vectors compare. One loop a step: a vector load that follows stores of its lanes at once would wait
-   for them. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n,
-                                                               float scale, uint8_t *codes)
+/* Likewise for a codebook whose tables do not fit registers: vectors find the cells of up to 256 values, loads the
+   counts and bounds, vectors compare. One loop a step: a vector load soon after stores of its lanes would wait. */
+TQKV__OP void TQKV__(quantise_256)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
-    TQKV__ALIGNED float bounds[256]; /* n is at most that */
+    TQKV__ALIGNED float bounds[256];
     TQKV__ALIGNED int32_t cells[256];
     TQKV__(codes) side, four[4];
     for (int d = 0; d < n; d += TQKV__LANES) {
-        const TQKV__VECTOR w = TQKV__(fold)(128, TQKV__(load)(y + d) * TQKV__(set1)(scale), &side);
-        const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
-        four[0] = TQKV__(truncate)(cell);
+        const TQKV__VECTOR w = TQKV__(fold)(q->half, TQKV__(load)(y + d) * TQKV__(set1)(scale), &side);
+        four[0] = TQKV__(truncate)(TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top)));
         memcpy(cells + d, &four[0], sizeof four[0]);
     }
     for (int d = 0; d < n; d += 8) {
@@ -5699,102 +5290,58 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_loads)(const tqkv__quant
     for (int d = 0; d < n; d += 4 * TQKV__LANES) {
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
-            const int at = d + i * TQKV__LANES;
-            const TQKV__VECTOR w = TQKV__(fold)(128, TQKV__(load)(y + at) * TQKV__(set1)(scale), &side);
+            const int next = d + i * TQKV__LANES, at = next < n ? next : d;
+            const TQKV__VECTOR w = TQKV__(fold)(q->half, TQKV__(load)(y + at) * TQKV__(set1)(scale), &side);
             memcpy(&four[i], cells + at, sizeof four[i]);
             four[i] = TQKV__(code_from)(four[i], TQKV__(load)(bounds + at), w, side);
         }
-        const TQKV__(codes) narrow = TQKV__(narrow)(four);
-        memcpy(codes + d, &narrow, sizeof narrow);
+        const TQKV__(codes) bytes = TQKV__(narrow)(four);
+        memcpy(codes + d, &bytes, sizeof bytes);
     }
 }
-#endif
 
-/* Finds the codes of TQ8 for n values with one scale: 256 at a time, then whole vectors, then a tail with zeros behind
-   it. */
-TQKV__OP void TQKV__(quantise_values_tq8)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_large)(const tqkv__quantiser *q, const float *y, int n,
+                                                               float scale, uint8_t *codes)
+{
+    for (int d = 0; d < n; d += 256) TQKV__(quantise_256)(q, y + d, n - d < 256 ? n - d : 256, scale, codes + d);
+}
+
+/* Quantises a row. y: [head_dim], scales: [norms_per_row] -> codes: [head_dim] and room for four vectors */
+TQKV__TARGET static void TQKV__(quantise_row)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
+                                              const float *scales, uint8_t *codes)
+{
+    for (int d = 0; d < s->head_dim; d += s->norm_dim, scales++)
+        if (s->kind == TQKV__GRID)
+            TQKV__(quantise_short)(0, q, y + d, s->norm_dim, *scales, codes + d);
+        else if (s->book_bits <= 4)
+            TQKV__(quantise_short)(4, q, y + d, s->norm_dim, *scales, codes + d);
+        else
+            TQKV__(quantise_large)(q, y + d, s->norm_dim, *scales, codes + d);
+}
+
+/* Packs the `bits` bits from bit `low` on of each code; both are constants. codes: [head_dim] and room for a vector */
+TQKV__OP void TQKV__(pack_field)(const int bits, const int low, int head_dim, const uint8_t *codes, uint8_t *to)
 {
     enum { step = 4 * TQKV__LANES };
-    float tail[step] = {0};
-    uint8_t tail_codes[step];
-    const int rest = n % step;
-    for (int d = 0; d < n - rest; d += 256) /* what quantise_loads takes at most */
-        TQKV__(quantise_tq8)(q, y + d, n - rest - d < 256 ? n - rest - d : 256, scale, codes + d);
-    if (rest == 0) return;
-    memcpy(tail, y + n - rest, (size_t)rest * sizeof(float));
-    TQKV__(quantise_tq8)(q, tail, step, scale, tail_codes);
-    memcpy(codes + n - rest, tail_codes, (size_t)rest);
-}
-
-/* Quantises y: [head_dim], scales: [norms_per_row] -> codes: [head_dim]. bits is a constant: of the codebook, 4 for
-   fewer, 0 without. */
-TQKV__OP void TQKV__(quantise_as)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
-                                  const float *scales, uint8_t *codes)
-{
-    TQKV__(codes) below[4], four[4];
-    TQKV__VECTOR bounds[32 / TQKV__LANES];
-    if (bits) TQKV__(load_below)(bits, q->below, below);
-    if (bits)
-        for (int i = 0; i < 32 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
-    for (const float *end = y + s->head_dim; y < end; scales++)
-        for (int left = s->norm_dim, n; left > 0; left -= n, y += n, codes += n) {
-            n = left < 4 * TQKV__LANES ? left : 4 * TQKV__LANES;
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++) { /* behind n values the first vector again */
-                const float *from = y + (i * TQKV__LANES < n ? i * TQKV__LANES : 0);
-                const TQKV__VECTOR v = TQKV__(load)(from) * TQKV__(set1)(*scales);
-                four[i] = bits ? TQKV__(quantise)(bits, q, below, bounds, v) : TQKV__(quantise_i8)(v);
-            }
-            const TQKV__(codes) bytes = TQKV__(narrow)(four);
-            const bool whole = n == 4 * TQKV__LANES || s->main_bits < 8; /* packing reads whole vectors */
-            if (whole)
-                memcpy(codes, &bytes, sizeof bytes);
-            else
-                memcpy(codes, &bytes, (size_t)n);
-        }
-}
-
-/* Packs bytes: [head_dim], with room for whole vectors -> row: [row_bytes]. The bits are constants. */
-TQKV__OP void TQKV__(pack_as)(const int main_bits, const int upper_bits, int head_dim, const uint8_t *bytes,
-                              uint8_t *row)
-{
-    uint8_t *main = row, *upper = row + head_dim * main_bits / 8, field[2 * TQKV__LANES];
-    for (int left = head_dim; left > 0; left -= 4 * TQKV__LANES, bytes += 4 * TQKV__LANES) {
-        TQKV__(codes) codes;
-        const bool whole = left >= 4 * TQKV__LANES;
-        memcpy(&codes, bytes, sizeof codes);
-        TQKV__(pack)(main_bits, 0, codes, whole ? main : field);
-        if (!whole) memcpy(main, field, (size_t)(left * main_bits / 8));
-        if (upper_bits) TQKV__(pack)(upper_bits, main_bits, codes, whole ? upper : field);
-        if (upper_bits && !whole) memcpy(upper, field, (size_t)(left * upper_bits / 8));
-        main += TQKV__LANES * main_bits / 2;
-        upper += TQKV__LANES * upper_bits / 2;
+    uint8_t last[step];
+    for (int left = head_dim; left > 0; left -= step, codes += step, to += step * bits / 8) {
+        TQKV__(codes) bytes;
+        memcpy(&bytes, codes, sizeof bytes);
+        TQKV__(pack)(bits, low, bytes, left < step ? last : to);
+        if (left < step) memcpy(to, last, (size_t)(left * bits / 8));
     }
 }
 
-/* Quantises and packs y: [head_dim], scales: [norms_per_row] -> row: [row_bytes]. Returns the codes as bytes,
-   [head_dim]: the row itself or, if it is packed, `bytes`. */
-TQKV__TARGET static const uint8_t *TQKV__(quantise_row)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
-                                                        const float *scales, uint8_t *row, uint8_t *bytes)
+/* Packs codes: [head_dim] and room for a vector -> row: [row_bytes] */
+TQKV__TARGET static void TQKV__(pack_row)(const tqkv__stream *s, const uint8_t *codes, uint8_t *row)
 {
-    uint8_t *codes = s->main_bits < 8 ? bytes : row;
-    if (s->book_bits == 8)
-        for (int b = 0; b < s->head_dim; b += s->norm_dim)
-            TQKV__(quantise_values_tq8)(q, y + b, s->norm_dim, *scales++, row + b);
-    else if (s->book_bits == 6)
-        TQKV__(quantise_as)(6, s, q, y, scales, codes);
-    else if (s->book_bits == 5 && TQKV__LANES < 16)
-        TQKV__(quantise_as)(5, s, q, y, scales, codes);
-    else if (s->book_bits) /* vectors of 16 hold the bounds of 5 bits as well */
-        TQKV__(quantise_as)(4, s, q, y, scales, codes);
-    else
-        TQKV__(quantise_as)(0, s, q, y, scales, codes);
-    if (s->main_bits == 4 && s->upper_bits == 0) TQKV__(pack_as)(4, 0, s->head_dim, bytes, row);
-    if (s->main_bits == 4 && s->upper_bits == 1) TQKV__(pack_as)(4, 1, s->head_dim, bytes, row);
-    if (s->main_bits == 4 && s->upper_bits == 2) TQKV__(pack_as)(4, 2, s->head_dim, bytes, row);
-    if (s->main_bits == 2 && s->upper_bits == 0) TQKV__(pack_as)(2, 0, s->head_dim, bytes, row);
-    if (s->main_bits == 2 && s->upper_bits == 1) TQKV__(pack_as)(2, 1, s->head_dim, bytes, row);
-    return codes;
+    uint8_t *upper = row + s->head_dim * s->main_bits / 8;
+    if (s->main_bits == 8) memcpy(row, codes, (size_t)s->head_dim);
+    if (s->main_bits == 4) TQKV__(pack_field)(4, 0, s->head_dim, codes, row);
+    if (s->main_bits == 4 && s->upper_bits == 1) TQKV__(pack_field)(1, 4, s->head_dim, codes, upper);
+    if (s->main_bits == 4 && s->upper_bits == 2) TQKV__(pack_field)(2, 4, s->head_dim, codes, upper);
+    if (s->main_bits == 2) TQKV__(pack_field)(2, 0, s->head_dim, codes, row);
+    if (s->main_bits == 2 && s->upper_bits == 1) TQKV__(pack_field)(1, 2, s->head_dim, codes, upper);
 }
 
 /* Stores the codes of F16; type is a constant. */
@@ -5815,13 +5362,13 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
 
 /* Returns the values of a row that are to be quantised: less its centre, times its inverses, rotated, in row:
    [head_dim] or, where nothing is to be done, in the source. Halves are not widened first: that pass would make them a
-   tenth slower than floats. F16 is stored. The sums of a row that is not rotated may read behind it: a copy. */
+   tenth slower than floats. F16 is stored. */
 TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
     const bool half = s->kind == TQKV__HALF;
     const void *src = source->src;
     tqkv_type type = s->type;
-    const bool widens = !s->rotated && !half && (type != TQKV_TYPE_F32 || TQKV__HAS_MATRIX(s->head_dim));
+    const bool widens = !s->rotated && !half && type != TQKV_TYPE_F32;
     if (source->center || source->inverses || widens) {
         TQKV__(widen)(type, src, source->center, source->inverses, s->head_dim, row);
         type = TQKV_TYPE_F32;
@@ -5841,11 +5388,11 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
                                              int n_rows)
 {
     enum { buffer = 1536, most_norms = buffer / 32 }; /* 6 KiB: a fraction of an L1 cache, and of the stack */
-    TQKV__ALIGNED float rotated[buffer + 16], norms[most_norms], scales[most_norms]; /* fours are loaded beyond a row */
-    TQKV__ALIGNED float sums[most_norms];
-    TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM + 64];
+    TQKV__ALIGNED float rotated[buffer];
+    float norms[most_norms], scales[most_norms], sums[most_norms];
+    TQKV__ALIGNED uint8_t codes[TQKV_MAX_HEAD_DIM + 4 * TQKV__LANES];
     const float *values[most_norms];
-    const int batch = buffer / s->head_dim, norms_per_row = s->norms_per_row;
+    const int batch = buffer / s->head_dim, per_row = s->norms_per_row;
     for (int first = 0; first < n_rows; first += batch, rows += batch) {
         const int n = n_rows - first < batch ? n_rows - first : batch;
         for (int i = 0; i < n; i++) {
@@ -5853,70 +5400,31 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
             if (rows[i].half) TQKV__(store_f16_row)(TQKV_TYPE_F32, values[i], s->head_dim, rows[i].half);
         }
         if (s->kind == TQKV__HALF) continue;
-        TQKV__(norms)(s, values, n, norms, scales);
-        if (s->n_factors > 1) TQKV__(search)(s, q, n, values, rotated, scales, sums);
+        for (int i = 0; i < n; i++) TQKV__(norms)(s, values[i], norms + i * per_row, scales + i * per_row);
+        for (int i = 0; i < n && s->n_factors > 1; i++) {
+            float *scaled = rotated + i * s->head_dim;
+            TQKV__(search_row)(s, q, values[i], scaled, scales + i * per_row, sums + i * per_row);
+            values[i] = scaled;
+        }
         for (int i = 0; i < n; i++) {
-            const uint8_t *codes =
-                TQKV__(quantise_row)(s, q, values[i], scales + i * norms_per_row, rows[i].codes, bytes);
-            if (s->n_factors == 1) /* TQ2 */
-                TQKV__(centroid_sums)(s, q, codes, sums + i * norms_per_row);
-            if (s->n_factors > 1 && rows[i].factors)
-                memcpy(rows[i].factors, scales + i * norms_per_row, (size_t)norms_per_row * sizeof(float));
+            float *norm = norms + i * per_row, *scale = scales + i * per_row, *sum = sums + i * per_row;
+            TQKV__(quantise_row)(s, q, values[i], scale, codes);
+            TQKV__(pack_row)(s, codes, rows[i].codes);
+            for (int b = 0; b < per_row && s->n_factors == 1; b++) /* TQ2 */
+                sum[b] = TQKV__(squares_of_codes)(q, codes + b * s->norm_dim, s->norm_dim);
+            if (s->kind == TQKV__BOOK) tqkv__correct_norms(s, sum, norm);
+            memcpy(rows[i].norms, norm, (size_t)per_row * sizeof(float));
+            if (s->n_factors > 1 && rows[i].factors) memcpy(rows[i].factors, scale, (size_t)per_row * sizeof(float));
         }
-        for (int i = n * norms_per_row; i % TQKV__LANES; i++) sums[i] = 1.0f;
-        if (s->kind == TQKV__BOOK) TQKV__(correct_norms)(s, n * norms_per_row, sums, norms);
-        for (int i = 0; i < n; i++)
-            memcpy(rows[i].norms, norms + i * norms_per_row, (size_t)norms_per_row * sizeof(float));
     }
 }
-
-/* Does what tqkv__all_finite does for whole rows: the largest magnitude shows an exponent of all ones. */
-TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
-{
-    TQKV__(codes) largest[4];
-    uint32_t lanes[4 * TQKV__LANES], all = 0;
-    memset(largest, 0, sizeof largest);
-    size_t i = 0;
-    for (; i + 4 * TQKV__LANES <= n; i += 4 * TQKV__LANES) {
-        TQKV__UNROLL
-        for (int j = 0; j < 4; j++) largest[j] = TQKV__(larger_bits)(largest[j], TQKV__(load)(x + i + j * TQKV__LANES));
-    }
-    for (; i < n; i += TQKV__LANES) largest[0] = TQKV__(larger_bits)(largest[0], TQKV__(load)(x + i));
-    memcpy(lanes, largest, sizeof lanes);
-    for (int j = 0; j < 4 * TQKV__LANES; j++) all = lanes[j] > all ? lanes[j] : all;
-    return all < 0x7f800000u;
-}
-
-/* Does what tqkv__values_finite does for whole rows. Two halves, or bfloat16s, in a word: a 1 added at the lowest bit
-   of an exponent carries into the sign bit from an exponent of all ones, and from no other. */
-TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size_t n)
-{
-    const uint32_t one = type == TQKV_TYPE_F16 ? 0x04000400u : 0x00800080u;
-    const uint8_t *p = (const uint8_t *)x;
-    TQKV__(words) carries, pairs;
-    uint32_t lanes[TQKV__LANES], all = 0;
-    if (type == TQKV_TYPE_F32) return TQKV__(floats_finite)((const float *)x, n);
-    memset(&carries, 0, sizeof carries);
-    for (size_t left = 2 * n, size = sizeof pairs; left; left -= size, p += size) {
-        if (left < size) {
-            size = left;
-            memset(&pairs, 0, sizeof pairs);
-            memcpy(&pairs, p, left);
-        } else {
-            memcpy(&pairs, p, sizeof pairs);
-        }
-        carries |= (pairs & 0x7fff7fffu) + one;
-    }
-    memcpy(lanes, &carries, sizeof lanes);
-    for (int i = 0; i < TQKV__LANES; i++) all |= lanes[i];
-    return !(all & 0x80008000u);
-}
-
-/* >>k-table: the functions of a set. */
 
 static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(scales_valid), TQKV__(invert),
                                           TQKV__(widen),       TQKV__(narrow_row),   TQKV__(rotate),
                                           TQKV__(unrotate),    TQKV__(scale_row),    TQKV__(encode_rows)};
+#endif
+
+/* >>k-table: the functions of a set. */
 
 static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME, TQKV__LANES, &TQKV__(codec)};
 
@@ -7192,13 +6700,13 @@ static const tqkv__kernels TQKV__I(kernels) = {TQKV__I(round_query), TQKV__I(sco
 #undef TQKV__
 #undef TQKV__DECODED
 #undef TQKV__DOT_LANES
+#undef TQKV__ENCODES
 #undef TQKV__I
 #undef TQKV__INTEGER_LANES
 #undef TQKV__ISA_NAME
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
 #undef TQKV__LOOKED_UP
-#undef TQKV__MIX_SHORT_SUBROWS
 #undef TQKV__PRODUCTS
 #undef TQKV__PRODUCT_ROWS
 #undef TQKV__ROUNDED
@@ -7245,390 +6753,6 @@ static const tqkv__kernels TQKV__I(kernels) = {TQKV__I(round_query), TQKV__I(sco
 
 static inline __m128i tqkv__load_64(const uint8_t *p) { return _mm_loadl_epi64((const __m128i *)(const void *)p); }
 static inline __m128i tqkv__load_128(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)(const void *)p); }
-
-/* >>set-avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
-
-#ifdef TQKV__AVX512
-
-#define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")))
-typedef __m512 tqkv__vector_avx512;
-typedef __m512i tqkv__codes_avx512;
-
-TQKV__OP __m512 tqkv__set1_avx512(float x) { return _mm512_set1_ps(x); }
-TQKV__OP __m512 tqkv__fma_avx512(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
-/* Returns a > b ? a : b; gives b if either is NaN, in every set */
-TQKV__OP __m512 tqkv__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
-TQKV__OP __m512 tqkv__abs_avx512(__m512 x) { return _mm512_abs_ps(x); }
-TQKV__OP __m512 tqkv__copysign_avx512(__m512 magnitude, __m512 sign)
-{
-    return _mm512_or_ps(magnitude, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign)); /* magnitude >= 0 */
-}
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored                                                                                         \
-    "-Wsign-conversion" /* without optimisation GCC's intrinsic is a macro with a cast of -1 */
-TQKV__OP __m512 tqkv__round_avx512(__m512 x) { return _mm512_roundscale_ps(x, 8); }
-#pragma GCC diagnostic pop
-TQKV__OP __m512 tqkv__exp2_avx512(__m512 n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n); }
-TQKV__OP float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
-TQKV__OP float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
-/* Adds up 16 sums, in one order for all sets: lane i and i + 8, then i + 4, i + 2, i + 1. */
-TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
-{
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(*x), _mm512_extractf32x8_ps(*x, 1));
-    __m128 m = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-    m = _mm_add_ps(m, _mm_movehl_ps(m, m));
-    return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
-}
-
-/* Finds to[m] (+)= sum_16 of x[m], m < 4 */
-TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
-{
-    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xee));
-    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(x[2], x[3], 0x44), _mm512_shuffle_f32x4(x[2], x[3], 0xee));
-    __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4e));
-    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xb1));
-    const __m128 sums = _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, all));
-    _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
-}
-
-/* Returns value where x >= least or x is NaN, else 0 */
-TQKV__OP __m512 tqkv__zero_below_avx512(__m512 least, __m512 x, __m512 value)
-{
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), value);
-}
-/* Returns a * b; 0 where a is 0, even if b is infinite or NaN */
-TQKV__OP __m512 tqkv__mul_nonzero_avx512(__m512 a, __m512 b)
-{
-    return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ), a, b);
-}
-
-TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
-{
-    return _mm256_loadu_si256((const __m256i *)(const void *)p);
-}
-TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p) { return _mm512_cvtph_ps(tqkv__load_256_avx512(p)); }
-TQKV__OP __m512 tqkv__load_bf16_avx512(const uint8_t *p)
-{
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(tqkv__load_256_avx512(p)), 16));
-}
-
-/* Encoding. An empty asm prevents the fusion of a product with a following sum, as in tqkv__rounded. */
-TQKV__OP __m512 tqkv__rounded_avx512(__m512 x)
-{
-    __asm__("" : "+v"(x));
-    return x;
-}
-TQKV__OP __m512 tqkv__min_avx512(__m512 a, __m512 b) { return _mm512_min_ps(a, b); }
-TQKV__OP __m512 tqkv__sqrt_avx512(__m512 x) { return _mm512_sqrt_ps(x); }
-/* Returns x > least ? 1/x : 0. */
-TQKV__OP __m512 tqkv__invert_above_avx512(float least, __m512 x)
-{
-    return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GT_OQ), _mm512_set1_ps(1.0f), x);
-}
-/* Applies the table's signs of elements d to d + LANES - 1 to x. */
-TQKV__OP __m512 tqkv__flip_avx512(__m512 x, int d)
-{
-    uint16_t signs;
-    memcpy(&signs, tqkv__tables.signs + d % 512 / 8, sizeof signs);
-    return _mm512_mask_xor_ps(x, signs, x, _mm512_set1_ps(-0.0f));
-}
-/* Returns -1 for bits of 1, else 1; lane i has bit i. */
-TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
-{
-    return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
-}
-/* See >>set-avx2. Subrows that do not fill a vector of 16 are rotated there: n is 1. */
-TQKV__OP __m512 tqkv__repeat_avx512(const int n, const float *p)
-{
-    (void)n;
-    return _mm512_set1_ps(*p);
-}
-TQKV__OP __m512 tqkv__spread_avx512(const int n, int i, __m512 x)
-{
-    (void)n, (void)i;
-    return x;
-}
-TQKV__OP __m512 tqkv__unite_avx512(const int n, __m512 x)
-{
-    (void)n;
-    return x;
-}
-TQKV__OP void tqkv__mix_20_avx512(const float *subrows, float factor, float *out)
-{
-    (void)subrows, (void)factor, (void)out;
-}
-/* Loads four floats at p, p + stride and so on. */
-TQKV__OP __m512 tqkv__load_fours_avx512(const float *p, int stride)
-{
-    __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(p));
-    x = _mm512_insertf32x4(x, _mm_loadu_ps(p + stride), 1);
-    x = _mm512_insertf32x4(x, _mm_loadu_ps(p + 2 * stride), 2);
-    return _mm512_insertf32x4(x, _mm_loadu_ps(p + 3 * stride), 3);
-}
-/* Widens bytes to words. */
-TQKV__OP __m512 tqkv__widen_bytes_avx512(const uint8_t *p)
-{
-    return _mm512_castsi512_ps(_mm512_cvtepu8_epi32(tqkv__load_128(p)));
-}
-/* Lane i of the result is lane i ^ distance of x; distance is a constant. */
-TQKV__OP __m512 tqkv__swap_avx512(const int distance, __m512 x)
-{
-    if (distance == 1) return _mm512_permute_ps(x, 0xb1);
-    if (distance == 2) return _mm512_permute_ps(x, 0x4e);
-    if (distance == 4) return _mm512_shuffle_f32x4(x, x, 0xb1);
-    return _mm512_shuffle_f32x4(x, x, 0x4e);
-}
-/* Lanes i and i ^ 2^stage become their sum and difference. The product with 1 or -1 is exact. */
-TQKV__OP __m512 tqkv__butterfly_avx512(const int stage, __m512 x)
-{
-    const __mmask16 upper[4] = {0xaaaa, 0xcccc, 0xf0f0, 0xff00};
-    const __m512 sign = _mm512_mask_blend_ps(upper[stage], _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
-    return _mm512_fmadd_ps(x, sign, tqkv__swap_avx512(1 << stage, x));
-}
-/* Both pick lanes. even: lanes of a and b with bit `stage` clear, those of b moved up by 2^stage. odd: the others, a's
-   moved down. */
-TQKV__OP __m512 tqkv__even_avx512(const int stage, __m512 a, __m512 b)
-{
-    if (stage == 0) return _mm512_mask_moveldup_ps(a, 0xaaaa, b);
-    if (stage == 1) return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
-    if (stage == 2) return _mm512_mask_shuffle_f32x4(a, 0xf0f0, b, b, 0xa0);
-    return _mm512_shuffle_f32x4(a, b, 0x44);
-}
-TQKV__OP __m512 tqkv__odd_avx512(const int stage, __m512 a, __m512 b)
-{
-    if (stage == 0) return _mm512_mask_movehdup_ps(b, 0x5555, a);
-    if (stage == 1) return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
-    if (stage == 2) return _mm512_mask_shuffle_f32x4(b, 0x0f0f, a, a, 0xf5);
-    return _mm512_shuffle_f32x4(a, b, 0xee);
-}
-TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
-{
-    return _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(x)));
-}
-
-/* Returns the magnitude of v; for positive v the next float below: "boundary <= result" then counts ties down on both
-   sides. NaN becomes -TQKV__FAR, its magnitude TQKV__FAR. With half = 2^(bits-1) and c boundaries passed, the code is
-   half + c on the positive side and half - 1 - c on the negative: c ^ side. */
-TQKV__OP __m512 tqkv__fold_avx512(const int half, __m512 v, __m512i *side)
-{
-    v = _mm512_max_ps(v, _mm512_set1_ps(-TQKV__FAR));
-    const __mmask16 positive = _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_GT_OQ);
-    const __m512i size = _mm512_castps_si512(_mm512_abs_ps(v));
-    *side = _mm512_mask_blend_epi32(positive, _mm512_set1_epi32(half - 1), _mm512_set1_epi32(half));
-    return _mm512_castsi512_ps(_mm512_mask_sub_epi32(size, positive, size, _mm512_set1_epi32(1)));
-}
-TQKV__OP __m512i tqkv__truncate_avx512(__m512 x) { return _mm512_cvttps_epi32(x); }
-TQKV__OP void tqkv__load_below_avx512(const int bits, const uint8_t *table, __m512i *below)
-{
-    (void)bits; /* 64 entries are one register */
-    below[0] = _mm512_loadu_si512((const void *)table);
-}
-/* Looks up bytes: the upper three of each lane are 0 and find the table's first entry, which is 0. */
-TQKV__OP __m512i tqkv__below_avx512(const int bits, const __m512i *below, __m512i cells)
-{
-    (void)bits;
-    return _mm512_permutexvar_epi8(cells, below[0]);
-}
-TQKV__OP __m512 tqkv__bound_avx512(const int bits, const __m512 *bounds, __m512i index)
-{
-    return bits < 6 ? _mm512_permutexvar_ps(index, bounds[0]) : _mm512_permutex2var_ps(bounds[0], index, bounds[1]);
-}
-/* Returns the code, from the count before the cell and the one boundary that may lie in it */
-TQKV__OP __m512i tqkv__code_from_avx512(__m512i count, __m512 bound, __m512 w, __m512i side)
-{
-    const __mmask16 above = _mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ);
-    return _mm512_xor_si512(_mm512_mask_sub_epi32(count, above, count, _mm512_set1_epi32(-1)), side);
-}
-/* Returns above where bound <= w, else below. */
-TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512 above)
-{
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
-}
-TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[2], const uint32_t *cells, __m512 *x)
-{
-    (void)entries, (void)cells; /* search_tq8 takes their place */
-    memset(x, 0, 3 * sizeof *x);
-}
-TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
-{
-    v = _mm512_min_ps(v, _mm512_set1_ps(127.0f)); /* gives the second operand if either is NaN */
-    v = _mm512_max_ps(v, _mm512_set1_ps(-127.0f));
-    return _mm512_and_si512(_mm512_cvtps_epi32(v), _mm512_set1_epi32(255));
-}
-/* Joins four vectors of codes below 256 into one vector of bytes. */
-TQKV__OP __m512i tqkv__narrow_avx512(const __m512i *four)
-{
-    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    const __m512i mixed =
-        _mm512_packus_epi16(_mm512_packus_epi32(four[0], four[1]), _mm512_packus_epi32(four[2], four[3]));
-    return _mm512_permutexvar_epi32(order, mixed);
-}
-/* Stores the `bits` bits from bit `low` on of each byte, packed: 1, 2 or 4 bits. */
-TQKV__OP void tqkv__pack_avx512(const int bits, const int low, __m512i codes, uint8_t *p)
-{
-    if (bits == 1) {
-        const __mmask64 set = _mm512_test_epi8_mask(codes, _mm512_set1_epi8((char)(1 << low)));
-        memcpy(p, &set, sizeof set);
-        return;
-    }
-    const __m512i field =
-        _mm512_and_si512(_mm512_srl_epi16(codes, _mm_cvtsi32_si128(low)), _mm512_set1_epi8((char)((1 << bits) - 1)));
-    if (bits == 4) {
-        const __m512i joined = _mm512_maddubs_epi16(field, _mm512_set1_epi16(0x1001)); /* first + 16 * second */
-        _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi16_epi8(joined));
-        return;
-    }
-    const __m512i pairs = _mm512_maddubs_epi16(field, _mm512_set1_epi16(0x0401));
-    const __m512i fours = _mm512_madd_epi16(pairs, _mm512_set1_epi32(0x00100001));
-    _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8(fours));
-}
-/* Stores rounded halves; beyond the largest infinity. store_f16 clamps instead. */
-TQKV__OP void tqkv__store_half_avx512(uint8_t *p, __m512 x)
-{
-    const __m256i halves = /* without a mask GCC's macro gives a warning */
-        _mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    _mm256_storeu_si256((__m256i *)(void *)p, halves);
-}
-TQKV__OP void tqkv__store_f16_avx512(uint8_t *p, __m512 x)
-{
-    tqkv__store_half_avx512(p, _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(65504.0f)), _mm512_set1_ps(-65504.0f)));
-}
-/* Stores the lower halves of 32-bit words, whose upper halves are 0. */
-TQKV__OP void tqkv__store_words_avx512(uint8_t *p, __m512i words)
-{
-    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(words));
-}
-
-/* Joins byte p of words, in plane[p], to the words themselves. */
-TQKV__OP void tqkv__join_planes_avx512(const __m512i *plane, __m512i *words)
-{
-    const __m512i low01 = _mm512_unpacklo_epi8(plane[0], plane[1]), high01 = _mm512_unpackhi_epi8(plane[0], plane[1]);
-    const __m512i low23 = _mm512_unpacklo_epi8(plane[2], plane[3]), high23 = _mm512_unpackhi_epi8(plane[2], plane[3]);
-    words[0] = _mm512_unpacklo_epi16(low01, low23);
-    words[1] = _mm512_unpackhi_epi16(low01, low23);
-    words[2] = _mm512_unpacklo_epi16(high01, high23);
-    words[3] = _mm512_unpackhi_epi16(high01, high23);
-}
-
-/* Looks up n centroids of TQ8, 64 at a time: those of the lower half, for a code c of the upper half that of ~c with its
-   sign flipped. n: a multiple of 16 */
-TQKV__OP void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, int n, float *to)
-{
-    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    for (int d = 0; d < n; d += 64) {
-        const __mmask16 mask = (__mmask16)(0xffff >> (n - d < 64 ? 16 - (n - d) / 4 : 0));
-        __m512i index = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi32(mask, (const void *)(codes + d)));
-        __m512i plane[4], words[4];
-        const __mmask64 upper = _mm512_movepi8_mask(index);
-        index = _mm512_mask_sub_epi8(index, upper, _mm512_set1_epi8(-1), index);
-        TQKV__UNROLL
-        for (int p = 0; p < 4; p++)
-            plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)s->planes[p]), index,
-                                                _mm512_loadu_si512((const void *)(s->planes[p] + 64)));
-        plane[3] = _mm512_mask_add_epi8(plane[3], upper, plane[3], _mm512_set1_epi8(-128));
-        tqkv__join_planes_avx512(plane, words);
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++)
-            if (d + 16 * i < n) _mm512_storeu_si512((void *)(to + d + 16 * i), words[i]);
-    }
-}
-
-/* Quantises 64 values at a time. One byte look-up finds the count before the cell, four find the bytes of the
-   boundary in it. Packing and interleaving are inverse within 128 bits: boundaries meet their values. `order` sorts
-   the counts. */
-TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, const float *y, int n, float scale,
-                                                   uint8_t *codes)
-{
-    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    const __m512 slope = _mm512_set1_ps(q->slope), top = _mm512_set1_ps(q->top);
-    __m512i below[4], plane[4], unused;
-    for (int i = 0; i < 4; i++) below[i] = _mm512_loadu_si512((const void *)(q->below + 64 * i));
-    for (int d = 0; d < n; d += 64, y += 64) {
-        __m512 w[4];
-        __m512i cell[4], bound[4];
-        __mmask64 positive = 0, above = 0;
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++) {
-            const __m512 v = _mm512_mul_ps(_mm512_loadu_ps(y + 16 * i), _mm512_set1_ps(scale));
-            w[i] = tqkv__fold_avx512(128, v, &unused);
-            cell[i] = _mm512_cvttps_epi32(_mm512_min_ps(_mm512_mul_ps(w[i], slope), top));
-            positive |= (__mmask64)_mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_GT_OQ) << (16 * i);
-        }
-        const __m512i cells =
-            _mm512_packus_epi16(_mm512_packus_epi32(cell[0], cell[1]), _mm512_packus_epi32(cell[2], cell[3]));
-        const __m512i count =
-            _mm512_mask_blend_epi8(_mm512_movepi8_mask(cells), _mm512_permutex2var_epi8(below[0], cells, below[1]),
-                                   _mm512_permutex2var_epi8(below[2], cells, below[3]));
-        TQKV__UNROLL
-        for (int p = 0; p < 4; p++)
-            plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)q->planes[p]), count,
-                                                _mm512_loadu_si512((const void *)(q->planes[p] + 64)));
-        tqkv__join_planes_avx512(plane, bound);
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++)
-            above |= (__mmask64)_mm512_cmp_ps_mask(_mm512_castsi512_ps(bound[i]), w[i], _CMP_LE_OQ) << (16 * i);
-        __m512i code = _mm512_permutexvar_epi32(order, count);
-        code = _mm512_mask_sub_epi8(code, above, code, _mm512_set1_epi8(-1));
-        code = _mm512_xor_si512(code, _mm512_mask_blend_epi8(positive, _mm512_set1_epi8(127), _mm512_set1_epi8(-128)));
-        _mm512_storeu_si512((void *)(codes + d), code);
-    }
-}
-
-/* Looks bytes up in a table of 128. upper: those of which the index is 64 or more */
-TQKV__OP __m512i tqkv__look_up_byte_avx512(const uint8_t *table, __mmask64 upper, __m512i index)
-{
-    const __m512i first = _mm512_permutexvar_epi8(index, _mm512_loadu_si512((const void *)table));
-    return _mm512_mask_permutexvar_epi8(first, upper, index, _mm512_loadu_si512((const void *)(table + 64)));
-}
-/* Looks words up in a table of 128, in planes of bytes, in the order in which packing has them. */
-TQKV__OP void tqkv__look_up_words_avx512(const uint8_t (*planes)[128], __m512i index, __m512i *words)
-{
-    const __mmask64 upper = _mm512_movepi8_mask(_mm512_slli_epi16(index, 1));
-    __m512i plane[4];
-    TQKV__UNROLL
-    for (int p = 0; p < 4; p++) plane[p] = tqkv__look_up_byte_avx512(planes[p], upper, index);
-    tqkv__join_planes_avx512(plane, words);
-}
-/* Finds where the centroids of 64 sizes times a factor, w, of a search of TQ8 are: counts and bounds by bytes, as in
-   quantise_tq8. Bounds are compared as integers, whose signs packing keeps. */
-TQKV__OP void tqkv__search_tq8_avx512(const tqkv__quantiser *q, const __m512i *cell, const __m512 *w, uint8_t *codes)
-{
-    __m512i words[4];
-    const __m512i cells =
-        _mm512_packus_epi16(_mm512_packus_epi32(cell[0], cell[1]), _mm512_packus_epi32(cell[2], cell[3]));
-    const __mmask64 odd = _mm512_movepi8_mask(_mm512_slli_epi16(cells, 1)), upper = _mm512_movepi8_mask(cells);
-    __m512i count = _mm512_mask_blend_epi8(upper, tqkv__look_up_byte_avx512(q->below, odd, cells),
-                                           tqkv__look_up_byte_avx512(q->below + 128, odd, cells));
-    tqkv__look_up_words_avx512(q->planes, count, words);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++)
-        words[i] = _mm512_sub_epi32(_mm512_castps_si512(w[i]), words[i]); /* negative: below the bound */
-    const __m512i differences =
-        _mm512_packs_epi16(_mm512_packs_epi32(words[0], words[1]), _mm512_packs_epi32(words[2], words[3]));
-    count = _mm512_sub_epi8(_mm512_set1_epi8(126), count); /* of the next larger centroid */
-    count = _mm512_mask_sub_epi8(count, _mm512_movepi8_mask(differences), count, _mm512_set1_epi8(-1));
-    _mm512_storeu_si512((void *)codes, count);
-}
-/* Looks up the centroids, all negative, of 64 such codes: the stream has their bytes from the most negative one on. */
-TQKV__OP void tqkv__centroids_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, uint32_t *centroids)
-{
-    __m512i words[4];
-    tqkv__look_up_words_avx512(s->planes, _mm512_loadu_si512((const void *)codes), words);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) _mm512_storeu_si512((void *)(centroids + 16 * i), words[i]);
-}
-
-static void tqkv__mix_by_order_avx2(int m, const float *subrows, float factor, int n, float *out);
-
-#define TQKV__(name)            tqkv__##name##_avx512
-#define TQKV__WIDTH             16 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME          "avx512"
-#define TQKV__MIX_SHORT_SUBROWS tqkv__mix_by_order_avx2
-#define TQKV__LANES             16
-#include "tqkv.h"
-
-#endif /* TQKV__AVX512 */
 
 /* >>set-avx2: with FMA and F16C */
 
@@ -7682,17 +6806,6 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     const __m128 ab = _mm256_castps256_ps128(all), cd = _mm256_extractf128_ps(all, 1);
     const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
-}
-/* Permutes use the lowest three bits. Blends use the sign bit, to which the shifts bring the bits above. */
-TQKV__OP __m256 tqkv__permute_16_avx2(const __m256 *table, __m256i codes)
-{
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table[0], codes), _mm256_permutevar8x32_ps(table[1], codes),
-                            _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
-}
-TQKV__OP __m256 tqkv__permute_32_avx2(const __m256 *table, __m256i codes)
-{
-    return _mm256_blendv_ps(tqkv__permute_16_avx2(table, codes), tqkv__permute_16_avx2(table + 2, codes),
-                            _mm256_castsi256_ps(_mm256_slli_epi32(codes, 27)));
 }
 /* Loads eight centroids of TQ8 at a time. The asm keeps the codes in a register of which x86 reads the two lowest bytes
    (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
@@ -7762,14 +6875,8 @@ TQKV__OP __m256 tqkv__unite_avx2(const int n, __m256 x)
 {
     return n == 1 ? x : _mm256_permutevar8x32_ps(x, _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0));
 }
-TQKV__OP __m256 tqkv__load_fours_avx2(const float *p, int stride)
-{
-    return _mm256_set_m128(_mm_loadu_ps(p + stride), _mm_loadu_ps(p));
-}
-TQKV__OP __m256 tqkv__widen_bytes_avx2(const uint8_t *p)
-{
-    return _mm256_castsi256_ps(_mm256_cvtepu8_epi32(tqkv__load_64(p)));
-}
+/* Widens bytes to words. */
+TQKV__OP __m256i tqkv__widen_bytes_avx2(const uint8_t *p) { return _mm256_cvtepu8_epi32(tqkv__load_64(p)); }
 TQKV__OP __m256 tqkv__swap_avx2(const int distance, __m256 x)
 {
     if (distance == 1) return _mm256_permute_ps(x, 0xb1);
@@ -7784,18 +6891,6 @@ TQKV__OP __m256 tqkv__butterfly_avx2(const int stage, __m256 x)
                                      : _mm256_blend_ps(plus, minus, 0xf0);
     return _mm256_fmadd_ps(x, sign, tqkv__swap_avx2(1 << stage, x));
 }
-TQKV__OP __m256 tqkv__even_avx2(const int stage, __m256 a, __m256 b)
-{
-    if (stage == 0) return _mm256_blend_ps(a, _mm256_moveldup_ps(b), 0xaa);
-    if (stage == 1) return _mm256_shuffle_ps(a, b, 0x44);
-    return _mm256_permute2f128_ps(a, b, 0x20);
-}
-TQKV__OP __m256 tqkv__odd_avx2(const int stage, __m256 a, __m256 b)
-{
-    if (stage == 0) return _mm256_blend_ps(_mm256_movehdup_ps(a), b, 0xaa);
-    if (stage == 1) return _mm256_shuffle_ps(a, b, 0xee);
-    return _mm256_permute2f128_ps(a, b, 0x31);
-}
 TQKV__OP __m256i tqkv__larger_bits_avx2(__m256i largest, __m256 x)
 {
     return _mm256_max_epu32(largest, _mm256_castps_si256(tqkv__abs_avx2(x)));
@@ -7808,28 +6903,17 @@ TQKV__OP __m256 tqkv__fold_avx2(const int half, __m256 v, __m256i *side)
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(tqkv__abs_avx2(v)), positive));
 }
 TQKV__OP __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); }
-/* Byte shuffles see 16 entries, the same in either half of the register. */
-TQKV__OP void tqkv__load_below_avx2(const int bits, const uint8_t *table, __m256i *below)
+/* Looks up bytes of a table of 16, the same in either half of a register: the upper three of each lane are 0 and find
+   the first entry, which is 0. */
+TQKV__OP __m256i tqkv__load_below_avx2(const uint8_t *table)
 {
-    for (int i = 0; i < (bits < 4 ? 1 : 1 << (bits - 4)); i++)
-        below[i] = _mm256_broadcastsi128_si256(tqkv__load_128(table + 16 * i));
+    return _mm256_broadcastsi128_si256(tqkv__load_128(table));
 }
-TQKV__OP __m256i tqkv__below_32_avx2(const __m256i *below, __m256i cells)
+TQKV__OP __m256i tqkv__below_avx2(__m256i table, __m256i cells) { return _mm256_shuffle_epi8(table, cells); }
+/* Looks up floats of a table of eight. */
+TQKV__OP __m256 tqkv__look_up_8_avx2(const __m256 *table, __m256i index)
 {
-    return _mm256_blendv_epi8(_mm256_shuffle_epi8(below[0], cells), _mm256_shuffle_epi8(below[1], cells),
-                              _mm256_slli_epi32(cells, 3));
-}
-TQKV__OP __m256i tqkv__below_avx2(const int bits, const __m256i *below, __m256i cells)
-{
-    if (bits <= 4) return _mm256_shuffle_epi8(below[0], cells);
-    if (bits == 5) return tqkv__below_32_avx2(below, cells);
-    return _mm256_blendv_epi8(tqkv__below_32_avx2(below, cells), tqkv__below_32_avx2(below + 2, cells),
-                              _mm256_slli_epi32(cells, 2));
-}
-TQKV__OP __m256 tqkv__bound_avx2(const int bits, const __m256 *bounds, __m256i index)
-{
-    if (bits <= 4) return _mm256_permutevar8x32_ps(bounds[0], index);
-    return bits == 5 ? tqkv__permute_16_avx2(bounds, index) : tqkv__permute_32_avx2(bounds, index);
+    return _mm256_permutevar8x32_ps(*table, index);
 }
 TQKV__OP __m256i tqkv__code_from_avx2(__m256i count, __m256 bound, __m256 w, __m256i side)
 {
@@ -7897,48 +6981,117 @@ TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
     const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
     _mm_storeu_si128((__m128i *)(void *)p, _mm_packus_epi32(low, high));
 }
-#define tqkv__quantise_tq8_avx2 tqkv__quantise_loads_avx2
 
-/* Adds: out[b] += P[b][c] * x for ten subrows b from `first` on, of 4 values each; P: the matrix of order 20. Its signs
-   are known to the compiler, and every second sum is made of multiply-adds, see TQKV__(mix_12). The asm keeps the sums
-   in order. */
-TQKV__OP void tqkv__mix_column_avx2(const int first, const int c, __m128 x, __m128 plus, __m128 minus, __m128 *sums)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < 10; i++) {
-        const bool subtract = (tqkv__tables.hadamard_20[first + i][c / 8] >> (c % 8)) & 1;
-        if (c == 0)
-            sums[i] = _mm_mul_ps(x, subtract ? minus : plus);
-        else if (i % 2)
-            sums[i] = _mm_fmadd_ps(x, subtract ? minus : plus, sums[i]);
-        else
-            sums[i] = subtract ? _mm_sub_ps(sums[i], x) : _mm_add_ps(sums[i], x);
-        __asm__("" : "+x"(sums[i]));
-    }
-}
-/* Applies the matrix of order 20. subrows, out: [20][4] */
-TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *subrows, float factor, float *out)
-{
-    const __m256 ones = tqkv__rounded_avx2(_mm256_set1_ps(1.0f)), less = tqkv__rounded_avx2(_mm256_set1_ps(-1.0f));
-    const __m128 plus = _mm256_castps256_ps128(ones), minus = _mm256_castps256_ps128(less);
-    TQKV__UNROLL
-    for (int first = 0; first < 20; first += 10) {
-        __m128 sums[10];
-        TQKV__UNROLL
-        for (int c = 0; c < 10; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(subrows + 4 * c), plus, minus, sums);
-        TQKV__UNROLL
-        for (int c = 10; c < 20; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(subrows + 4 * c), plus, minus, sums);
-        TQKV__UNROLL
-        for (int i = 0; i < 10; i++) _mm_storeu_ps(out + 4 * (first + i), _mm_mul_ps(sums[i], _mm_set1_ps(factor)));
-    }
-}
-
-#define TQKV__(name)            tqkv__##name##_avx2
-#define TQKV__WIDTH             8 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME          "avx2"
-#define TQKV__MIX_SHORT_SUBROWS tqkv__mix_by_order_avx2
-#define TQKV__LANES             8
+#define TQKV__(name) tqkv__##name##_avx2
+#define TQKV__ENCODES
+#define TQKV__WIDTH    8 /* vectors of the rotation in registers */
+#define TQKV__ISA_NAME "avx2"
+#define TQKV__LANES    8
 #include "tqkv.h"
+
+/* >>set-avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
+
+#ifdef TQKV__AVX512
+
+#define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")))
+typedef __m512 tqkv__vector_avx512;
+typedef __m512i tqkv__codes_avx512;
+
+TQKV__OP __m512 tqkv__set1_avx512(float x) { return _mm512_set1_ps(x); }
+TQKV__OP __m512 tqkv__fma_avx512(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+/* Returns a > b ? a : b; gives b if either is NaN, in every set */
+TQKV__OP __m512 tqkv__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
+TQKV__OP __m512 tqkv__abs_avx512(__m512 x) { return _mm512_abs_ps(x); }
+TQKV__OP __m512 tqkv__copysign_avx512(__m512 magnitude, __m512 sign)
+{
+    return _mm512_or_ps(magnitude, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign)); /* magnitude >= 0 */
+}
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored                                                                                         \
+    "-Wsign-conversion" /* without optimisation GCC's intrinsic is a macro with a cast of -1 */
+TQKV__OP __m512 tqkv__round_avx512(__m512 x) { return _mm512_roundscale_ps(x, 8); }
+#pragma GCC diagnostic pop
+TQKV__OP __m512 tqkv__exp2_avx512(__m512 n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n); }
+TQKV__OP float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
+TQKV__OP float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
+/* Adds up 16 sums, in one order for all sets: lane i and i + 8, then i + 4, i + 2, i + 1. */
+TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
+{
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(*x), _mm512_extractf32x8_ps(*x, 1));
+    __m128 m = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    m = _mm_add_ps(m, _mm_movehl_ps(m, m));
+    return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
+}
+
+/* Finds to[m] (+)= sum_16 of x[m], m < 4 */
+TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
+{
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xee));
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(x[2], x[3], 0x44), _mm512_shuffle_f32x4(x[2], x[3], 0xee));
+    __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4e));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xb1));
+    const __m128 sums = _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, all));
+    _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
+}
+
+/* Returns value where x >= least or x is NaN, else 0 */
+TQKV__OP __m512 tqkv__zero_below_avx512(__m512 least, __m512 x, __m512 value)
+{
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), value);
+}
+/* Returns a * b; 0 where a is 0, even if b is infinite or NaN */
+TQKV__OP __m512 tqkv__mul_nonzero_avx512(__m512 a, __m512 b)
+{
+    return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ), a, b);
+}
+
+TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
+{
+    return _mm256_loadu_si256((const __m256i *)(const void *)p);
+}
+TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p) { return _mm512_cvtph_ps(tqkv__load_256_avx512(p)); }
+
+/* Looks up n centroids of TQ8, 64 at a time: those of the lower half, for a code c of the upper half that of ~c with its
+   sign flipped. Unpacks of bytes undo the order of dwords. n: a multiple of 16 */
+TQKV__OP void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, int n, float *to)
+{
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    for (int d = 0; d < n; d += 64) {
+        const __mmask16 mask = (__mmask16)(0xffff >> (n - d < 64 ? 16 - (n - d) / 4 : 0));
+        __m512i index = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi32(mask, (const void *)(codes + d)));
+        __m512i plane[4], words[4];
+        const __mmask64 upper = _mm512_movepi8_mask(index);
+        index = _mm512_mask_sub_epi8(index, upper, _mm512_set1_epi8(-1), index);
+        TQKV__UNROLL
+        for (int p = 0; p < 4; p++)
+            plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)s->planes[p]), index,
+                                                _mm512_loadu_si512((const void *)(s->planes[p] + 64)));
+        plane[3] = _mm512_mask_add_epi8(plane[3], upper, plane[3], _mm512_set1_epi8(-128));
+        const __m512i low[2] = {_mm512_unpacklo_epi8(plane[0], plane[1]), _mm512_unpackhi_epi8(plane[0], plane[1])};
+        const __m512i high[2] = {_mm512_unpacklo_epi8(plane[2], plane[3]), _mm512_unpackhi_epi8(plane[2], plane[3])};
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++)
+            words[i] =
+                i % 2 ? _mm512_unpackhi_epi16(low[i / 2], high[i / 2]) : _mm512_unpacklo_epi16(low[i / 2], high[i / 2]);
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++)
+            if (d + 16 * i < n) _mm512_storeu_si512((void *)(to + d + 16 * i), words[i]);
+    }
+}
+
+TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
+{
+    return _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(x)));
+}
+
+#define tqkv__codec_avx512 tqkv__codec_avx2 /* rows are encoded by the narrower set */
+#define TQKV__(name)       tqkv__##name##_avx512
+#define TQKV__ISA_NAME     "avx512"
+#define TQKV__LANES        16
+#include "tqkv.h"
+
+#endif /* TQKV__AVX512 */
 
 #elif defined(TQKV__NEON)
 #include <arm_neon.h>
@@ -8003,21 +7156,6 @@ TQKV__OP void tqkv__add_sums_of_16_neon(const float32x4_t *x, bool add, float *t
     }
     vst1q_f32(to, vaddq_f32(add ? vld1q_f32(to) : vdupq_n_f32(0.0f), vpaddq_f32(pairs[0], pairs[1])));
 }
-/* Looks up bytes: entry i is bytes 4i to 4i + 3 of 64 in a table. vqtbx keeps the byte of an index beyond. */
-TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
-{
-    codes = vandq_u32(codes, vdupq_n_u32((1u << bits) - 1));
-    uint8x16_t index = vreinterpretq_u8_u32(vmlaq_n_u32(vdupq_n_u32(0x03020100u), codes, 0x04040404u));
-    uint8x16_t found = vdupq_n_u8(0);
-    TQKV__UNROLL
-    for (int i = 0; i < (1 << bits) / 16; i++, table += 4) {
-        const uint8x16x4_t entries = {{vreinterpretq_u8_f32(table[0]), vreinterpretq_u8_f32(table[1]),
-                                       vreinterpretq_u8_f32(table[2]), vreinterpretq_u8_f32(table[3])}};
-        found = i == 0 ? vqtbl4q_u8(entries, index) : vqtbx4q_u8(found, entries, index);
-        index = vsubq_u8(index, vdupq_n_u8(64));
-    }
-    return vreinterpretq_f32_u8(found);
-}
 /* Loads centroids of TQ8, eight codes at a time. */
 TQKV__OP void tqkv__decode_tq8_neon(const tqkv__stream *s, const uint8_t *codes, int n, float *to)
 {
@@ -8075,20 +7213,11 @@ TQKV__OP float32x4_t tqkv__unite_neon(const int n, float32x4_t x)
     (void)n;
     return x;
 }
-TQKV__OP void tqkv__mix_20_neon(const float *subrows, float factor, float *out)
-{
-    (void)subrows, (void)factor, (void)out;
-}
-TQKV__OP float32x4_t tqkv__load_fours_neon(const float *p, int stride)
-{
-    (void)stride;
-    return vld1q_f32(p);
-}
-TQKV__OP float32x4_t tqkv__widen_bytes_neon(const uint8_t *p)
+TQKV__OP uint32x4_t tqkv__widen_bytes_neon(const uint8_t *p)
 {
     uint32_t four;
     memcpy(&four, p, sizeof four);
-    return vreinterpretq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))));
+    return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
 }
 TQKV__OP float32x4_t tqkv__swap_neon(const int distance, float32x4_t x)
 {
@@ -8098,16 +7227,6 @@ TQKV__OP float32x4_t tqkv__butterfly_neon(const int stage, float32x4_t x)
 {
     const float signs[2][4] = {{1.0f, -1.0f, 1.0f, -1.0f}, {1.0f, 1.0f, -1.0f, -1.0f}};
     return vfmaq_f32(tqkv__swap_neon(1 << stage, x), x, vld1q_f32(signs[stage]));
-}
-TQKV__OP float32x4_t tqkv__even_neon(const int stage, float32x4_t a, float32x4_t b)
-{
-    if (stage == 0) return vtrn1q_f32(a, b);
-    return vreinterpretq_f32_f64(vtrn1q_f64(vreinterpretq_f64_f32(a), vreinterpretq_f64_f32(b)));
-}
-TQKV__OP float32x4_t tqkv__odd_neon(const int stage, float32x4_t a, float32x4_t b)
-{
-    if (stage == 0) return vtrn2q_f32(a, b);
-    return vreinterpretq_f32_f64(vtrn2q_f64(vreinterpretq_f64_f32(a), vreinterpretq_f64_f32(b)));
 }
 TQKV__OP uint32x4_t tqkv__larger_bits_neon(uint32x4_t largest, float32x4_t x)
 {
@@ -8121,26 +7240,18 @@ TQKV__OP float32x4_t tqkv__fold_neon(const int half, float32x4_t v, uint32x4_t *
     return vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(vabsq_f32(v)), positive));
 }
 TQKV__OP uint32x4_t tqkv__truncate_neon(float32x4_t x) { return vcvtq_u32_f32(x); }
-TQKV__OP void tqkv__load_below_neon(const int bits, const uint8_t *table, uint32x4_t *below)
-{
-    for (int i = 0; i < (bits < 4 ? 1 : 1 << (bits - 4)); i++)
-        below[i] = vreinterpretq_u32_u8(vld1q_u8(table + 16 * i));
-}
+TQKV__OP uint32x4_t tqkv__load_below_neon(const uint8_t *table) { return vreinterpretq_u32_u8(vld1q_u8(table)); }
 /* Looks up bytes: the upper three of each lane are 0 and find the table's first entry, which is 0. */
-TQKV__OP uint32x4_t tqkv__below_neon(const int bits, const uint32x4_t *below, uint32x4_t cells)
+TQKV__OP uint32x4_t tqkv__below_neon(uint32x4_t table, uint32x4_t cells)
 {
-    uint8x16x4_t t;
-    const uint8x16_t index = vreinterpretq_u8_u32(cells);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) t.val[i] = vreinterpretq_u8_u32(below[bits > 4 && i < 1 << (bits - 4) ? i : 0]);
-    const uint8x16x2_t half = {{t.val[0], t.val[1]}};
-    return vreinterpretq_u32_u8(bits <= 4   ? vqtbl1q_u8(t.val[0], index)
-                                : bits == 5 ? vqtbl2q_u8(half, index)
-                                            : vqtbl4q_u8(t, index));
+    return vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(table), vreinterpretq_u8_u32(cells)));
 }
-TQKV__OP float32x4_t tqkv__bound_neon(const int bits, const float32x4_t *bounds, uint32x4_t index)
+/* Looks up floats of a table of eight, in two vectors: entry i is its bytes 4i to 4i + 3. */
+TQKV__OP float32x4_t tqkv__look_up_8_neon(const float32x4_t *table, uint32x4_t index)
 {
-    return tqkv__permute_table_neon(bits == 6 ? 5 : 4, bounds, index);
+    const uint8x16x2_t entries = {{vreinterpretq_u8_f32(table[0]), vreinterpretq_u8_f32(table[1])}};
+    const uint32x4_t bytes = vmlaq_n_u32(vdupq_n_u32(0x03020100u), index, 0x04040404u);
+    return vreinterpretq_f32_u8(vqtbl2q_u8(entries, vreinterpretq_u8_u32(bytes)));
 }
 TQKV__OP uint32x4_t tqkv__code_from_neon(uint32x4_t count, float32x4_t bound, float32x4_t w, uint32x4_t side)
 {
@@ -8156,10 +7267,13 @@ TQKV__OP void tqkv__load_entries_neon(const float (*entries)[2], const uint32_t 
     float32x4_t four[4];
     TQKV__UNROLL
     for (int i = 0; i < 4; i++) four[i] = vld1q_f32(entries[cells[i]]);
-    const float32x4_t low = vtrn2q_f32(four[0], four[1]), high = vtrn2q_f32(four[2], four[3]);
-    x[0] = tqkv__even_neon(1, vtrn1q_f32(four[0], four[1]), vtrn1q_f32(four[2], four[3]));
-    x[1] = tqkv__even_neon(1, low, high);
-    x[2] = tqkv__odd_neon(1, low, high);
+    const float64x2_t bounds[2] = {vreinterpretq_f64_f32(vtrn1q_f32(four[0], four[1])),
+                                   vreinterpretq_f64_f32(vtrn1q_f32(four[2], four[3]))};
+    const float64x2_t centroids[2] = {vreinterpretq_f64_f32(vtrn2q_f32(four[0], four[1])),
+                                      vreinterpretq_f64_f32(vtrn2q_f32(four[2], four[3]))};
+    x[0] = vreinterpretq_f32_f64(vtrn1q_f64(bounds[0], bounds[1]));
+    x[1] = vreinterpretq_f32_f64(vtrn1q_f64(centroids[0], centroids[1]));
+    x[2] = vreinterpretq_f32_f64(vtrn2q_f64(centroids[0], centroids[1]));
 }
 TQKV__OP uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)
 {
@@ -8202,13 +7316,11 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 {
     vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(words)));
 }
-#define tqkv__quantise_tq8_neon tqkv__quantise_loads_neon
-
-#define TQKV__(name)            tqkv__##name##_neon
-#define TQKV__WIDTH             16 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME          "neon"
-#define TQKV__MIX_SHORT_SUBROWS tqkv__mix_by_order_neon
-#define TQKV__LANES             4
+#define TQKV__(name) tqkv__##name##_neon
+#define TQKV__ENCODES
+#define TQKV__WIDTH    16 /* vectors of the rotation in registers */
+#define TQKV__ISA_NAME "neon"
+#define TQKV__LANES    4
 #include "tqkv.h"
 #endif
 
@@ -13491,7 +12603,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
    All later versions begin with magic, version and size, so that a build knows a newer snapshot from a damaged one. */
 
 #define TQKV__SNAPSHOT_VERSION  6  /* of both kinds */
-#define TQKV__CODES_VERSION     2  /* changes with the tables or the rotation */
+#define TQKV__CODES_VERSION     3  /* changes with the bytes that encoding gives */
 #define TQKV__NAME_SIZE         16 /* magic, version, size */
 #define TQKV__HEADER_FIELDS     20
 #define TQKV__HEADER_SIZE       128 /* without its hash */

@@ -144,9 +144,9 @@ extern "C" {
 static inline __m128i tqkv__load_64(const uint8_t *p) { return _mm_loadl_epi64((const __m128i *)(const void *)p); }
 static inline __m128i tqkv__load_128(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)(const void *)p); }
 
-#include "vectors/avx512.h"
-
 #include "vectors/avx2.h"
+
+#include "vectors/avx512.h"
 
 #elif defined(TQKV__NEON)
 #include <arm_neon.h>

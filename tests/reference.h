@@ -7,7 +7,7 @@
 
 #include <math.h>
 
-enum { REFERENCE_MAX_DIM = 1024, REFERENCE_LANES = 32, REFERENCE_RUNS = 36 };
+enum { REFERENCE_MAX_DIM = 1024, REFERENCE_RUNS = 36 };
 
 /* ---- Formats ---- */
 
@@ -160,22 +160,14 @@ static inline void reference_rotate_row(float *row, int head_dim)
     for (int i = 0; i < head_dim; i++) row[i] = reference_multiply(row[i], (float)(1.0 / sqrt((double)head_dim)));
 }
 
-/* Sum of the products of the block that begins at `first`, added in the order of 32 or 16 lanes and an xor-tree.
-   x, y: [head_dim] */
-static inline float reference_sum_of_products(const float *x, const float *y, int head_dim, int first)
+/* Sum of the products of n values: number d belongs to sum d mod 16, and the sums are added by halves. x, y: [n] */
+static inline float reference_sum_of_products(const float *x, const float *y, int n)
 {
-    const int all_lanes = head_dim % REFERENCE_LANES ? REFERENCE_LANES / 2 : REFERENCE_LANES;
-    const int per_lane = head_dim / all_lanes, lanes = reference_block(TQKV_TQ4, head_dim) / per_lane;
-    float sums[REFERENCE_LANES] = {0}, next[REFERENCE_LANES] = {0};
-    for (int l = 0; l < lanes; l++)
-        for (int e = 0; e < per_lane; e++) {
-            const int at = first + l * per_lane + e;
-            sums[l] = reference_add(sums[l], reference_multiply(x[at], y[at]));
-        }
-    for (int distance = 1; distance < lanes; distance *= 2) {
-        for (int l = 0; l < lanes; l++) next[l] = reference_add(sums[l], sums[l ^ distance]);
-        memcpy(sums, next, sizeof sums);
-    }
+    float sums[16] = {0};
+    for (int k = 0; k < 16; k++)
+        for (int d = k; d < n; d += 16) sums[k] = reference_add(sums[k], reference_multiply(x[d], y[d]));
+    for (int half = 8; half >= 1; half /= 2)
+        for (int k = 0; k < half; k++) sums[k] = reference_add(sums[k], sums[k + half]);
     return sums[0];
 }
 
@@ -301,7 +293,7 @@ static inline void reference_scale_row(const tqkv_store *s, const float *row, fl
     int d = s->head_dim, block = reference_block(s->format, d);
     const bool one = reference_has_one_norm(d);
     for (int first = 0; first < d; first += block) {
-        float sum = reference_sum_of_products(row, row, d, first);
+        float sum = reference_sum_of_products(row + first, row + first, block);
         float norm = reference_root(one ? sum : reference_divide(sum, 256.0f));
         float inverse = norm > (float)1e-10 ? reference_divide(1.0f, norm) : 0.0f;
         float scale = reference_multiply(inverse, one ? (float)sqrt((double)d) : reference_block_scale(s));
@@ -314,7 +306,7 @@ static inline void reference_scale_row(const tqkv_store *s, const float *row, fl
    largest (sum of value * centroid)^2 / (sum of centroid^2), of equal ones the earliest; NaN is not larger.
    Returns their factor.
    scaled: [head_dim]; codes, centroids: the block's part of [head_dim] is written */
-static inline float reference_search(int bits, const float *scaled, int head_dim, int first, int size, uint8_t *codes,
+static inline float reference_search(int bits, const float *scaled, int first, int size, uint8_t *codes,
                                      float *centroids)
 {
     float shares[5] = {0}, tried[REFERENCE_MAX_DIM] = {0};
@@ -323,8 +315,8 @@ static inline float reference_search(int bits, const float *scaled, int head_dim
     for (int f = 0; f < n; f++) {
         for (int j = first; j < first + size; j++)
             tried[j] = test_codebook(bits)[reference_code(bits, reference_multiply(scaled[j], factors[f]))];
-        const float product = reference_sum_of_products(scaled, tried, head_dim, first);
-        const float square = reference_sum_of_products(tried, tried, head_dim, first);
+        const float product = reference_sum_of_products(scaled + first, tried + first, size);
+        const float square = reference_sum_of_products(tried + first, tried + first, size);
         shares[f] = reference_divide(reference_multiply(product, product), square);
         if (shares[f] > shares[best]) best = f;
     }
@@ -341,7 +333,7 @@ static inline void reference_correct_norms(const tqkv_store *s, const float *cen
     int d = s->head_dim, block = reference_block(s->format, d);
     const bool one = reference_has_one_norm(d);
     for (int first = 0; first < d; first += block) {
-        float sum = reference_sum_of_products(centroids, centroids, d, first);
+        float sum = reference_sum_of_products(centroids + first, centroids + first, block);
         float length = reference_root(one ? sum : reference_divide(sum, 256.0f));
         float factor = reference_divide(one ? (float)sqrt((double)d) : reference_block_scale(s), length);
         float *norm = &norms[first / block];
@@ -407,7 +399,7 @@ static inline void reference_encode_row(const tqkv_store *s, int kv_head, const 
         uint8_t chosen[REFERENCE_MAX_DIM];
         reference_scale_row(s, row, norms, scaled);
         for (int first = 0; first < d; first += block)
-            reference_search(reference_bits(s->format), scaled, d, first, block, chosen, row);
+            reference_search(reference_bits(s->format), scaled, first, block, chosen, row);
         for (int j = 0; j < d; j++) reference_put_code(codes, s->format, d, j, chosen[j]);
         reference_correct_norms(s, row, norms);
     }

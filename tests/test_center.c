@@ -65,7 +65,7 @@ static int count_beyond(const tqkv_store *store, const float *scaled)
     int beyond = 0;
     for (int first = 0; first < d; first += block) {
         if (reference_is_codebook(store->format))
-            factor = reference_search(reference_bits(store->format), scaled, d, first, block, codes, centroids);
+            factor = reference_search(reference_bits(store->format), scaled, first, block, codes, centroids);
         for (int i = first; i < first + block; i++) beyond += fabsf(reference_multiply(scaled[i], factor)) > last;
     }
     return beyond;

@@ -357,6 +357,22 @@ def test_profile(lib, shared, folder):
     refused(command(shared, folder / "three.gguf", *options), "another shape", "another model's profile")
 
 
+def damaged_tokenisers(shared, folder, options):
+    """Pairs that are none, or of pieces that are not there; a piece twice, so that numbers are missing."""
+    for more in (["t"], ["t h e"], ["zz qq"], ["\x00", "t h"], ["th e", "t h"] * 2):
+        source = tiny.Tiny("llama")
+        source.pieces = (source.pieces[0], more)
+        source.write(folder / "changed.gguf")
+        result = command(shared, folder / "changed.gguf", *options)
+        check("Traceback" not in result.stderr and (result.returncode == 0) == bool(result.stdout), f"pairs {more}: {result.stderr}")
+        if more[0] != "th e":
+            refused(result, "tokeniser is damaged", f"pairs {more}")
+    source = tiny.Tiny("gemma3")
+    source.pieces = (source.pieces[0], source.pieces[1][:5])
+    source.write(folder / "changed.gguf")
+    refused(command(shared, folder / "changed.gguf", *options), "tokeniser is damaged", "too few scores")
+
+
 def test_refusals(shared, folder):
     text, model = folder / "text.txt", folder / "refused.gguf"
     options = ("--text", text, "--tokens", "50", "--caches", "tq4/tq4")
@@ -381,6 +397,17 @@ def test_refusals(shared, folder):
     for option, (value, reason) in changed.items():
         source.write(folder / "changed.gguf", **{option: value})
         refused(command(shared, folder / "changed.gguf", *options), reason, option)
+    for base in (float("nan"), 0.0):
+        source.write(folder / "changed.gguf", base=base)
+        refused(command(shared, folder / "changed.gguf", *options), "rope.freq_base", f"a base of {base}")
+    damaged_tokenisers(shared, folder, options)
+    for weight, value in (("output_norm.weight", float("nan")), ("blk.1.ffn_down.weight", 3e38), ("blk.0.attn_k.weight", float("inf"))):
+        broken = tiny.Tiny("llama")
+        broken.weights[weight].flat[7] = value
+        broken.write(folder / "changed.gguf")
+        result = command(shared, folder / "changed.gguf", *options)
+        result.stderr = result.stderr.splitlines()[-1]  # without the progress before it
+        refused(result, "NaN" if "attn_k" in weight else "no numbers", f"{value} in {weight}")
     source.weights["blk.0.attn_q.weight"] = source.weights["blk.0.attn_q.weight"][:-1]
     source.write(folder / "changed.gguf")
     refused(command(shared, folder / "changed.gguf", *options), "(127, 48)", "a wrong shape")

@@ -22,7 +22,8 @@
      compiled once for each instruction set
      >>kernels        what the loops share
      >>k-softmax      exp, tanh, weights out of scores
-     >>k-rotate       rows to floats, and the rotation
+     >>k-widen        rows to floats and back
+     >>k-rotate       the rotation
      >>k-norms        sums of squares, norms
      >>k-search       the factor whose codes are best for a row
      >>k-quantise     codes, packed, of whole rows
@@ -31,7 +32,7 @@
      >>k-halves       F16 and TQ8, which are multiplied as floats
      >>k-integer-few  one and two rows of them
      >>k-integer-tiles  the scores and the sums of a tile
-     >>set-avx512, >>set-avx2, >>set-neon
+     >>set-avx2, >>set-avx512, >>set-neon
                       what a set brings to the loops
      >>integer-avx512, >>integer-avx2, >>integer-neon
                       what it brings to those of integers

@@ -122,13 +122,6 @@ static float tqkv__panel_factor(const tqkv__stream *s, const float *norms, int p
     return tqkv__factor(s, norms[panel * s->panel_dim / s->norm_dim]);
 }
 
-static float tqkv__sum_16(float *lanes)
-{
-    for (int n = 8; n; n /= 2)
-        for (int i = 0; i < n; i++) lanes[i] = TQKV__AS_FLOAT(lanes[i] + lanes[i + n]);
-    return lanes[0];
-}
-
 /* An infinite norm of a key counts as NaN: its score could be -infinity, which would leave the position out. */
 static float tqkv__norm_of_key(float norm) { return norm + norm * 0.0f; }
 

@@ -267,18 +267,12 @@ static const float *tqkv__scale_of(const tqkv__stream *s, int kv_head)
 /* Returns the bytes of a page table. */
 static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_pages * sizeof(int32_t); }
 
-/* Splits 128 floats into bytes, byte p of each in planes[p], as look-ups of bytes take them. */
-static void tqkv__split_floats(const float *x, uint8_t planes[4][128])
-{
-    for (int i = 0; i < 128; i++)
-        for (int p = 0; p < 4; p++) planes[p][i] = (uint8_t)(tqkv__bits(x[i]) >> (8 * p));
-}
-
 /* TQ8 has more centroids than registers hold, but they are symmetric: centroid 255 - c is -centroid c, and the lower
    half is enough. */
 static void tqkv__fill_planes(tqkv__stream *s)
 {
-    if (s->book_bits == 8) tqkv__split_floats(s->codebook, s->planes);
+    for (int i = 0; i < 128 && s->book_bits == 8; i++)
+        for (int p = 0; p < 4; p++) s->planes[p][i] = (uint8_t)(tqkv__bits(s->codebook[i]) >> (8 * p));
 }
 
 /* Whether encoding into a stream overwrites memory at p. */

@@ -51,17 +51,6 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
-/* Permutes use the lowest three bits. Blends use the sign bit, to which the shifts bring the bits above. */
-TQKV__OP __m256 tqkv__permute_16_avx2(const __m256 *table, __m256i codes)
-{
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table[0], codes), _mm256_permutevar8x32_ps(table[1], codes),
-                            _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
-}
-TQKV__OP __m256 tqkv__permute_32_avx2(const __m256 *table, __m256i codes)
-{
-    return _mm256_blendv_ps(tqkv__permute_16_avx2(table, codes), tqkv__permute_16_avx2(table + 2, codes),
-                            _mm256_castsi256_ps(_mm256_slli_epi32(codes, 27)));
-}
 /* Loads eight centroids of TQ8 at a time. The asm keeps the codes in a register of which x86 reads the two lowest bytes
    (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
 TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float *to)
@@ -130,14 +119,8 @@ TQKV__OP __m256 tqkv__unite_avx2(const int n, __m256 x)
 {
     return n == 1 ? x : _mm256_permutevar8x32_ps(x, _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0));
 }
-TQKV__OP __m256 tqkv__load_fours_avx2(const float *p, int stride)
-{
-    return _mm256_set_m128(_mm_loadu_ps(p + stride), _mm_loadu_ps(p));
-}
-TQKV__OP __m256 tqkv__widen_bytes_avx2(const uint8_t *p)
-{
-    return _mm256_castsi256_ps(_mm256_cvtepu8_epi32(tqkv__load_64(p)));
-}
+/* Widens bytes to words. */
+TQKV__OP __m256i tqkv__widen_bytes_avx2(const uint8_t *p) { return _mm256_cvtepu8_epi32(tqkv__load_64(p)); }
 TQKV__OP __m256 tqkv__swap_avx2(const int distance, __m256 x)
 {
     if (distance == 1) return _mm256_permute_ps(x, 0xb1);
@@ -152,18 +135,6 @@ TQKV__OP __m256 tqkv__butterfly_avx2(const int stage, __m256 x)
                                      : _mm256_blend_ps(plus, minus, 0xf0);
     return _mm256_fmadd_ps(x, sign, tqkv__swap_avx2(1 << stage, x));
 }
-TQKV__OP __m256 tqkv__even_avx2(const int stage, __m256 a, __m256 b)
-{
-    if (stage == 0) return _mm256_blend_ps(a, _mm256_moveldup_ps(b), 0xaa);
-    if (stage == 1) return _mm256_shuffle_ps(a, b, 0x44);
-    return _mm256_permute2f128_ps(a, b, 0x20);
-}
-TQKV__OP __m256 tqkv__odd_avx2(const int stage, __m256 a, __m256 b)
-{
-    if (stage == 0) return _mm256_blend_ps(_mm256_movehdup_ps(a), b, 0xaa);
-    if (stage == 1) return _mm256_shuffle_ps(a, b, 0xee);
-    return _mm256_permute2f128_ps(a, b, 0x31);
-}
 TQKV__OP __m256i tqkv__larger_bits_avx2(__m256i largest, __m256 x)
 {
     return _mm256_max_epu32(largest, _mm256_castps_si256(tqkv__abs_avx2(x)));
@@ -176,28 +147,17 @@ TQKV__OP __m256 tqkv__fold_avx2(const int half, __m256 v, __m256i *side)
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(tqkv__abs_avx2(v)), positive));
 }
 TQKV__OP __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); }
-/* Byte shuffles see 16 entries, the same in either half of the register. */
-TQKV__OP void tqkv__load_below_avx2(const int bits, const uint8_t *table, __m256i *below)
+/* Looks up bytes of a table of 16, the same in either half of a register: the upper three of each lane are 0 and find
+   the first entry, which is 0. */
+TQKV__OP __m256i tqkv__load_below_avx2(const uint8_t *table)
 {
-    for (int i = 0; i < (bits < 4 ? 1 : 1 << (bits - 4)); i++)
-        below[i] = _mm256_broadcastsi128_si256(tqkv__load_128(table + 16 * i));
+    return _mm256_broadcastsi128_si256(tqkv__load_128(table));
 }
-TQKV__OP __m256i tqkv__below_32_avx2(const __m256i *below, __m256i cells)
+TQKV__OP __m256i tqkv__below_avx2(__m256i table, __m256i cells) { return _mm256_shuffle_epi8(table, cells); }
+/* Looks up floats of a table of eight. */
+TQKV__OP __m256 tqkv__look_up_8_avx2(const __m256 *table, __m256i index)
 {
-    return _mm256_blendv_epi8(_mm256_shuffle_epi8(below[0], cells), _mm256_shuffle_epi8(below[1], cells),
-                              _mm256_slli_epi32(cells, 3));
-}
-TQKV__OP __m256i tqkv__below_avx2(const int bits, const __m256i *below, __m256i cells)
-{
-    if (bits <= 4) return _mm256_shuffle_epi8(below[0], cells);
-    if (bits == 5) return tqkv__below_32_avx2(below, cells);
-    return _mm256_blendv_epi8(tqkv__below_32_avx2(below, cells), tqkv__below_32_avx2(below + 2, cells),
-                              _mm256_slli_epi32(cells, 2));
-}
-TQKV__OP __m256 tqkv__bound_avx2(const int bits, const __m256 *bounds, __m256i index)
-{
-    if (bits <= 4) return _mm256_permutevar8x32_ps(bounds[0], index);
-    return bits == 5 ? tqkv__permute_16_avx2(bounds, index) : tqkv__permute_32_avx2(bounds, index);
+    return _mm256_permutevar8x32_ps(*table, index);
 }
 TQKV__OP __m256i tqkv__code_from_avx2(__m256i count, __m256 bound, __m256 w, __m256i side)
 {
@@ -265,45 +225,10 @@ TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
     const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
     _mm_storeu_si128((__m128i *)(void *)p, _mm_packus_epi32(low, high));
 }
-#define tqkv__quantise_tq8_avx2 tqkv__quantise_loads_avx2
 
-/* Adds: out[b] += P[b][c] * x for ten subrows b from `first` on, of 4 values each; P: the matrix of order 20. Its signs
-   are known to the compiler, and every second sum is made of multiply-adds, see TQKV__(mix_12). The asm keeps the sums
-   in order. */
-TQKV__OP void tqkv__mix_column_avx2(const int first, const int c, __m128 x, __m128 plus, __m128 minus, __m128 *sums)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < 10; i++) {
-        const bool subtract = (tqkv__tables.hadamard_20[first + i][c / 8] >> (c % 8)) & 1;
-        if (c == 0)
-            sums[i] = _mm_mul_ps(x, subtract ? minus : plus);
-        else if (i % 2)
-            sums[i] = _mm_fmadd_ps(x, subtract ? minus : plus, sums[i]);
-        else
-            sums[i] = subtract ? _mm_sub_ps(sums[i], x) : _mm_add_ps(sums[i], x);
-        __asm__("" : "+x"(sums[i]));
-    }
-}
-/* Applies the matrix of order 20. subrows, out: [20][4] */
-TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *subrows, float factor, float *out)
-{
-    const __m256 ones = tqkv__rounded_avx2(_mm256_set1_ps(1.0f)), less = tqkv__rounded_avx2(_mm256_set1_ps(-1.0f));
-    const __m128 plus = _mm256_castps256_ps128(ones), minus = _mm256_castps256_ps128(less);
-    TQKV__UNROLL
-    for (int first = 0; first < 20; first += 10) {
-        __m128 sums[10];
-        TQKV__UNROLL
-        for (int c = 0; c < 10; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(subrows + 4 * c), plus, minus, sums);
-        TQKV__UNROLL
-        for (int c = 10; c < 20; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(subrows + 4 * c), plus, minus, sums);
-        TQKV__UNROLL
-        for (int i = 0; i < 10; i++) _mm_storeu_ps(out + 4 * (first + i), _mm_mul_ps(sums[i], _mm_set1_ps(factor)));
-    }
-}
-
-#define TQKV__(name)            tqkv__##name##_avx2
-#define TQKV__WIDTH             8 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME          "avx2"
-#define TQKV__MIX_SHORT_SUBROWS tqkv__mix_by_order_avx2
-#define TQKV__LANES             8
+#define TQKV__(name) tqkv__##name##_avx2
+#define TQKV__ENCODES
+#define TQKV__WIDTH    8 /* vectors of the rotation in registers */
+#define TQKV__ISA_NAME "avx2"
+#define TQKV__LANES    8
 #include "loops.h"

@@ -7,6 +7,9 @@
 
 #include "loops/softmax.h"
 
+#ifdef TQKV__ENCODES
+#include "loops/widen.h"
+
 #include "loops/rotate.h"
 
 #include "loops/norms.h"
@@ -14,6 +17,7 @@
 #include "loops/search.h"
 
 #include "loops/quantise.h"
+#endif
 
 #include "loops/table.h"
 

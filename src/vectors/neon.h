@@ -47,21 +47,6 @@ TQKV__OP void tqkv__add_sums_of_16_neon(const float32x4_t *x, bool add, float *t
     }
     vst1q_f32(to, vaddq_f32(add ? vld1q_f32(to) : vdupq_n_f32(0.0f), vpaddq_f32(pairs[0], pairs[1])));
 }
-/* Looks up bytes: entry i is bytes 4i to 4i + 3 of 64 in a table. vqtbx keeps the byte of an index beyond. */
-TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
-{
-    codes = vandq_u32(codes, vdupq_n_u32((1u << bits) - 1));
-    uint8x16_t index = vreinterpretq_u8_u32(vmlaq_n_u32(vdupq_n_u32(0x03020100u), codes, 0x04040404u));
-    uint8x16_t found = vdupq_n_u8(0);
-    TQKV__UNROLL
-    for (int i = 0; i < (1 << bits) / 16; i++, table += 4) {
-        const uint8x16x4_t entries = {{vreinterpretq_u8_f32(table[0]), vreinterpretq_u8_f32(table[1]),
-                                       vreinterpretq_u8_f32(table[2]), vreinterpretq_u8_f32(table[3])}};
-        found = i == 0 ? vqtbl4q_u8(entries, index) : vqtbx4q_u8(found, entries, index);
-        index = vsubq_u8(index, vdupq_n_u8(64));
-    }
-    return vreinterpretq_f32_u8(found);
-}
 /* Loads centroids of TQ8, eight codes at a time. */
 TQKV__OP void tqkv__decode_tq8_neon(const tqkv__stream *s, const uint8_t *codes, int n, float *to)
 {
@@ -119,20 +104,11 @@ TQKV__OP float32x4_t tqkv__unite_neon(const int n, float32x4_t x)
     (void)n;
     return x;
 }
-TQKV__OP void tqkv__mix_20_neon(const float *subrows, float factor, float *out)
-{
-    (void)subrows, (void)factor, (void)out;
-}
-TQKV__OP float32x4_t tqkv__load_fours_neon(const float *p, int stride)
-{
-    (void)stride;
-    return vld1q_f32(p);
-}
-TQKV__OP float32x4_t tqkv__widen_bytes_neon(const uint8_t *p)
+TQKV__OP uint32x4_t tqkv__widen_bytes_neon(const uint8_t *p)
 {
     uint32_t four;
     memcpy(&four, p, sizeof four);
-    return vreinterpretq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))));
+    return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
 }
 TQKV__OP float32x4_t tqkv__swap_neon(const int distance, float32x4_t x)
 {
@@ -142,16 +118,6 @@ TQKV__OP float32x4_t tqkv__butterfly_neon(const int stage, float32x4_t x)
 {
     const float signs[2][4] = {{1.0f, -1.0f, 1.0f, -1.0f}, {1.0f, 1.0f, -1.0f, -1.0f}};
     return vfmaq_f32(tqkv__swap_neon(1 << stage, x), x, vld1q_f32(signs[stage]));
-}
-TQKV__OP float32x4_t tqkv__even_neon(const int stage, float32x4_t a, float32x4_t b)
-{
-    if (stage == 0) return vtrn1q_f32(a, b);
-    return vreinterpretq_f32_f64(vtrn1q_f64(vreinterpretq_f64_f32(a), vreinterpretq_f64_f32(b)));
-}
-TQKV__OP float32x4_t tqkv__odd_neon(const int stage, float32x4_t a, float32x4_t b)
-{
-    if (stage == 0) return vtrn2q_f32(a, b);
-    return vreinterpretq_f32_f64(vtrn2q_f64(vreinterpretq_f64_f32(a), vreinterpretq_f64_f32(b)));
 }
 TQKV__OP uint32x4_t tqkv__larger_bits_neon(uint32x4_t largest, float32x4_t x)
 {
@@ -165,26 +131,18 @@ TQKV__OP float32x4_t tqkv__fold_neon(const int half, float32x4_t v, uint32x4_t *
     return vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(vabsq_f32(v)), positive));
 }
 TQKV__OP uint32x4_t tqkv__truncate_neon(float32x4_t x) { return vcvtq_u32_f32(x); }
-TQKV__OP void tqkv__load_below_neon(const int bits, const uint8_t *table, uint32x4_t *below)
-{
-    for (int i = 0; i < (bits < 4 ? 1 : 1 << (bits - 4)); i++)
-        below[i] = vreinterpretq_u32_u8(vld1q_u8(table + 16 * i));
-}
+TQKV__OP uint32x4_t tqkv__load_below_neon(const uint8_t *table) { return vreinterpretq_u32_u8(vld1q_u8(table)); }
 /* Looks up bytes: the upper three of each lane are 0 and find the table's first entry, which is 0. */
-TQKV__OP uint32x4_t tqkv__below_neon(const int bits, const uint32x4_t *below, uint32x4_t cells)
+TQKV__OP uint32x4_t tqkv__below_neon(uint32x4_t table, uint32x4_t cells)
 {
-    uint8x16x4_t t;
-    const uint8x16_t index = vreinterpretq_u8_u32(cells);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) t.val[i] = vreinterpretq_u8_u32(below[bits > 4 && i < 1 << (bits - 4) ? i : 0]);
-    const uint8x16x2_t half = {{t.val[0], t.val[1]}};
-    return vreinterpretq_u32_u8(bits <= 4   ? vqtbl1q_u8(t.val[0], index)
-                                : bits == 5 ? vqtbl2q_u8(half, index)
-                                            : vqtbl4q_u8(t, index));
+    return vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(table), vreinterpretq_u8_u32(cells)));
 }
-TQKV__OP float32x4_t tqkv__bound_neon(const int bits, const float32x4_t *bounds, uint32x4_t index)
+/* Looks up floats of a table of eight, in two vectors: entry i is its bytes 4i to 4i + 3. */
+TQKV__OP float32x4_t tqkv__look_up_8_neon(const float32x4_t *table, uint32x4_t index)
 {
-    return tqkv__permute_table_neon(bits == 6 ? 5 : 4, bounds, index);
+    const uint8x16x2_t entries = {{vreinterpretq_u8_f32(table[0]), vreinterpretq_u8_f32(table[1])}};
+    const uint32x4_t bytes = vmlaq_n_u32(vdupq_n_u32(0x03020100u), index, 0x04040404u);
+    return vreinterpretq_f32_u8(vqtbl2q_u8(entries, vreinterpretq_u8_u32(bytes)));
 }
 TQKV__OP uint32x4_t tqkv__code_from_neon(uint32x4_t count, float32x4_t bound, float32x4_t w, uint32x4_t side)
 {
@@ -200,10 +158,13 @@ TQKV__OP void tqkv__load_entries_neon(const float (*entries)[2], const uint32_t 
     float32x4_t four[4];
     TQKV__UNROLL
     for (int i = 0; i < 4; i++) four[i] = vld1q_f32(entries[cells[i]]);
-    const float32x4_t low = vtrn2q_f32(four[0], four[1]), high = vtrn2q_f32(four[2], four[3]);
-    x[0] = tqkv__even_neon(1, vtrn1q_f32(four[0], four[1]), vtrn1q_f32(four[2], four[3]));
-    x[1] = tqkv__even_neon(1, low, high);
-    x[2] = tqkv__odd_neon(1, low, high);
+    const float64x2_t bounds[2] = {vreinterpretq_f64_f32(vtrn1q_f32(four[0], four[1])),
+                                   vreinterpretq_f64_f32(vtrn1q_f32(four[2], four[3]))};
+    const float64x2_t centroids[2] = {vreinterpretq_f64_f32(vtrn2q_f32(four[0], four[1])),
+                                      vreinterpretq_f64_f32(vtrn2q_f32(four[2], four[3]))};
+    x[0] = vreinterpretq_f32_f64(vtrn1q_f64(bounds[0], bounds[1]));
+    x[1] = vreinterpretq_f32_f64(vtrn1q_f64(centroids[0], centroids[1]));
+    x[2] = vreinterpretq_f32_f64(vtrn2q_f64(centroids[0], centroids[1]));
 }
 TQKV__OP uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)
 {
@@ -246,11 +207,9 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 {
     vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(words)));
 }
-#define tqkv__quantise_tq8_neon tqkv__quantise_loads_neon
-
-#define TQKV__(name)            tqkv__##name##_neon
-#define TQKV__WIDTH             16 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME          "neon"
-#define TQKV__MIX_SHORT_SUBROWS tqkv__mix_by_order_neon
-#define TQKV__LANES             4
+#define TQKV__(name) tqkv__##name##_neon
+#define TQKV__ENCODES
+#define TQKV__WIDTH    16 /* vectors of the rotation in registers */
+#define TQKV__ISA_NAME "neon"
+#define TQKV__LANES    4
 #include "loops.h"

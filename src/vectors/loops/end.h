@@ -2,13 +2,13 @@
 #undef TQKV__
 #undef TQKV__DECODED
 #undef TQKV__DOT_LANES
+#undef TQKV__ENCODES
 #undef TQKV__I
 #undef TQKV__INTEGER_LANES
 #undef TQKV__ISA_NAME
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
 #undef TQKV__LOOKED_UP
-#undef TQKV__MIX_SHORT_SUBROWS
 #undef TQKV__PRODUCTS
 #undef TQKV__PRODUCT_ROWS
 #undef TQKV__ROUNDED
