@@ -72,10 +72,10 @@ help:
 # ---- Packages: installs what is missing; needs no network if nothing is ----
 
 ifeq ($(SYSTEM),Darwin)
-install = for package in $(1); do brew list --versions $$package >/dev/null || brew install $$package || exit 1; done
+install = for package in $(sort $(1)); do brew list --versions $$package >/dev/null || brew install $$package || exit 1; done
 else
 # Before it begins, apt says how much comes.
-install = missing=; for package in $(1); do \
+install = missing=; for package in $(sort $(1)); do \
 		dpkg -s $$package 2>/dev/null | grep -q '^Status: install ok installed' || missing="$$missing $$package"; \
 	done; \
 	test -z "$$missing" && exit 0; \

@@ -16,7 +16,6 @@ typedef struct learn_row {
     int exact_first, exact_last, tail_dim, window, tokens;
     bool ring, shared, non_causal, threads, layout;
     tqkv_type type;
-    tqkv_arithmetic arithmetic;
     int repeat; /* only every so many positions is new; 0: all */
     tqkv_pairs pairs;
 } learn_row;
@@ -53,7 +52,6 @@ static tqkv_cache_desc describe(const learn_row *row)
     desc.calibrate = row->calibrate;
     desc.pairs = row->pairs;
     desc.type = row->type;
-    desc.arithmetic = row->arithmetic;
     desc.non_causal = row->non_causal;
     if (row->threads) desc.parallel.run = run_backwards;
     return desc;
@@ -1112,24 +1110,24 @@ void test_learn_cases(void)
     const tqkv_type f32 = TQKV_TYPE_F32;
     const tqkv_pairs none = TQKV_PAIRS_NONE;
     const learn_row rows[] = {
-        {TQKV_TQ4, TQKV_TQ4, 64, 0, 240, 40, 40, 0, 0, 0, 0, 100, 0, 0, 0, 0, 0, f32, TQKV_FLOAT, 0, none},
-        {TQKV_TQ4, TQKV_TQ4, 64, 0, 300, 40, 40, 4, 9, 0, 0, 220, 0, 0, 0, 0, 0, f32, TQKV_FLOAT, 0, none},
-        {TQKV_I8, TQKV_TQ3, 128, 64, 230, 100, 57, 50, 20, 0, 0, 120, 0, 0, 0, 1, 0, f32, TQKV_FLOAT, 0, none},
-        {TQKV_TQ3, TQKV_TQ2, 80, 0, 40, 512, 16, 4, 8, 0, 0, 39, 0, 0, 0, 0, 0, f32, TQKV_FLOAT, 0, none},
-        {TQKV_TQ4, TQKV_I8, 64, 0, 90, 512, 22, 3, 17, 0, 30, 210, 1, 0, 0, 0, 0, f32, TQKV_FLOAT, 0, none},
-        {TQKV_TQ5, TQKV_F16, 64, 0, 70, 20, 17, 5, 6, 0, 0, 150, 1, 0, 0, 0, 0, f32, TQKV_FLOAT, 0, none},
-        {TQKV_TQ4, TQKV_TQ4, 96, 0, 200, 30, 30, 2, 5, 0, 0, 80, 0, 1, 0, 0, 0, f32, TQKV_FLOAT, 0, none},
-        {TQKV_TQ6, TQKV_TQ4, 128, 0, 200, 30, 30, 2, 5, 64, 0, 80, 0, 0, 0, 0, 0, f32, TQKV_FLOAT, 0, none},
-        {TQKV_TQ4, TQKV_TQ4, 64, 0, 80, 18, 18, 3, 5, 32, 25, 130, 1, 1, 0, 0, 0, f32, TQKV_FLOAT, 0, none},
-        {TQKV_TQ5, TQKV_TQ4, 64, 0, 200, 30, 30, 40, 5, 0, 0, 120, 0, 0, 0, 0, 0, f32, TQKV_INTEGER, 0, none},
-        {TQKV_TQ4, TQKV_TQ5, 512, 0, 100, 20, 20, 0, 10, 0, 0, 60, 0, 0, 0, 0, 0, f32, TQKV_FLOAT, 0, none},
-        {TQKV_TQ4, TQKV_TQ4, 64, 0, 200, 19, 19, 3, 5, 0, 0, 90, 0, 0, 0, 0, 0, TQKV_TYPE_F16, TQKV_FLOAT, 0, none},
-        {TQKV_F16, TQKV_TQ4, 64, 0, 200, 30, 30, 3, 5, 0, 0, 70, 0, 0, 0, 0, 0, f32, TQKV_FLOAT, 0, none},
-        {TQKV_TQ4, TQKV_TQ3, 64, 0, 300, 20, 58, 4, 9, 0, 0, 160, 0, 0, 0, 0, 0, f32, TQKV_FLOAT, 3, TQKV_PAIRS_HALVES},
-        {TQKV_TQ4, TQKV_TQ3, 64, 0, 240, 40, 60, 2, 9, 0, 0, 100, 0, 0, 0, 0, 0, f32, TQKV_FLOAT, 2, none},
-        {TQKV_TQ5, TQKV_TQ4, 64, 0, 240, 40, 60, 2, 9, 0, 0, 100, 0, 0, 0, 1, 0, f32, TQKV_FLOAT, 10, none},
-        {TQKV_TQ4, TQKV_TQ4, 96, 0, 200, 16, 46, 2, 5, 0, 0, 80, 0, 1, 0, 0, 0, TQKV_TYPE_F16, TQKV_FLOAT, 3, none},
-        {TQKV_TQ4, TQKV_TQ5, 64, 0, 240, 20, 58, 3, 5, 0, 25, 150, 1, 0, 0, 0, 0, f32, TQKV_FLOAT, 3, none},
+        {TQKV_TQ4, TQKV_TQ4, 64, 0, 240, 40, 40, 0, 0, 0, 0, 100, 0, 0, 0, 0, 0, f32, 0, none},
+        {TQKV_TQ4, TQKV_TQ4, 64, 0, 300, 40, 40, 4, 9, 0, 0, 220, 0, 0, 0, 0, 0, f32, 0, none},
+        {TQKV_I8, TQKV_TQ3, 128, 64, 230, 100, 57, 50, 20, 0, 0, 120, 0, 0, 0, 1, 0, f32, 0, none},
+        {TQKV_TQ3, TQKV_TQ2, 80, 0, 40, 512, 16, 4, 8, 0, 0, 39, 0, 0, 0, 0, 0, f32, 0, none},
+        {TQKV_TQ4, TQKV_I8, 64, 0, 90, 512, 22, 3, 17, 0, 30, 210, 1, 0, 0, 0, 0, f32, 0, none},
+        {TQKV_TQ5, TQKV_F16, 64, 0, 70, 20, 17, 5, 6, 0, 0, 150, 1, 0, 0, 0, 0, f32, 0, none},
+        {TQKV_TQ4, TQKV_TQ4, 96, 0, 200, 30, 30, 2, 5, 0, 0, 80, 0, 1, 0, 0, 0, f32, 0, none},
+        {TQKV_TQ6, TQKV_TQ4, 128, 0, 200, 30, 30, 2, 5, 64, 0, 80, 0, 0, 0, 0, 0, f32, 0, none},
+        {TQKV_TQ4, TQKV_TQ4, 64, 0, 80, 18, 18, 3, 5, 32, 25, 130, 1, 1, 0, 0, 0, f32, 0, none},
+        {TQKV_TQ5, TQKV_TQ4, 64, 0, 200, 30, 30, 40, 5, 0, 0, 120, 0, 0, 0, 0, 0, f32, 0, none},
+        {TQKV_TQ4, TQKV_TQ5, 512, 0, 100, 20, 20, 0, 10, 0, 0, 60, 0, 0, 0, 0, 0, f32, 0, none},
+        {TQKV_TQ4, TQKV_TQ4, 64, 0, 200, 19, 19, 3, 5, 0, 0, 90, 0, 0, 0, 0, 0, TQKV_TYPE_F16, 0, none},
+        {TQKV_F16, TQKV_TQ4, 64, 0, 200, 30, 30, 3, 5, 0, 0, 70, 0, 0, 0, 0, 0, f32, 0, none},
+        {TQKV_TQ4, TQKV_TQ3, 64, 0, 300, 20, 58, 4, 9, 0, 0, 160, 0, 0, 0, 0, 0, f32, 3, TQKV_PAIRS_HALVES},
+        {TQKV_TQ4, TQKV_TQ3, 64, 0, 240, 40, 60, 2, 9, 0, 0, 100, 0, 0, 0, 0, 0, f32, 2, none},
+        {TQKV_TQ5, TQKV_TQ4, 64, 0, 240, 40, 60, 2, 9, 0, 0, 100, 0, 0, 0, 1, 0, f32, 10, none},
+        {TQKV_TQ4, TQKV_TQ4, 96, 0, 200, 16, 46, 2, 5, 0, 0, 80, 0, 1, 0, 0, 0, TQKV_TYPE_F16, 3, none},
+        {TQKV_TQ4, TQKV_TQ5, 64, 0, 240, 20, 58, 3, 5, 0, 25, 150, 1, 0, 0, 0, 0, f32, 3, none},
     };
     for (int i = 0; i < (int)(sizeof rows / sizeof *rows); i++) {
         test_add(check_chunks, &rows[i], sizeof *rows, "learn/chunks/%d", i);
@@ -1149,8 +1147,7 @@ void test_learn_cases(void)
     learn_row non_causal = rows[1];
     non_causal.non_causal = true;
     test_add(check_non_causal, &non_causal, sizeof *rows, "learn/non_causal");
-    const learn_row small = {TQKV_TQ4, TQKV_TQ3, 32, 0, 64, 16, 16,  2,          3, 32,  0,
-                             20,       0,        0,  0, 0,  0,  f32, TQKV_FLOAT, 0, none};
+    const learn_row small = {TQKV_TQ4, TQKV_TQ3, 32, 0, 64, 16, 16, 2, 3, 32, 0, 20, 0, 0, 0, 0, 0, f32, 0, none};
     test_add(check_damage, &small, sizeof small, "learn/damage");
     test_add(check_header, &rows[1], sizeof *rows, "learn/header");
     test_add(check_memory, &rows[1], sizeof *rows, "learn/memory/ends");

@@ -39,19 +39,15 @@ typedef struct tqkv_strides {
     size_t token, head;
 } tqkv_strides;
 
-/* How the processor multiplies in attention. TQKV_INTEGER: rotated queries and weights as integers of 16 bits, codes as
-   integers of 8 bits, with exact sums: the same bits on every processor, compiler and number of threads, and less time
-   where arithmetic binds. F16 streams stay floats. Not for TQ8 or on a GPU: TQKV_UNSUPPORTED. */
-typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
-
 /* Channels of the rotary embedding that share a scale. Such a scale commutes with the rotation of positions: an engine
-   may fold it into its projections, and may shift contexts. Of models that turn a part of
-   each head (partial rotary embedding) rotary_dim is that part; channels behind it have scales of their own. */
+   may fold it into its projections, and may shift contexts. Of models that turn a part of each head (partial rotary
+   embedding) rotary_dim is that part; channels behind it have scales of their own. */
 typedef enum tqkv_pairs {
     TQKV_PAIRS_NONE = 0,
     TQKV_PAIRS_NEIGHBOURS, /* channels 2i and 2i + 1 */
     TQKV_PAIRS_HALVES      /* channels i and i + rotary_dim / 2 */
 } tqkv_pairs;
+
 /* Memory for caches and scratch. All zero: malloc and free. alloc returns NULL or memory aligned like malloc's; free
    receives the size that alloc received. */
 typedef struct tqkv_allocator {

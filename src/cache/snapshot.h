@@ -45,7 +45,7 @@
    one. */
 
 #define TQKV__SNAPSHOT_VERSION  7  /* of both kinds */
-#define TQKV__CODES_VERSION     2  /* changes with the tables or the rotation */
+#define TQKV__CODES_VERSION     3  /* changes with the bytes that encoding gives */
 #define TQKV__NAME_SIZE         16 /* magic, version, size */
 #define TQKV__HEADER_FIELDS     24
 #define TQKV__HEADER_SIZE       144 /* without its hash */

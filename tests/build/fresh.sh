@@ -13,11 +13,20 @@ if [ "$(id -u)" != 0 ] || ! command -v debootstrap >/dev/null; then
     exit 0
 fi
 
-if [ ! -e "$base/ready" ]; then
+# This machine's way to the network goes along: names, proxies, authorities.
+network=$(env | grep -iE '^(https?_proxy|no_proxy|PIP_CERT)=')
+make_base() {
     rm -rf "$base"
-    debootstrap --variant=minbase "$suite" "$base" >"$folder/log" 2>&1 &&
-        chroot "$base" sh -c 'apt-get update && apt-get install -y --no-install-recommends git make ca-certificates' \
-            >>"$folder/log" 2>&1 && touch "$base/ready" || { report root 1; finish; exit 1; }
+    debootstrap --variant=minbase "$suite" "$base" || return 1
+    cp /etc/resolv.conf "$base/etc"
+    chroot "$base" sh -c 'apt-get update && apt-get install -y --no-install-recommends git make ca-certificates' || return 1
+    cp -r /usr/local/share/ca-certificates "$base/usr/local/share"
+    chroot "$base" update-ca-certificates && touch "$base/ready"
+}
+if [ ! -e "$base/ready" ] && ! make_base >"$folder/log" 2>&1; then
+    report root 1
+    finish
+    exit 1
 fi
 
 kilobytes() { du -skx "$1" | cut -f1; }
@@ -27,13 +36,12 @@ run() {
     root=$folder/root
     rm -rf --one-file-system "$root"
     cp -a "$base" "$root"
-    cp /etc/resolv.conf "$root/etc"
     mkdir "$root/tqkv"
     git ls-files -z | tar -c --null --ignore-failed-read -T - | tar -x -C "$root/tqkv"
     before=$(kilobytes "$root")
     start=$(date +%s)
-    unshare --mount sh -c 'mount --bind /proc "$1/proc" && exec chroot "$1" env -i PATH="$PATH" HOME=/root sh -c "cd /tqkv && $2"' \
-        sh "$root" "$1" >"$folder/log" 2>&1
+    unshare --mount sh -c 'mount --bind /proc "$1/proc" && exec chroot "$1" env -i $3 PATH="$PATH" HOME=/root sh -c "cd /tqkv && $2"' \
+        sh "$root" "$1" "$network" >"$folder/log" 2>&1
     status=$?
     cp "$folder/log" "$folder/$(echo "$1" | tr ' /' '__').log"
     echo "$1: ended with $status after $(($(date +%s) - start)) s, $((($(kilobytes "$root") - before) / 1024)) MB more on disk"

@@ -51,7 +51,9 @@ without_compiler() {
 }
 built() {
     rm -f "$folder/offline"
-    without_compiler "$@" && grep -q "^ran$" "$folder/output" || { cat "$folder/output"; false; }
+    if without_compiler "$@" && grep -q '^ran$' "$folder/output"; then return 0; fi
+    cat "$folder/output"
+    return 1
 }
 
 readme=$(sed -n 's/^.*`\(make [^`]*deps demo\)`.*$/\1/p; s/^    \(make [^#]*deps demo\)\( .*\)\{0,1\}$/\1/p' README.md | head -1)
