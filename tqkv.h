@@ -6912,6 +6912,7 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,        TQ
 
 #ifdef TQKV__INTEGER_LANES
 
+#ifndef TQKV__NEW
 /* >>k-integer: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions. A lane of
    32 bits adds up TQKV__PRODUCTS products: two of words, to which the bytes are widened, or four or eight of bytes with
    the high and the low bytes of an integer, in two sums. What a set brings besides its floats, with TQKV__(codes) for a
@@ -7387,6 +7388,7 @@ TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n
             TQKV__I(add_interleaved)(*p, d, n_rows);
     }
 }
+#endif
 
 /* >>k-halves: halves in integer attention. They are multiplied as floats, in one order for all sets: 16 sums of a key's
    products, added up as sum_16 does; values position after position. */
@@ -7537,6 +7539,594 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *
 }
 #endif
 
+#ifdef TQKV__NEW
+/* >>k-rows: the loops of >>integer. A vector of codes is bytes: 16 dimensions, in their order, of each of
+   TQKV__POSITIONS positions. A lane of 32 bits adds up TQKV__PRODUCTS products, either of words or of bytes; bytes are
+   multiplied with the high and with the low byte of an integer. What a set brings, as TQKV__S(name) if it has nothing
+   to do with products, else as TQKV__I(name):
+
+     open, look_up        the codes of up to 64 dimensions; sixteen k of them, plus TQKV__CODE_OFFSET, as a vector
+     transpose            a matrix of 4 by 4 lanes in each 16 bytes of four vectors
+     load_row, dot        16 integers of a row, in each 16 bytes; their products with a vector, added to a sum
+     key_lanes            16 bytes of each position to lanes of TQKV__PRODUCTS dimensions
+     value_lanes          vectors of TQKV__PRODUCTS positions to lanes of a dimension each
+     repeat, dot_lanes    TQKV__PRODUCTS integers of a row in each lane; their products with lanes, added to a sum
+     store_integers       lanes to integers as products find them
+     whole, whole_lanes   a sum in one integer a lane                                                              */
+
+#define TQKV__VECTOR     TQKV__(vector)
+#define TQKV__BYTES      (4 * TQKV__INTEGER_LANES)
+#define TQKV__POSITIONS  (TQKV__INTEGER_LANES / 4)
+#define TQKV__CHUNK      64 /* dimensions that are opened together */
+#define TQKV__LANE_BYTES ((int)sizeof(TQKV__I(lanes)))
+#define TQKV__KEY_LANES  (16 / TQKV__PRODUCTS)        /* vectors of lanes for 16 dimensions: of keys, */
+#define TQKV__DIM_LANES  (16 / TQKV__INTEGER_LANES)   /* and of values */
+#define TQKV__UNITS      (TQKV__PRODUCTS > TQKV__POSITIONS ? TQKV__PRODUCTS / TQKV__POSITIONS : 1)
+/* Where a row of integers has what multiplies it, and -TQKV__CODE_OFFSET times its sum: in floats. */
+#define TQKV__QUERY_OFFSET(head_dim) ((head_dim) / 2)
+#define TQKV__QUERY_UNIT(head_dim)   ((head_dim)-1)
+#define TQKV__WEIGHTS_OFFSET         (TQKV__TILE / 2)
+#define TQKV__WEIGHTS_UNIT           (TQKV__TILE / 2 + 1)
+
+#ifndef TQKV__DECODED /* true: another set of the same name has what does not depend on products */
+
+/* The codes of a panel of a tile. Rows from `whole` on lie at `rest`: loops take 16 of them at a time. */
+typedef struct TQKV__S(panel) {
+    const uint8_t *fields[2], *rest[2]; /* main ones, upper ones */
+    size_t stride;
+    ptrdiff_t ahead; /* to the rows that will be read next; 0: not asked for */
+    const int8_t *centroids;
+    tqkv_format format;
+    int n, whole, dim;
+} TQKV__S(panel);
+
+/* Copies the last rows of a tile, less than 16. room: [16][row_bytes] */
+static void TQKV__S(copy_rest)(const tqkv__stream *s, const uint8_t *row, int n, uint8_t *room)
+{
+    const size_t whole = (size_t)(n / 16 * 16), size = (size_t)(n % 16) * s->row_bytes;
+    if (!size) return;
+    memcpy(room, row + whole * s->row_bytes, size);
+    memset(room + size, 0, 16 * s->row_bytes - size);
+}
+
+/* Opens the panel of the dimensions from `first` on; row: of the tile's first position */
+static TQKV__S(panel) TQKV__S(open_panel)(const tqkv__stream *s, const uint8_t *row, const tqkv__segment *segment,
+                                          int first, const uint8_t *room)
+{
+    const int main_at = first * s->main_bits / 8, upper_at = (s->head_dim * s->main_bits + first * s->upper_bits) / 8;
+    const ptrdiff_t ahead = first ? 0 : (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
+    const TQKV__S(panel) panel = {{row + main_at, row + upper_at},
+                                  {room + main_at, room + upper_at},
+                                  s->row_bytes,
+                                  ahead,
+                                  s->centroids,
+                                  s->format,
+                                  (segment->n + 15) / 16 * 16,
+                                  segment->n / 16 * 16,
+                                  s->panel_dim};
+    return panel;
+}
+
+/* Returns the field's codes of the position j of a panel, from its dimension d on. */
+TQKV__OP const uint8_t *TQKV__S(codes_at)(const TQKV__S(panel) * p, const int upper, const int bits, int j, int d)
+{
+    const uint8_t *from = j < p->whole ? p->fields[upper] + (size_t)j * p->stride
+                                       : p->rest[upper] + (size_t)(j - p->whole) * p->stride;
+    return from + d * bits / 8;
+}
+
+/* Returns the largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
+TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
+{
+    TQKV__(codes) largest;
+    memset(&largest, 0, sizeof largest);
+    for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
+    return TQKV__S(largest_code)(largest);
+}
+#endif
+
+/* Rounds n floats times scale to integers, and returns -TQKV__CODE_OFFSET times their sum. A scale of 0 gives 0,
+   whatever the floats are. to: [n] */
+TQKV__OP int32_t TQKV__I(round_floats)(const float *x, int n, float scale, void *to)
+{
+    TQKV__(codes) sum;
+    memset(&sum, 0, sizeof sum);
+    if (!(scale > 0.0f)) memset(to, 0, (size_t)n * sizeof(int16_t));
+    if (!(scale > 0.0f)) return 0;
+    for (int i = 0; i < n; i += TQKV__INTEGER_LANES) {
+        const TQKV__(codes) rounded = TQKV__S(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale));
+        TQKV__I(store_integers)(to, i, n, rounded);
+        if (TQKV__CODE_OFFSET) sum = TQKV__S(add_codes)(sum, rounded);
+    }
+    return TQKV__CODE_OFFSET ? -TQKV__CODE_OFFSET * TQKV__S(sum_codes)(sum) : 0;
+}
+
+TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float *query, float *to)
+{
+    const int dim = s->panel_dim;
+    const uint32_t largest = TQKV__S(largest_bits)(query, s->head_dim);
+    int16_t *integers = (int16_t *)(void *)to;
+    int32_t *offset = (int32_t *)(void *)(to + TQKV__QUERY_OFFSET(s->head_dim));
+    for (int d = 0; d < s->head_dim; d += dim)
+        *offset++ = TQKV__I(round_floats)(query + d, dim, tqkv__integer_scale(largest), integers + d);
+    to[TQKV__QUERY_UNIT(s->head_dim)] = tqkv__integer_unit(largest, s->step);
+}
+
+/* Rounds the weights of a row times the norms of a panel. Weights from n on are another row's. */
+TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights, const float *factors,
+                                                int n, float *to)
+{
+    TQKV__ALIGNED float x[TQKV__TILE];
+    TQKV__UNROLL
+    for (int j = 0; j < TQKV__TILE; j += TQKV__INTEGER_LANES)
+        TQKV__(store)(x + j, TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j)));
+    if (n < TQKV__TILE) memset(x + n, 0, (size_t)(TQKV__TILE - n) * sizeof *x);
+    const uint32_t largest = TQKV__S(largest_bits)(x, TQKV__TILE);
+    const int32_t offset = TQKV__I(round_floats)(x, TQKV__TILE, tqkv__integer_scale(largest), to);
+    memcpy(to + TQKV__WEIGHTS_OFFSET, &offset, sizeof offset);
+    to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
+}
+
+/* The rows that are multiplied with a panel: their integers, and results. */
+typedef struct TQKV__I(product) {
+    const int8_t *rows; /* of the first row; the next ones are row_floats floats on, like their units and offsets */
+    const float *units, *offsets;
+    int row_floats;
+    float *results; /* scores or sums, result_floats apart */
+    int result_floats;
+    const float *factors; /* of positions, scores only */
+    bool add;             /* to the scores */
+} TQKV__I(product);
+
+/* Goes on to the next rows. */
+TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
+{
+    p->rows += rows * p->row_floats * (int)sizeof(float);
+    p->units += rows * p->row_floats;
+    p->offsets += rows * p->row_floats;
+    p->results += rows * p->result_floats;
+}
+
+TQKV__OP TQKV__I(sum) TQKV__I(no_sum)(void)
+{
+    TQKV__I(sum) zero;
+    memset(&zero, 0, sizeof zero);
+    return zero;
+}
+
+/* Returns the sums as floats, less what TQKV__CODE_OFFSET added to them. */
+TQKV__OP TQKV__VECTOR TQKV__I(sum_of_row)(const TQKV__I(product) * p, int r, TQKV__(codes) sum)
+{
+    int32_t offset;
+    memcpy(&offset, p->offsets + r * p->row_floats, sizeof offset);
+    return TQKV__S(to_floats)(TQKV__CODE_OFFSET ? TQKV__S(add_codes)(sum, TQKV__S(set_codes)(offset)) : sum);
+}
+
+/* Writes the scores of row r and the positions from j on */
+TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV__(codes) sum)
+{
+    float *to = p->results + r * p->result_floats + j;
+    const TQKV__VECTOR factor = TQKV__(load)(p->factors + j) * TQKV__(set1)(p->units[r * p->row_floats]);
+    const TQKV__VECTOR before = p->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
+    TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sum), factor, before));
+}
+
+/* -- Scores of few rows: straight from the codes. -- */
+
+/* Adds the products of up to 64 dimensions from d on: sums[row][u] for a vector of positions u. LANES positions are
+   four vectors: lane i of vector v has position v + 4 i. format and rows are constants. */
+TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
+                                   const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__TILE / TQKV__POSITIONS])
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), left = a->dim - d;
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    TQKV__I(row) q[TQKV__FEW_ROWS][4];
+    TQKV__UNROLL
+    for (int i = 0; i < 4 * rows; i++)
+        q[i / 4][i % 4] = TQKV__I(load_row)(p->rows + (size_t)(i / 4 * p->row_floats) * sizeof(float), a->dim,
+                                            d + i % 4 * 16);
+    for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
+        const uint8_t *at = TQKV__S(codes_at)(a, 0, main, j, d), *upper = TQKV__S(codes_at)(a, 1, upper_bits, j, d);
+        for (int v = 0; v < 4; v++, u++, at += a->stride, upper += a->stride) {
+            const TQKV__S(raw) raw = TQKV__S(open)(format, &chunk, at, upper, 4 * a->stride);
+            TQKV__I(sum) now[TQKV__FEW_ROWS];
+            if (a->ahead && d == 0)
+                tqkv__prefetch(TQKV__L2, a->fields[0] + (ptrdiff_t)((size_t)(u * TQKV__POSITIONS) * a->stride) + a->ahead,
+                               TQKV__POSITIONS * a->stride);
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) now[r] = TQKV__I(no_sum)();
+            TQKV__UNROLL
+            for (int k = 0; k < 4; k++) {
+                if (16 * k >= left) break;
+                const TQKV__(codes) x = TQKV__S(look_up)(format, k, &chunk, &raw);
+                TQKV__UNROLL
+                for (int r = 0; r < rows; r++) now[r] = TQKV__I(dot)(now[r], x, q[r][k]);
+            }
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) {
+                const TQKV__(codes) whole = TQKV__I(whole)(now[r]);
+                sums[r][u] = d ? TQKV__S(add_codes)(sums[r][u], whole) : whole;
+            }
+        }
+    }
+}
+
+/* results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row */
+TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
+                                  const TQKV__I(product) * p)
+{
+    TQKV__(codes) sums[TQKV__FEW_ROWS][TQKV__TILE / TQKV__POSITIONS];
+    const TQKV__S(panel) a = *panel; /* sums lie elsewhere */
+    for (int d = 0; d < a.dim; d += TQKV__CHUNK) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
+    for (int j = 0; j < a.n; j += TQKV__INTEGER_LANES) {
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++)
+            TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / TQKV__POSITIONS));
+    }
+}
+
+/* -- Scores of many rows: a lane is a position. -- */
+
+/* Turns two vectors of lanes of positions from j on. tile: [dim / TQKV__PRODUCTS][2][TQKV__LANE_BYTES] */
+TQKV__OP void TQKV__I(key_tile)(const tqkv_format format, const TQKV__S(panel) * a, int first, int8_t *tile)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    for (int d = 0; d < a->dim; d += TQKV__CHUNK) {
+        const int left = a->dim - d;
+        const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+        for (int lanes = 0; lanes < 2; lanes++) {
+            const int j = first + lanes * TQKV__INTEGER_LANES < a->n ? first + lanes * TQKV__INTEGER_LANES : first;
+            const uint8_t *at = TQKV__S(codes_at)(a, 0, main, j, d), *upper = TQKV__S(codes_at)(a, 1, upper_bits, j, d);
+            TQKV__S(raw) raw[4];
+            TQKV__UNROLL
+            for (int v = 0; v < 4; v++)
+                raw[v] = TQKV__S(open)(format, &chunk, at + (size_t)v * a->stride, upper + (size_t)v * a->stride,
+                                       4 * a->stride);
+            if (a->ahead && d == 0)
+                tqkv__prefetch(TQKV__L2, a->fields[0] + (ptrdiff_t)((size_t)j * a->stride) + a->ahead,
+                               TQKV__INTEGER_LANES * a->stride);
+            TQKV__UNROLL
+            for (int k = 0; k < 4; k++) {
+                TQKV__(codes) x[4];
+                TQKV__I(lanes) y[TQKV__KEY_LANES];
+                if (16 * k >= left) break;
+                TQKV__UNROLL
+                for (int v = 0; v < 4; v++) x[v] = TQKV__S(look_up)(format, k, &chunk, &raw[v]);
+                TQKV__S(transpose)(x);
+                TQKV__I(key_lanes)(x, y);
+                TQKV__UNROLL
+                for (int i = 0; i < TQKV__KEY_LANES; i++)
+                    memcpy(tile + (2 * ((d / 16 + k) * TQKV__KEY_LANES + i) + lanes) * TQKV__LANE_BYTES, &y[i],
+                           sizeof y[i]);
+            }
+        }
+    }
+}
+
+/* Does what score_rows does for the positions of the tile, from j on. rows is a constant. */
+TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p, int dim, int j, const int8_t *tile)
+{
+    const int8_t *q = p->rows;
+    const int size = p->row_floats * (int)sizeof(float);
+    TQKV__I(sum) sums[TQKV__MANY_ROWS][2];
+    TQKV__UNROLL
+    for (int i = 0; i < 2 * rows; i++) sums[i / 2][i % 2] = TQKV__I(no_sum)();
+    for (int d = 0; d < dim; d += TQKV__PRODUCTS, tile += 2 * TQKV__LANE_BYTES) {
+        TQKV__I(lanes) x[2];
+        memcpy(x, tile, sizeof x);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) {
+            const TQKV__I(repeated) y = TQKV__I(repeat)(q + (ptrdiff_t)r * size, dim, d);
+            sums[r][0] = TQKV__I(dot_lanes)(sums[r][0], x[0], y);
+            sums[r][1] = TQKV__I(dot_lanes)(sums[r][1], x[1], y);
+        }
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < 2 * rows; i++)
+        TQKV__I(add_scores)(p, i / 2, j + i % 2 * TQKV__INTEGER_LANES, TQKV__I(whole_lanes)(sums[i / 2][i % 2]));
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p, int dim, int j, const int8_t *tile,
+                                                             int n_rows)
+{
+    for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
+        rows = left >= TQKV__MANY_ROWS ? TQKV__MANY_ROWS : left >= 2 ? 2 : 1;
+        if (rows == 1)
+            TQKV__I(score_lanes_of)(1, &p, dim, j, tile);
+        else if (rows == 2)
+            TQKV__I(score_lanes_of)(2, &p, dim, j, tile);
+        else
+            TQKV__I(score_lanes_of)(TQKV__MANY_ROWS, &p, dim, j, tile);
+    }
+}
+
+/* -- Sums of values: a lane is a dimension. -- */
+
+/* Finds the lanes of sixteen k of opened codes. */
+TQKV__OP void TQKV__I(lanes_of)(const tqkv_format format, const int k, const TQKV__S(chunk) * chunk,
+                                const TQKV__S(raw) * raw, TQKV__I(lanes) * lanes)
+{
+    TQKV__(codes) x[TQKV__UNITS];
+    TQKV__UNROLL
+    for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, chunk, &raw[i]);
+    TQKV__I(value_lanes)(x, lanes);
+}
+
+TQKV__OP void TQKV__I(open_values)(const tqkv_format format, const TQKV__S(panel) * a, const TQKV__S(chunk) * chunk,
+                                   int j, int d, TQKV__S(raw) * raw)
+{
+    const uint8_t *at = TQKV__S(codes_at)(a, 0, TQKV__MAIN_BITS(format), j, d);
+    const uint8_t *upper = TQKV__S(codes_at)(a, 1, TQKV__UPPER_BITS(format), j, d);
+    const size_t step = TQKV__POSITIONS * a->stride;
+    TQKV__UNROLL
+    for (int i = 0; i < TQKV__UNITS; i++)
+        raw[i] = TQKV__S(open)(format, chunk, at + (size_t)i * step, upper + (size_t)i * step, a->stride);
+    if (a->ahead && d == 0)
+        tqkv__prefetch(TQKV__L2, a->fields[0] + (ptrdiff_t)((size_t)j * a->stride) + a->ahead,
+                       TQKV__PRODUCTS * a->stride);
+}
+
+/* Adds the sums of a pass to results[row][d] and on. */
+TQKV__OP void TQKV__I(add_sums)(const int rows, const int sixteens, const TQKV__I(product) * p, int d, int left,
+                                TQKV__I(sum) (*sums)[4 * TQKV__DIM_LANES])
+{
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) {
+        float *to = p->results + r * p->result_floats + d;
+        const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
+        TQKV__UNROLL
+        for (int i = 0; i < sixteens * TQKV__DIM_LANES; i++, to += TQKV__INTEGER_LANES) {
+            if (i * TQKV__INTEGER_LANES >= left) break;
+            const TQKV__VECTOR sum = TQKV__I(sum_of_row)(p, r, TQKV__I(whole_lanes)(sums[r][i]));
+            TQKV__(store)(to, TQKV__(fma)(sum, unit, TQKV__(load)(to)));
+        }
+    }
+}
+
+/* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
+   on, straight from the codes. format, rows and sixteens are constants. */
+TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const int sixteens,
+                                 const TQKV__S(panel) * a, int d, const TQKV__I(product) * p)
+{
+    const int left = a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens;
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    TQKV__I(sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
+    TQKV__UNROLL
+    for (int i = 0; i < rows * sixteens * TQKV__DIM_LANES; i++)
+        sums[i / (sixteens * TQKV__DIM_LANES)][i % (sixteens * TQKV__DIM_LANES)] = TQKV__I(no_sum)();
+    for (int j = 0; j < a->n; j += TQKV__PRODUCTS) {
+        TQKV__I(repeated) y[TQKV__FEW_ROWS];
+        TQKV__S(raw) raw[TQKV__UNITS];
+        TQKV__I(open_values)(format, a, &chunk, j, d, raw);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++)
+            y[r] = TQKV__I(repeat)(p->rows + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
+        TQKV__UNROLL
+        for (int k = 0; k < sixteens; k++) {
+            TQKV__I(lanes) x[TQKV__DIM_LANES];
+            if (16 * k >= left) break;
+            TQKV__I(lanes_of)(format, k, &chunk, raw, x);
+            TQKV__UNROLL
+            for (int i = 0; i < rows * TQKV__DIM_LANES; i++) {
+                TQKV__I(sum) *sum = &sums[i / TQKV__DIM_LANES][k * TQKV__DIM_LANES + i % TQKV__DIM_LANES];
+                *sum = TQKV__I(dot_lanes)(*sum, x[i % TQKV__DIM_LANES], y[i / TQKV__DIM_LANES]);
+            }
+        }
+    }
+    TQKV__I(add_sums)(rows, sixteens, p, d, left, sums);
+}
+
+/* Sixteens of sums that fit in registers */
+#define TQKV__SIXTEENS(rows)                                                                                           \
+    ((rows)*TQKV__DIM_LANES * 4 <= TQKV__SUM_REGISTERS ? 4 : (rows)*TQKV__DIM_LANES * 2 <= TQKV__SUM_REGISTERS ? 2 : 1)
+
+TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
+                                const TQKV__I(product) * p)
+{
+    const TQKV__S(panel) a = *panel; /* results lie elsewhere */
+    for (int d = 0; d < a.dim; d += 16 * TQKV__SIXTEENS(rows))
+        TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p);
+}
+
+/* Finds the lanes of 16 * sixteens dimensions from d on for all positions. tile: [n / TQKV__PRODUCTS][lanes] */
+TQKV__OP void TQKV__I(value_tile)(const tqkv_format format, const TQKV__S(panel) * a, int d, int8_t *tile)
+{
+    enum { SIXTEENS = TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS) };
+    const int left = a->dim - d < 16 * SIXTEENS ? a->dim - d : 16 * SIXTEENS;
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    for (int j = 0; j < a->n; j += TQKV__PRODUCTS) {
+        TQKV__S(raw) raw[TQKV__UNITS];
+        TQKV__I(open_values)(format, a, &chunk, j, d, raw);
+        TQKV__UNROLL
+        for (int k = 0; k < SIXTEENS; k++, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
+            TQKV__I(lanes) x[TQKV__DIM_LANES];
+            if (k && 16 * k >= left) continue;
+            TQKV__I(lanes_of)(format, k, &chunk, raw, x);
+            memcpy(tile, x, sizeof x);
+        }
+    }
+}
+
+/* Does what add_chunk does, from a tile. rows is a constant. */
+TQKV__OP void TQKV__I(add_lanes_of)(const int rows, const TQKV__I(product) * p, int n, int d, int left,
+                                    const int8_t *tile)
+{
+    enum { ALL = TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS) * TQKV__DIM_LANES };
+    TQKV__I(sum) sums[TQKV__MANY_VALUE_ROWS][4 * TQKV__DIM_LANES];
+    TQKV__UNROLL
+    for (int i = 0; i < rows * ALL; i++) sums[i / ALL][i % ALL] = TQKV__I(no_sum)();
+    for (int j = 0; j < n; j += TQKV__PRODUCTS, tile += ALL * TQKV__LANE_BYTES) {
+        TQKV__I(lanes) x[ALL];
+        memcpy(x, tile, sizeof x);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) {
+            const TQKV__I(repeated) y =
+                TQKV__I(repeat)(p->rows + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
+            TQKV__UNROLL
+            for (int i = 0; i < ALL; i++) sums[r][i] = TQKV__I(dot_lanes)(sums[r][i], x[i], y);
+        }
+    }
+    TQKV__I(add_sums)(rows, TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS), p, d, left, sums);
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(TQKV__I(product) p, int n, int d, int left,
+                                                           const int8_t *tile, int n_rows)
+{
+    for (int rows; n_rows > 0; n_rows -= rows, TQKV__I(advance)(&p, rows)) {
+        rows = n_rows >= TQKV__MANY_VALUE_ROWS ? TQKV__MANY_VALUE_ROWS : n_rows >= 2 ? 2 : 1;
+        if (rows == 1)
+            TQKV__I(add_lanes_of)(1, &p, n, d, left, tile);
+        else if (rows == 2)
+            TQKV__I(add_lanes_of)(2, &p, n, d, left, tile);
+        else
+            TQKV__I(add_lanes_of)(TQKV__MANY_VALUE_ROWS, &p, n, d, left, tile);
+    }
+}
+
+/* -- The loops of each format -- */
+
+typedef struct TQKV__I(loops) {
+    void (*score)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
+    void (*add)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
+    void (*key_tile)(const TQKV__S(panel) *, int first, int8_t *tile);
+    void (*value_tile)(const TQKV__S(panel) *, int d, int8_t *tile);
+} TQKV__I(loops);
+
+#define TQKV__HAS_INTEGERS(kind, book) ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (book) <= 6))
+#define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain)                                    \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a,                          \
+                                                                    const TQKV__I(product) * p, int rows)              \
+    {                                                                                                                  \
+        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__BY_ROWS(score_rows, format);                                         \
+    }                                                                                                                  \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a,                            \
+                                                                  const TQKV__I(product) * p, int rows)                \
+    {                                                                                                                  \
+        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__BY_ROWS(add_rows, format);                                           \
+    }                                                                                                                  \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(key_tile_##format)(const TQKV__S(panel) * a, int j, int8_t *tile)  \
+    {                                                                                                                  \
+        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__I(key_tile)(format, a, j, tile);                                     \
+    }                                                                                                                  \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(value_tile_##format)(const TQKV__S(panel) * a, int d,              \
+                                                                         int8_t *tile)                                 \
+    {                                                                                                                  \
+        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__I(value_tile)(format, a, d, tile);                                   \
+    }
+#define TQKV__BY_ROWS(loop, format)                                                                                    \
+    (rows == 1   ? TQKV__I(loop)(format, 1, a, p)                                                                      \
+     : rows == 2 ? TQKV__I(loop)(format, 2, a, p)                                                                      \
+                 : TQKV__I(loop)(format, TQKV__FEW_ROWS, a, p))
+TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
+
+#define TQKV__LOOPS_ENTRY(unused, format, ...)                                                                         \
+    {TQKV__I(score_##format), TQKV__I(add_##format), TQKV__I(key_tile_##format), TQKV__I(value_tile_##format)},
+static const TQKV__I(loops) TQKV__I(loops_by_format)[] = {{NULL, NULL, NULL, NULL},
+                                                          TQKV__FORMATS(TQKV__LOOPS_ENTRY, )};
+
+/* Calls a loop for few rows. */
+TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, const TQKV__I(product) *, int),
+                                const TQKV__S(panel) * panel, TQKV__I(product) p, int n_rows)
+{
+    for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
+        rows = left >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : left >= 2 ? 2 : 1;
+        loop(panel, &p, rows);
+    }
+}
+
+/* -- A tile -- */
+
+/* Finds the scores of a panel. */
+TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
+{
+    TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
+    const TQKV__I(loops) *loops = &TQKV__I(loops_by_format)[panel->format];
+    if (n_rows < TQKV__LANES_ROWS) {
+        TQKV__I(few_rows)(loops->score, panel, *p, n_rows);
+        return;
+    }
+    for (int j = 0; j < panel->n; j += 2 * TQKV__INTEGER_LANES) {
+        loops->key_tile(panel, j, tile);
+        TQKV__I(score_lanes)(*p, panel->dim, j, tile, n_rows);
+    }
+}
+
+TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                                     const float *q, int n_rows, bool add, float *scores)
+{
+    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
+    const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
+    if (s->kind == TQKV__HALF) {
+        TQKV__S(score_halves)(s, row, segment, q, n_rows, add, scores);
+        return;
+    }
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
+    TQKV__S(copy_rest)(s, row, segment->n, room);
+    for (int d = 0, b = 0; d < s->head_dim; d += s->panel_dim, b++) {
+        const TQKV__S(panel) panel = TQKV__S(open_panel)(s, row, segment, d, room);
+        const TQKV__I(product) p = {(const int8_t *)(q) + 2 * d,
+                                    q + TQKV__QUERY_UNIT(s->head_dim),
+                                    q + TQKV__QUERY_OFFSET(s->head_dim) + b,
+                                    s->head_dim,
+                                    scores,
+                                    TQKV__TILE,
+                                    factors + b * TQKV__TILE,
+                                    add || b > 0};
+        TQKV__I(score_panel)(&panel, &p, n_rows);
+    }
+}
+
+TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
+{
+    enum { STEP = 16 * TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS) };
+    TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * STEP / TQKV__INTEGER_LANES * TQKV__LANE_BYTES];
+    const TQKV__I(loops) *loops = &TQKV__I(loops_by_format)[panel->format];
+    if (n_rows < TQKV__LANES_ROWS) {
+        TQKV__I(few_rows)(loops->add, panel, *p, n_rows);
+        return;
+    }
+    for (int d = 0; d < panel->dim; d += STEP) {
+        loops->value_tile(panel, d, tile);
+        TQKV__I(add_lanes)(*p, panel->n, d, panel->dim - d, tile, n_rows);
+    }
+}
+
+TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                                     const float *weights, int n_rows, float *scaled, float *out)
+{
+    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
+    const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
+    if (s->kind == TQKV__HALF) {
+        TQKV__S(add_halves)(s, row, segment, weights, n_rows, out);
+        return;
+    }
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, false, factors);
+    TQKV__S(copy_rest)(s, row, segment->n, room);
+    for (int d = 0, b = 0; d < s->head_dim; d += s->panel_dim, b++) {
+        const TQKV__S(panel) panel = TQKV__S(open_panel)(s, row, segment, d, room);
+        const TQKV__I(product) p = {(const int8_t *)(scaled),
+                                    scaled + TQKV__WEIGHTS_UNIT,
+                                    scaled + TQKV__WEIGHTS_OFFSET,
+                                    TQKV__TILE,
+                                    out + d,
+                                    s->head_dim,
+                                    NULL,
+                                    true};
+        if (d % s->norm_dim == 0)
+            for (int at = 0; at < n_rows * TQKV__TILE; at += TQKV__TILE)
+                TQKV__I(round_weights)(s, weights + at, factors + b * TQKV__TILE, segment->n, scaled + at);
+        TQKV__I(add_panel)(&panel, &p, n_rows);
+    }
+}
+
+static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
+                                                 TQKV__I(round_query),
+                                                 {TQKV__ISA_NAME, TQKV__INTEGER_LANES, 1, &TQKV__(codec),
+                                                  TQKV__(reorder), TQKV__I(integer_score_tile), TQKV__(softmax_tile),
+                                                  TQKV__(end_piece), TQKV__I(integer_value_tile), TQKV__(sum_heads)}};
+#else
 /* >>k-integer-few: one and two rows of integers, straight from the codes; a set with tables of bytes in registers has
    them. */
 
@@ -8117,6 +8707,7 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
                                                  {TQKV__ISA_NAME, TQKV__INTEGER_LANES, 1, &TQKV__(codec),
                                                   TQKV__(reorder), TQKV__I(integer_score_tile), TQKV__(softmax_tile),
                                                   TQKV__(end_piece), TQKV__I(integer_value_tile), TQKV__(sum_heads)}};
+#endif
 
 #endif /* TQKV__INTEGER_LANES */
 
@@ -8147,6 +8738,20 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__TARGET
 #undef TQKV__WHOLE_LANES
 #undef TQKV__WIDTH
+#undef TQKV__NEW
+#undef TQKV__CODE_OFFSET
+#undef TQKV__FEW_ROWS
+#undef TQKV__MANY_ROWS
+#undef TQKV__MANY_VALUE_ROWS
+#undef TQKV__SUM_REGISTERS
+#undef TQKV__POSITIONS
+#undef TQKV__KEY_LANES
+#undef TQKV__DIM_LANES
+#undef TQKV__UNITS
+#undef TQKV__SIXTEENS
+#undef TQKV__BY_ROWS
+#undef TQKV__LOOPS_OF_FORMAT
+#undef TQKV__LOOPS_ENTRY
 #endif
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
@@ -9610,160 +10215,101 @@ TQKV__OP float32x4_t tqkv__look_up_neon(const int bits, const float32x4_t *table
 #endif
 
 #ifndef TQKV_NO_INTEGER
-/* >>integer-avx512: what AVX-512 brings to >>k-integer, with the products of VNNI */
+/* >>integer-avx512: what AVX-512 brings to >>k-rows, with the products of VNNI. A product wants one factor unsigned: codes
+   are 128 more than they are. An integer is 256 times its high byte plus its low one, both signed. */
 
 #ifdef TQKV__AVX512
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")))
 
-typedef __m512i tqkv__i_sum_avx512, tqkv__i_row_avx512;
+/* Codes of four positions, in 16 bytes of each: up to four vectors of main fields and one of upper ones */
+typedef struct tqkv__i_raw_avx512 {
+    __m512i main[4], upper;
+} tqkv__i_raw_avx512;
+/* What is left of a chunk: a bit for each byte of a vector's 16; and the codebook */
+typedef struct tqkv__i_chunk_avx512 {
+    __mmask16 main[4], upper;
+    __m512i book;
+} tqkv__i_chunk_avx512;
+typedef struct tqkv__i_bytes_avx512 {
+    __m512i high, low;
+} tqkv__i_sum_avx512, tqkv__i_row_avx512, tqkv__i_repeated_avx512;
+typedef __m512i tqkv__i_lanes_avx512;
 
-TQKV__OP void tqkv__i_load_books_avx512(const int bits, const int8_t *centroids, __m512i *books)
+/* Returns the first 16 bits set of so many bytes of codes. */
+TQKV__OP __mmask16 tqkv__i_bytes_left_avx512(int bytes)
 {
-    (void)bits; /* 64 entries are one register */
-    books[0] = _mm512_loadu_si512((const void *)centroids);
+    return (__mmask16)(bytes >= 16 ? 0xffff : bytes <= 0 ? 0 : (1 << bytes) - 1);
 }
-/* Byte i: eight bits from bit i * bits - low of a field on, which has `left` codes. */
-TQKV__OP __m512i tqkv__i_field_avx512(const int bits, const int low, int left, const uint8_t *p)
-{
-    const uint64_t mask = ~(uint64_t)0 >> (64 - (left < 64 ? left : 64) * bits / 8);
-    const uint64_t at = (uint64_t)bits * 0x0706050403020100u + (uint64_t)(64 - low) * 0x0101010101010101u;
-    __m512i words;
-    if (bits == 8) return _mm512_maskz_loadu_epi8(mask, (const void *)p);
-    if (bits == 4)
-        words = _mm512_cvtepu32_epi64(_mm256_maskz_loadu_epi8((__mmask32)mask, (const void *)p));
-    else if (bits == 2)
-        words = _mm512_cvtepu16_epi64(_mm_maskz_loadu_epi8((__mmask16)mask, (const void *)p));
-    else
-        words = _mm512_cvtepu8_epi64(_mm_maskz_loadu_epi8((__mmask16)mask, (const void *)p));
-    return _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), words);
-}
-/* Looks codes up. Bits above a code find its copy in the table. */
-TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const __m512i *books, int left, const uint8_t *p,
-                                        const uint8_t *upper)
+TQKV__OP tqkv__i_chunk_avx512 tqkv__i_open_chunk_avx512(const tqkv_format format, int left, const int8_t *centroids)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    __m512i index = tqkv__i_field_avx512(main, 0, left, p);
+    tqkv__i_chunk_avx512 chunk;
+    if (left > 64) left = 64;
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) chunk.main[i] = tqkv__i_bytes_left_avx512(left * main / 8 - 16 * i);
+    chunk.upper = tqkv__i_bytes_left_avx512(left * upper_bits / 8);
+    chunk.book = _mm512_set1_epi8(-128);
+    if (TQKV__KIND(format) == TQKV__BOOK)
+        chunk.book = _mm512_xor_si512(_mm512_loadu_si512((const void *)centroids), chunk.book);
+    return chunk;
+}
+/* Loads 16 bytes, or as many as the mask says, of four positions. */
+TQKV__OP __m512i tqkv__i_load_four_avx512(__mmask16 mask, const uint8_t *p, size_t stride)
+{
+    __m256i a = _mm256_castsi128_si256(_mm_maskz_loadu_epi8(mask, (const void *)p));
+    __m256i b = _mm256_castsi128_si256(_mm_maskz_loadu_epi8(mask, (const void *)(p + 2 * stride)));
+    a = _mm256_inserti128_si256(a, _mm_maskz_loadu_epi8(mask, (const void *)(p + stride)), 1);
+    b = _mm256_inserti128_si256(b, _mm_maskz_loadu_epi8(mask, (const void *)(p + 3 * stride)), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+}
+/* Orders 16 bytes of a field so that the half h of a sixteen is in its 64-bit word h, `bits` bytes from bits * k on. */
+TQKV__OP __m512i tqkv__i_order_avx512(const int bits, __m512i x)
+{
+    if (bits == 1) x = _mm512_unpacklo_epi64(x, _mm512_srli_epi64(x, 8));
+    if (bits == 1) return x;
+    const __m512i halves = _mm512_set4_epi64(0x0f0e0b0a07060302, 0x0d0c090805040100, 0x0f0e0b0a07060302,
+                                             0x0d0c090805040100); /* of 2 bits */
+    return _mm512_shuffle_epi8(x, halves);
+}
+TQKV__OP tqkv__i_raw_avx512 tqkv__i_open_avx512(const tqkv_format format, const tqkv__i_chunk_avx512 *chunk,
+                                                const uint8_t *p, const uint8_t *upper, size_t stride)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    tqkv__i_raw_avx512 raw;
+    TQKV__UNROLL
+    for (int i = 0; i < main / 2; i++) raw.main[i] = tqkv__i_load_four_avx512(chunk->main[i], p + 16 * i, stride);
+    if (main == 2) raw.main[0] = tqkv__i_order_avx512(2, raw.main[0]);
+    if (upper_bits)
+        raw.upper = tqkv__i_order_avx512(upper_bits, tqkv__i_load_four_avx512(chunk->upper, upper, stride));
+    return raw;
+}
+/* Takes eight bits a code of a sixteen from ordered fields of 1 or 2 bits; its first bit comes to bit `low`. */
+TQKV__OP __m512i tqkv__i_take_avx512(const int bits, const int low, const int sixteen, __m512i x)
+{
+    const int first = bits == 1 ? 16 * sixteen : 16 * sixteen;
+    const uint64_t at = (uint64_t)bits * 0x0706050403020100u + (uint64_t)((first + 64 - low) % 64) * 0x0101010101010101u;
+    return _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), x);
+}
+/* Bits above a code find its copy in the table. */
+TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const int k, const tqkv__i_chunk_avx512 *chunk,
+                                        const tqkv__i_raw_avx512 *raw)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    const __m512i x = raw->main[k * main / 8];
+    __m512i index = x;
+    if (TQKV__KIND(format) == TQKV__GRID) return _mm512_xor_si512(x, chunk->book);
+    if (main == 4) {
+        const __m512i next = _mm512_srli_epi16(x, 4);
+        index = k % 2 ? _mm512_unpackhi_epi8(x, next) : _mm512_unpacklo_epi8(x, next);
+    }
+    if (main == 2) index = tqkv__i_take_avx512(2, 0, k, x);
     if (upper_bits)
         index = _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)((1 << main) - 1)), index,
-                                          tqkv__i_field_avx512(upper_bits, main, left, upper), 0xca);
-    return _mm512_permutexvar_epi8(index, books[0]);
-}
-TQKV__OP __m512i tqkv__i_open_avx512(const int8_t *p, int left)
-{
-    if (left >= 32) return _mm512_cvtepi8_epi16(tqkv__load_256_avx512((const uint8_t *)p));
-    return _mm512_cvtepi8_epi16(_mm256_castsi128_si256(tqkv__load_128((const uint8_t *)p)));
+                                          tqkv__i_take_avx512(upper_bits, main, k, raw->upper), 0xca);
+    return _mm512_permutexvar_epi8(index, chunk->book);
 }
 /* GCC 12 copies the sums of the intrinsic, and spills them. */
-TQKV__OP __m512i tqkv__i_dot_avx512(__m512i sums, __m512i codes, __m512i integers)
-{
-#ifdef __clang__
-    return _mm512_dpwssd_epi32(sums, codes, integers);
-#else
-    __asm__("vpdpwssd\t{%2, %1, %0|%0, %1, %2}" : "+v"(sums) : "v"(codes), "v"(integers));
-    return sums;
-#endif
-}
-TQKV__OP __m512i tqkv__i_whole_avx512(__m512i sum) { return sum; }
-#define tqkv__i_load_row_avx512 tqkv__i_load_codes_avx512
-TQKV__OP __m512i tqkv__i_repeat_avx512(const int16_t *p)
-{
-    int32_t lane;
-    memcpy(&lane, p, sizeof lane);
-    return _mm512_set1_epi32(lane);
-}
-TQKV__OP void tqkv__i_transpose_avx512(const int8_t *p, size_t stride, __m512i *x)
-{
-    __m512i rows[4]; /* quarter l of rows[i]: position 4 l + i */
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        const uint8_t *at = (const uint8_t *)p + (size_t)i * stride;
-        rows[i] = _mm512_castsi128_si512(tqkv__load_128(at));
-        rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(at + 4 * stride), 1);
-        rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(at + 8 * stride), 2);
-        rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(at + 12 * stride), 3);
-    }
-    TQKV__UNROLL
-    for (int half = 0; half < 2; half++) {
-        const __m512i a = half ? _mm512_unpackhi_epi16(rows[0], rows[1]) : _mm512_unpacklo_epi16(rows[0], rows[1]);
-        const __m512i b = half ? _mm512_unpackhi_epi16(rows[2], rows[3]) : _mm512_unpacklo_epi16(rows[2], rows[3]);
-        const __m512i low = _mm512_unpacklo_epi32(a, b), high = _mm512_unpackhi_epi32(a, b);
-        x[4 * half] = _mm512_srai_epi16(_mm512_unpacklo_epi8(low, low), 8);
-        x[4 * half + 1] = _mm512_srai_epi16(_mm512_unpackhi_epi8(low, low), 8);
-        x[4 * half + 2] = _mm512_srai_epi16(_mm512_unpacklo_epi8(high, high), 8);
-        x[4 * half + 3] = _mm512_srai_epi16(_mm512_unpackhi_epi8(high, high), 8);
-    }
-}
-TQKV__OP __m512i tqkv__i_load_left_avx512(const int8_t *p, int left)
-{
-    if (left >= 64) return _mm512_loadu_si512((const void *)p);
-    return _mm512_maskz_loadu_epi8(((uint64_t)1 << left) - 1, (const void *)p);
-}
-/* Interleaves rows. Half h of vector v: dimensions 16 h + 8 v on, of v + 2 from 32 on */
-TQKV__OP void tqkv__i_interleave_avx512(const int8_t *p, size_t stride, int left, __m512i *x)
-{
-    const __m512i a = tqkv__i_load_left_avx512(p, left), b = tqkv__i_load_left_avx512(p + stride, left);
-    const __m512i low = _mm512_unpacklo_epi8(a, b), high = _mm512_unpackhi_epi8(a, b);
-    x[0] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(low));
-    x[1] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(high));
-    x[2] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(low, 1));
-    x[3] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(high, 1));
-}
-TQKV__OP void tqkv__i_natural_order_avx512(__m512i *x)
-{
-    TQKV__UNROLL
-    for (int v = 0; v < 4; v += 2) {
-        const __m512i a = x[v], b = x[v + 1];
-        x[v] = _mm512_shuffle_i64x2(a, b, 0x44);
-        x[v + 1] = _mm512_shuffle_i64x2(a, b, 0xee);
-    }
-}
-/* Adds up the lanes of four vectors in each quarter: lane i of it is vector i's. */
-TQKV__OP __m512i tqkv__i_sum_four_codes_avx512(const __m512i *x)
-{
-    const __m512i a = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
-    const __m512i b = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
-    return _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
-}
-TQKV__OP __m512i tqkv__i_sum_codes_across_avx512(const __m512i *x)
-{
-    const __m512i a = _mm512_add_epi32(_mm512_shuffle_i32x4(x[0], x[1], 0x88), _mm512_shuffle_i32x4(x[0], x[1], 0xdd));
-    const __m512i b = _mm512_add_epi32(_mm512_shuffle_i32x4(x[2], x[3], 0x88), _mm512_shuffle_i32x4(x[2], x[3], 0xdd));
-    return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
-}
-TQKV__OP __m512 tqkv__i_to_floats_avx512(__m512i x) { return _mm512_cvtepi32_ps(x); }
-TQKV__OP __m512i tqkv__i_round_codes_avx512(__m512 x) { return _mm512_cvtps_epi32(x); }
-TQKV__OP void tqkv__i_store_words_avx512(int16_t *p, int i, __m512i x)
-{
-    _mm256_storeu_si256((__m256i *)(void *)(p + i), _mm512_cvtepi32_epi16(x));
-}
-TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
-
-/* These are what loops for few rows take; see there. */
-
-TQKV__OP __m512i tqkv__i_load_book_avx512(const int8_t *centroids)
-{
-    return _mm512_xor_si512(_mm512_loadu_si512((const void *)centroids), _mm512_set1_epi8(-128));
-}
-/* Splits into the high and the low bytes of 64 integers, of which there are n */
-TQKV__OP void tqkv__i_split_avx512(const int16_t *words, int n, __m512i *bytes)
-{
-    const uint64_t mask = n <= 0 ? 0 : n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1;
-    const __m512i half = _mm512_set1_epi16(128);
-    const __m512i a = _mm512_maskz_loadu_epi16((__mmask32)mask, (const void *)words);
-    const __m512i b = _mm512_maskz_loadu_epi16((__mmask32)(mask >> 32), (const void *)(words + 32));
-    const __m256i high = _mm512_cvtepi16_epi8(_mm512_srai_epi16(_mm512_add_epi16(a, half), 8));
-    const __m256i next = _mm512_cvtepi16_epi8(_mm512_srai_epi16(_mm512_add_epi16(b, half), 8));
-    bytes[0] = _mm512_inserti64x4(_mm512_castsi256_si512(high), next, 1);
-    bytes[1] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a)), _mm512_cvtepi16_epi8(b), 1);
-}
-/* Takes the bytes of one nibble out of those of 128 dimensions. */
-TQKV__OP __m512i tqkv__i_nibbles_of_avx512(int nibble, __m512i a, __m512i b)
-{
-    TQKV__ALIGNED int8_t at[64];
-    for (int i = 0; i < 64; i++) at[i] = (int8_t)(2 * i + nibble);
-    return _mm512_permutex2var_epi8(a, _mm512_load_si512((const void *)at), b);
-}
 TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i bytes)
 {
 #ifdef __clang__
@@ -9773,160 +10319,92 @@ TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i b
     return sums;
 #endif
 }
-/* Returns sums - 128 times the sums of four bytes. */
-TQKV__OP __m512i tqkv__i_less_bytes_avx512(__m512i sums, __m512i bytes)
+TQKV__OP tqkv__i_sum_avx512 tqkv__i_dot_avx512(tqkv__i_sum_avx512 sums, __m512i codes, tqkv__i_row_avx512 row)
 {
-    return _mm512_sub_epi32(sums,
-                            tqkv__i_dot_bytes_avx512(_mm512_setzero_si512(), _mm512_set1_epi8((char)-128), bytes));
+    sums.high = tqkv__i_dot_bytes_avx512(sums.high, codes, row.high);
+    sums.low = tqkv__i_dot_bytes_avx512(sums.low, codes, row.low);
+    return sums;
 }
-TQKV__OP __m512i tqkv__i_join_avx512(__m512i high, __m512i low)
+#define tqkv__i_dot_lanes_avx512 tqkv__i_dot_avx512
+TQKV__OP __m512i tqkv__i_whole_avx512(tqkv__i_sum_avx512 sum)
 {
-    return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+    return _mm512_add_epi32(_mm512_slli_epi32(sum.high, 8), sum.low);
 }
-TQKV__OP __m512i tqkv__i_set_lanes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
-/* Loads one nibble of each byte. left: dimensions from here on; upper: 8 upper bits a byte of TQ5, 4 of TQ6 */
-TQKV__OP __m512i tqkv__i_load_nibbles_avx512(const tqkv_format format, const int nibble, __m512i book, int left,
-                                             const uint8_t *p, const uint8_t *upper)
+#define tqkv__i_whole_lanes_avx512 tqkv__i_whole_avx512
+/* A register, for loads that repeat 16 bytes are slow. */
+TQKV__OP __m512i tqkv__i_repeat_16_avx512(const int8_t *p)
 {
-    const int n = left < 128 ? left : 128, upper_bits = TQKV__UPPER_BITS(format);
-    __m512i index = _mm512_maskz_loadu_epi8(~(uint64_t)0 >> (64 - n / 2), (const void *)p);
-    /* other bits find a copy in the table */
-    if (nibble) index = _mm512_srlv_epi16(index, _mm512_set1_epi16(4));
-    if (upper_bits) {
-        const uint64_t step = (uint64_t)(2 * upper_bits), first = (uint64_t)(upper_bits * nibble - 4 + 64) % 64;
-        const uint64_t at = first * 0x0101010101010101u + step * 0x0706050403020100u;
-        const uint64_t mask = ~(uint64_t)0 >> (64 - n * upper_bits / 8);
-        __m512i x;
-        if (upper_bits == 1)
-            x = _mm512_cvtepu16_epi64(_mm_maskz_loadu_epi8((__mmask16)mask, (const void *)upper));
-        else
-            x = _mm512_cvtepu32_epi64(_mm256_maskz_loadu_epi8((__mmask32)mask, (const void *)upper));
-        x = _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), x);
-        index = _mm512_ternarylogic_epi64(_mm512_set1_epi8(15), index, x, 0xca);
-    }
-    return _mm512_permutexvar_epi8(index, book);
+    __m512i x = _mm512_broadcast_i32x4(tqkv__load_128((const uint8_t *)p));
+    __asm__("" : "+v"(x));
+    return x;
 }
-/* Interleaves four vectors: dword i of quarter l of x[t] is byte 16 l + 4 t + i of four vectors */
-TQKV__OP void tqkv__i_interleave_four_avx512(__m512i *x)
+TQKV__OP tqkv__i_row_avx512 tqkv__i_load_row_avx512(const int8_t *p, int plane, int i)
 {
-    const __m512i a = _mm512_unpacklo_epi8(x[0], x[1]), b = _mm512_unpacklo_epi8(x[2], x[3]);
-    const __m512i c = _mm512_unpackhi_epi8(x[0], x[1]), d = _mm512_unpackhi_epi8(x[2], x[3]);
-    x[0] = _mm512_unpacklo_epi16(a, b);
-    x[1] = _mm512_unpackhi_epi16(a, b);
-    x[2] = _mm512_unpacklo_epi16(c, d);
-    x[3] = _mm512_unpackhi_epi16(c, d);
+    const tqkv__i_row_avx512 row = {tqkv__i_repeat_16_avx512(p + i), tqkv__i_repeat_16_avx512(p + plane + i)};
+    return row;
 }
-/* Puts four bytes into all lanes. */
-TQKV__OP __m512i tqkv__i_repeat_four_avx512(const int8_t *p)
+TQKV__OP tqkv__i_repeated_avx512 tqkv__i_repeat_avx512(const int8_t *p, int plane, int i)
 {
-    int32_t lane;
-    memcpy(&lane, p, sizeof lane);
-    return _mm512_set1_epi32(lane);
+    int32_t high, low;
+    memcpy(&high, p + i, sizeof high);
+    memcpy(&low, p + plane + i, sizeof low);
+    const tqkv__i_repeated_avx512 repeated = {_mm512_set1_epi32(high), _mm512_set1_epi32(low)};
+    return repeated;
 }
-/* Splits a tile's weights into bytes; returns -128 times the sum of the weights. */
-TQKV__OP int32_t tqkv__i_split_weights_avx512(const int16_t *words, int8_t (*to)[TQKV__TILE])
+TQKV__OP void tqkv__i_transpose_avx512(__m512i *x)
 {
-    const __m512i ones = _mm512_set1_epi16(1);
-    __m512i bytes[2];
-    tqkv__i_split_avx512(words, 64, bytes);
-    _mm512_storeu_si512((void *)to[0], bytes[0]);
-    _mm512_storeu_si512((void *)to[1], bytes[1]);
-    return -128 * _mm512_reduce_add_epi32(
-                      _mm512_add_epi32(_mm512_madd_epi16(_mm512_loadu_si512((const void *)words), ones),
-                                       _mm512_madd_epi16(_mm512_loadu_si512((const void *)(words + 32)), ones)));
+    const __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
+    const __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
+    x[0] = _mm512_unpacklo_epi64(a, c);
+    x[1] = _mm512_unpackhi_epi64(a, c);
+    x[2] = _mm512_unpacklo_epi64(b, d);
+    x[3] = _mm512_unpackhi_epi64(b, d);
 }
-/* Brings the sums of both nibbles into the order of their dimensions. even, odd: [4], x: [8] */
-TQKV__OP void tqkv__i_order_nibbles_avx512(const __m512i *even, const __m512i *odd, __m512i *x)
+TQKV__OP void tqkv__i_key_lanes_avx512(const __m512i *x, __m512i *lanes)
 {
     TQKV__UNROLL
-    for (int i = 0; i < 4; i += 2) {
-        const __m512i y0 = _mm512_unpacklo_epi32(even[i], odd[i]), y1 = _mm512_unpackhi_epi32(even[i], odd[i]);
-        const __m512i y2 = _mm512_unpacklo_epi32(even[i + 1], odd[i + 1]);
-        const __m512i y3 = _mm512_unpackhi_epi32(even[i + 1], odd[i + 1]);
-        const __m512i a = _mm512_shuffle_i32x4(y0, y1, 0x44), b = _mm512_shuffle_i32x4(y2, y3, 0x44);
-        const __m512i c = _mm512_shuffle_i32x4(y0, y1, 0xee), d = _mm512_shuffle_i32x4(y2, y3, 0xee);
-        x[i / 2] = _mm512_shuffle_i32x4(a, b, 0x88);
-        x[i / 2 + 2] = _mm512_shuffle_i32x4(a, b, 0xdd);
-        x[i / 2 + 4] = _mm512_shuffle_i32x4(c, d, 0x88);
-        x[i / 2 + 6] = _mm512_shuffle_i32x4(c, d, 0xdd);
-    }
+    for (int i = 0; i < 4; i++) lanes[i] = x[i];
 }
+TQKV__OP void tqkv__i_value_lanes_avx512(const __m512i *x, __m512i *lanes)
+{
+    const __m512i at =
+        _mm512_set_epi32(0x3f2f1f0f, 0x3e2e1e0e, 0x3d2d1d0d, 0x3c2c1c0c, 0x3b2b1b0b, 0x3a2a1a0a, 0x39291909, 0x38281808,
+                         0x37271707, 0x36261606, 0x35251505, 0x34241404, 0x33231303, 0x32221202, 0x31211101, 0x30201000);
+    lanes[0] = _mm512_permutexvar_epi8(at, x[0]);
+}
+/* Adds up the lanes of four vectors in each quarter: lane i of it is vector i's. */
+TQKV__OP __m512i tqkv__i_sum_four_codes_avx512(const __m512i *x)
+{
+    const __m512i a = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
+    const __m512i b = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
+    return _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+}
+TQKV__OP __m512 tqkv__i_to_floats_avx512(__m512i x) { return _mm512_cvtepi32_ps(x); }
+TQKV__OP __m512i tqkv__i_round_codes_avx512(__m512 x) { return _mm512_cvtps_epi32(x); }
+TQKV__OP void tqkv__i_store_integers_avx512(void *to, int i, int n, __m512i x)
+{
+    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
+    _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + i), _mm512_cvtepi32_epi8(high));
+    _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + n + i), _mm512_cvtepi32_epi8(x));
+}
+TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
+TQKV__OP __m512i tqkv__i_add_codes_avx512(__m512i x, __m512i y) { return _mm512_add_epi32(x, y); }
+TQKV__OP __m512i tqkv__i_set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
+TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_epi32(x); }
 
-/* Puts quarter i into all quarters. */
-TQKV__OP __m512i tqkv__i_repeat_quarter_avx512(__m512i x, const int i)
-{
-    const __m512i index = _mm512_set4_epi32(4 * i + 3, 4 * i + 2, 4 * i + 1, 4 * i);
-    return _mm512_permutexvar_epi32(index, x);
-}
-/* Loads fields of 64 codes of four positions, each in a half of a vector or in a quarter of the first one. mask: a bit
-   for 16 bits */
-TQKV__OP void tqkv__i_load_quarters_avx512(const int bits, uint32_t mask, const uint8_t *p, size_t stride, __m512i *x)
-{
-    if (bits == 4) {
-        const __mmask16 halves = (__mmask16)mask;
-        TQKV__UNROLL
-        for (int i = 0; i < 2; i++, p += 2 * stride)
-            x[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi16(halves, (const void *)p)),
-                                      _mm256_maskz_loadu_epi16(halves, (const void *)(p + stride)), 1);
-        return;
-    }
-    const __mmask8 quarters = (__mmask8)mask;
-    x[0] = _mm512_castsi128_si512(_mm_maskz_loadu_epi16(quarters, (const void *)p));
-    x[0] = _mm512_inserti32x4(x[0], _mm_maskz_loadu_epi16(quarters, (const void *)(p + stride)), 1);
-    x[0] = _mm512_inserti32x4(x[0], _mm_maskz_loadu_epi16(quarters, (const void *)(p + 2 * stride)), 2);
-    x[0] = _mm512_inserti32x4(x[0], _mm_maskz_loadu_epi16(quarters, (const void *)(p + 3 * stride)), 3);
-}
-/* Orders fields by the words of 64 bits from which tqkv__i_sixteen takes codes. x: of 64 codes of four positions
-
-     scores   word h of quarter p: of position p codes 8 h to 8 h + 7 of this sixteen, `bits` bytes, then of others
-     sums     word w: a byte with codes 2 w and 2 w + 1 of this sixteen of each position, then of the next sixteen  */
-TQKV__OP __m512i tqkv__i_order_fields_avx512(const int bits, const bool lanes, const int sixteen, const __m512i *x)
-{
-    TQKV__ALIGNED int8_t at[64];
-    const int size = bits == 4 ? 32 : 16; /* bytes from one position to the next */
-    for (int i = 0; i < 64 && lanes; i++) {
-        const int word = i / 8, next = i % 8 / 4, position = i % 4;
-        at[i] = (int8_t)(position * size + (16 * (sixteen + next) + 2 * word) * bits / 8 % size);
-    }
-    for (int i = 0; i < 64 && !lanes; i++) {
-        const int position = i / 16, half = i % 16 / 8, next = i % 8 / bits, byte = i % bits;
-        at[i] = (int8_t)(position * size + ((2 * (sixteen + next) + half) * bits + byte) % size);
-    }
-    const __m512i index = _mm512_load_si512((const void *)at);
-    return bits == 4 ? _mm512_permutex2var_epi8(x[0], index, x[1]) : _mm512_permutexvar_epi8(index, x[0]);
-}
-/* Takes eight bits a code of a sixteen from ordered fields; its first bit comes to bit `low`. */
-TQKV__OP __m512i tqkv__i_sixteen_avx512(const int bits, const int low, const bool lanes, const int sixteen,
-                                        __m512i fields)
-{
-    TQKV__ALIGNED int8_t at[64];
-    for (int i = 0; i < 64 && lanes; i++) {
-        const int code = i / 4, position = i % 4;
-        at[i] = (int8_t)((sixteen % 2 * 32 + position * 8 + code * bits % 8 + 64 - low) % 64);
-    }
-    for (int i = 0; i < 64 && !lanes; i++) at[i] = (int8_t)(((8 * sixteen + i % 8) * bits + 64 - low) % 64);
-    return _mm512_multishift_epi64_epi8(_mm512_load_si512((const void *)at), fields);
-}
-/* Looks up a sixteen. fields: the main ones, the upper ones */
-TQKV__OP __m512i tqkv__i_look_up_fields_avx512(const tqkv_format format, const bool lanes, const int sixteen,
-                                               const __m512i *fields, __m512i book)
-{
-    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    __m512i index = tqkv__i_sixteen_avx512(main, 0, lanes, sixteen, fields[0]);
-    if (upper_bits)
-        index = _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)((1 << main) - 1)), index,
-                                          tqkv__i_sixteen_avx512(upper_bits, main, lanes, sixteen, fields[1]), 0xca);
-    return _mm512_permutexvar_epi8(index, book);
-}
-
-#define TQKV__(name)        tqkv__##name##_avx512
-#define TQKV__I(name)       tqkv__i_##name##_avx512
-#define TQKV__S(name)       tqkv__i_##name##_avx512
-#define TQKV__ISA_NAME      "avx512"
-#define TQKV__INTEGER_LANES 16
-#define TQKV__PRODUCTS      2
-#define TQKV__PRODUCT_ROWS  4 /* rows whose sums fit in registers */
-#define TQKV__LOOKED_UP     1
+#define TQKV__(name)           tqkv__##name##_avx512
+#define TQKV__I(name)          tqkv__i_##name##_avx512
+#define TQKV__S(name)          tqkv__i_##name##_avx512
+#define TQKV__ISA_NAME         "avx512"
+#define TQKV__INTEGER_LANES    16
+#define TQKV__PRODUCTS         4
+#define TQKV__CODE_OFFSET      128
+#define TQKV__FEW_ROWS         4 /* rows of loops straight from the codes, at most */
+#define TQKV__LANES_ROWS       8 /* from so many rows on, tiles are turned */
+#define TQKV__MANY_ROWS        4 /* rows whose sums fit in registers: keys, */
+#define TQKV__MANY_VALUE_ROWS  4 /* and values */
+#define TQKV__SUM_REGISTERS    8
+#define TQKV__NEW
 #include "tqkv.h"
 #endif
 

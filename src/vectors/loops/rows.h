@@ -1,0 +1,586 @@
+/* >>k-rows: the loops of >>integer. A vector of codes is bytes: 16 dimensions, in their order, of each of
+   TQKV__POSITIONS positions. A lane of 32 bits adds up TQKV__PRODUCTS products, either of words or of bytes; bytes are
+   multiplied with the high and with the low byte of an integer. What a set brings, as TQKV__S(name) if it has nothing
+   to do with products, else as TQKV__I(name):
+
+     open, look_up        the codes of up to 64 dimensions; sixteen k of them, plus TQKV__CODE_OFFSET, as a vector
+     transpose            a matrix of 4 by 4 lanes in each 16 bytes of four vectors
+     load_row, dot        16 integers of a row, in each 16 bytes; their products with a vector, added to a sum
+     key_lanes            16 bytes of each position to lanes of TQKV__PRODUCTS dimensions
+     value_lanes          vectors of TQKV__PRODUCTS positions to lanes of a dimension each
+     repeat, dot_lanes    TQKV__PRODUCTS integers of a row in each lane; their products with lanes, added to a sum
+     store_integers       lanes to integers as products find them
+     whole, whole_lanes   a sum in one integer a lane                                                              */
+
+#define TQKV__VECTOR     TQKV__(vector)
+#define TQKV__BYTES      (4 * TQKV__INTEGER_LANES)
+#define TQKV__POSITIONS  (TQKV__INTEGER_LANES / 4)
+#define TQKV__CHUNK      64 /* dimensions that are opened together */
+#define TQKV__LANE_BYTES ((int)sizeof(TQKV__I(lanes)))
+#define TQKV__KEY_LANES  (16 / TQKV__PRODUCTS)        /* vectors of lanes for 16 dimensions: of keys, */
+#define TQKV__DIM_LANES  (16 / TQKV__INTEGER_LANES)   /* and of values */
+#define TQKV__UNITS      (TQKV__PRODUCTS > TQKV__POSITIONS ? TQKV__PRODUCTS / TQKV__POSITIONS : 1)
+/* Where a row of integers has what multiplies it, and -TQKV__CODE_OFFSET times its sum: in floats. */
+#define TQKV__QUERY_OFFSET(head_dim) ((head_dim) / 2)
+#define TQKV__QUERY_UNIT(head_dim)   ((head_dim)-1)
+#define TQKV__WEIGHTS_OFFSET         (TQKV__TILE / 2)
+#define TQKV__WEIGHTS_UNIT           (TQKV__TILE / 2 + 1)
+
+#ifndef TQKV__DECODED /* true: another set of the same name has what does not depend on products */
+
+/* The codes of a panel of a tile. Rows from `whole` on lie at `rest`: loops take 16 of them at a time. */
+typedef struct TQKV__S(panel) {
+    const uint8_t *fields[2], *rest[2]; /* main ones, upper ones */
+    size_t stride;
+    ptrdiff_t ahead; /* to the rows that will be read next; 0: not asked for */
+    const int8_t *centroids;
+    tqkv_format format;
+    int n, whole, dim;
+} TQKV__S(panel);
+
+/* Copies the last rows of a tile, less than 16. room: [16][row_bytes] */
+static void TQKV__S(copy_rest)(const tqkv__stream *s, const uint8_t *row, int n, uint8_t *room)
+{
+    const size_t whole = (size_t)(n / 16 * 16), size = (size_t)(n % 16) * s->row_bytes;
+    if (!size) return;
+    memcpy(room, row + whole * s->row_bytes, size);
+    memset(room + size, 0, 16 * s->row_bytes - size);
+}
+
+/* Opens the panel of the dimensions from `first` on; row: of the tile's first position */
+static TQKV__S(panel) TQKV__S(open_panel)(const tqkv__stream *s, const uint8_t *row, const tqkv__segment *segment,
+                                          int first, const uint8_t *room)
+{
+    const int main_at = first * s->main_bits / 8, upper_at = (s->head_dim * s->main_bits + first * s->upper_bits) / 8;
+    const ptrdiff_t ahead = first ? 0 : (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
+    const TQKV__S(panel) panel = {{row + main_at, row + upper_at},
+                                  {room + main_at, room + upper_at},
+                                  s->row_bytes,
+                                  ahead,
+                                  s->centroids,
+                                  s->format,
+                                  (segment->n + 15) / 16 * 16,
+                                  segment->n / 16 * 16,
+                                  s->panel_dim};
+    return panel;
+}
+
+/* Returns the field's codes of the position j of a panel, from its dimension d on. */
+TQKV__OP const uint8_t *TQKV__S(codes_at)(const TQKV__S(panel) * p, const int upper, const int bits, int j, int d)
+{
+    const uint8_t *from = j < p->whole ? p->fields[upper] + (size_t)j * p->stride
+                                       : p->rest[upper] + (size_t)(j - p->whole) * p->stride;
+    return from + d * bits / 8;
+}
+
+/* Returns the largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
+TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
+{
+    TQKV__(codes) largest;
+    memset(&largest, 0, sizeof largest);
+    for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
+    return TQKV__S(largest_code)(largest);
+}
+#endif
+
+/* Rounds n floats times scale to integers, and returns -TQKV__CODE_OFFSET times their sum. A scale of 0 gives 0,
+   whatever the floats are. to: [n] */
+TQKV__OP int32_t TQKV__I(round_floats)(const float *x, int n, float scale, void *to)
+{
+    TQKV__(codes) sum;
+    memset(&sum, 0, sizeof sum);
+    if (!(scale > 0.0f)) memset(to, 0, (size_t)n * sizeof(int16_t));
+    if (!(scale > 0.0f)) return 0;
+    for (int i = 0; i < n; i += TQKV__INTEGER_LANES) {
+        const TQKV__(codes) rounded = TQKV__S(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale));
+        TQKV__I(store_integers)(to, i, n, rounded);
+        if (TQKV__CODE_OFFSET) sum = TQKV__S(add_codes)(sum, rounded);
+    }
+    return TQKV__CODE_OFFSET ? -TQKV__CODE_OFFSET * TQKV__S(sum_codes)(sum) : 0;
+}
+
+TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float *query, float *to)
+{
+    const int dim = s->panel_dim;
+    const uint32_t largest = TQKV__S(largest_bits)(query, s->head_dim);
+    int16_t *integers = (int16_t *)(void *)to;
+    int32_t *offset = (int32_t *)(void *)(to + TQKV__QUERY_OFFSET(s->head_dim));
+    for (int d = 0; d < s->head_dim; d += dim)
+        *offset++ = TQKV__I(round_floats)(query + d, dim, tqkv__integer_scale(largest), integers + d);
+    to[TQKV__QUERY_UNIT(s->head_dim)] = tqkv__integer_unit(largest, s->step);
+}
+
+/* Rounds the weights of a row times the norms of a panel. Weights from n on are another row's. */
+TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights, const float *factors,
+                                                int n, float *to)
+{
+    TQKV__ALIGNED float x[TQKV__TILE];
+    TQKV__UNROLL
+    for (int j = 0; j < TQKV__TILE; j += TQKV__INTEGER_LANES)
+        TQKV__(store)(x + j, TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j)));
+    if (n < TQKV__TILE) memset(x + n, 0, (size_t)(TQKV__TILE - n) * sizeof *x);
+    const uint32_t largest = TQKV__S(largest_bits)(x, TQKV__TILE);
+    const int32_t offset = TQKV__I(round_floats)(x, TQKV__TILE, tqkv__integer_scale(largest), to);
+    memcpy(to + TQKV__WEIGHTS_OFFSET, &offset, sizeof offset);
+    to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
+}
+
+/* The rows that are multiplied with a panel: their integers, and results. */
+typedef struct TQKV__I(product) {
+    const int8_t *rows; /* of the first row; the next ones are row_floats floats on, like their units and offsets */
+    const float *units, *offsets;
+    int row_floats;
+    float *results; /* scores or sums, result_floats apart */
+    int result_floats;
+    const float *factors; /* of positions, scores only */
+    bool add;             /* to the scores */
+} TQKV__I(product);
+
+/* Goes on to the next rows. */
+TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
+{
+    p->rows += rows * p->row_floats * (int)sizeof(float);
+    p->units += rows * p->row_floats;
+    p->offsets += rows * p->row_floats;
+    p->results += rows * p->result_floats;
+}
+
+TQKV__OP TQKV__I(sum) TQKV__I(no_sum)(void)
+{
+    TQKV__I(sum) zero;
+    memset(&zero, 0, sizeof zero);
+    return zero;
+}
+
+/* Returns the sums as floats, less what TQKV__CODE_OFFSET added to them. */
+TQKV__OP TQKV__VECTOR TQKV__I(sum_of_row)(const TQKV__I(product) * p, int r, TQKV__(codes) sum)
+{
+    int32_t offset;
+    memcpy(&offset, p->offsets + r * p->row_floats, sizeof offset);
+    return TQKV__S(to_floats)(TQKV__CODE_OFFSET ? TQKV__S(add_codes)(sum, TQKV__S(set_codes)(offset)) : sum);
+}
+
+/* Writes the scores of row r and the positions from j on */
+TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV__(codes) sum)
+{
+    float *to = p->results + r * p->result_floats + j;
+    const TQKV__VECTOR factor = TQKV__(load)(p->factors + j) * TQKV__(set1)(p->units[r * p->row_floats]);
+    const TQKV__VECTOR before = p->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
+    TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sum), factor, before));
+}
+
+/* -- Scores of few rows: straight from the codes. -- */
+
+/* Adds the products of up to 64 dimensions from d on: sums[row][u] for a vector of positions u. LANES positions are
+   four vectors: lane i of vector v has position v + 4 i. format and rows are constants. */
+TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
+                                   const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__TILE / TQKV__POSITIONS])
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), left = a->dim - d;
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    TQKV__I(row) q[TQKV__FEW_ROWS][4];
+    TQKV__UNROLL
+    for (int i = 0; i < 4 * rows; i++)
+        q[i / 4][i % 4] = TQKV__I(load_row)(p->rows + (size_t)(i / 4 * p->row_floats) * sizeof(float), a->dim,
+                                            d + i % 4 * 16);
+    for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
+        const uint8_t *at = TQKV__S(codes_at)(a, 0, main, j, d), *upper = TQKV__S(codes_at)(a, 1, upper_bits, j, d);
+        for (int v = 0; v < 4; v++, u++, at += a->stride, upper += a->stride) {
+            const TQKV__S(raw) raw = TQKV__S(open)(format, &chunk, at, upper, 4 * a->stride);
+            TQKV__I(sum) now[TQKV__FEW_ROWS];
+            if (a->ahead && d == 0)
+                tqkv__prefetch(TQKV__L2, a->fields[0] + (ptrdiff_t)((size_t)(u * TQKV__POSITIONS) * a->stride) + a->ahead,
+                               TQKV__POSITIONS * a->stride);
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) now[r] = TQKV__I(no_sum)();
+            TQKV__UNROLL
+            for (int k = 0; k < 4; k++) {
+                if (16 * k >= left) break;
+                const TQKV__(codes) x = TQKV__S(look_up)(format, k, &chunk, &raw);
+                TQKV__UNROLL
+                for (int r = 0; r < rows; r++) now[r] = TQKV__I(dot)(now[r], x, q[r][k]);
+            }
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) {
+                const TQKV__(codes) whole = TQKV__I(whole)(now[r]);
+                sums[r][u] = d ? TQKV__S(add_codes)(sums[r][u], whole) : whole;
+            }
+        }
+    }
+}
+
+/* results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row */
+TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
+                                  const TQKV__I(product) * p)
+{
+    TQKV__(codes) sums[TQKV__FEW_ROWS][TQKV__TILE / TQKV__POSITIONS];
+    const TQKV__S(panel) a = *panel; /* sums lie elsewhere */
+    for (int d = 0; d < a.dim; d += TQKV__CHUNK) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
+    for (int j = 0; j < a.n; j += TQKV__INTEGER_LANES) {
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++)
+            TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / TQKV__POSITIONS));
+    }
+}
+
+/* -- Scores of many rows: a lane is a position. -- */
+
+/* Turns two vectors of lanes of positions from j on. tile: [dim / TQKV__PRODUCTS][2][TQKV__LANE_BYTES] */
+TQKV__OP void TQKV__I(key_tile)(const tqkv_format format, const TQKV__S(panel) * a, int first, int8_t *tile)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    for (int d = 0; d < a->dim; d += TQKV__CHUNK) {
+        const int left = a->dim - d;
+        const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+        for (int lanes = 0; lanes < 2; lanes++) {
+            const int j = first + lanes * TQKV__INTEGER_LANES < a->n ? first + lanes * TQKV__INTEGER_LANES : first;
+            const uint8_t *at = TQKV__S(codes_at)(a, 0, main, j, d), *upper = TQKV__S(codes_at)(a, 1, upper_bits, j, d);
+            TQKV__S(raw) raw[4];
+            TQKV__UNROLL
+            for (int v = 0; v < 4; v++)
+                raw[v] = TQKV__S(open)(format, &chunk, at + (size_t)v * a->stride, upper + (size_t)v * a->stride,
+                                       4 * a->stride);
+            if (a->ahead && d == 0)
+                tqkv__prefetch(TQKV__L2, a->fields[0] + (ptrdiff_t)((size_t)j * a->stride) + a->ahead,
+                               TQKV__INTEGER_LANES * a->stride);
+            TQKV__UNROLL
+            for (int k = 0; k < 4; k++) {
+                TQKV__(codes) x[4];
+                TQKV__I(lanes) y[TQKV__KEY_LANES];
+                if (16 * k >= left) break;
+                TQKV__UNROLL
+                for (int v = 0; v < 4; v++) x[v] = TQKV__S(look_up)(format, k, &chunk, &raw[v]);
+                TQKV__S(transpose)(x);
+                TQKV__I(key_lanes)(x, y);
+                TQKV__UNROLL
+                for (int i = 0; i < TQKV__KEY_LANES; i++)
+                    memcpy(tile + (2 * ((d / 16 + k) * TQKV__KEY_LANES + i) + lanes) * TQKV__LANE_BYTES, &y[i],
+                           sizeof y[i]);
+            }
+        }
+    }
+}
+
+/* Does what score_rows does for the positions of the tile, from j on. rows is a constant. */
+TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p, int dim, int j, const int8_t *tile)
+{
+    const int8_t *q = p->rows;
+    const int size = p->row_floats * (int)sizeof(float);
+    TQKV__I(sum) sums[TQKV__MANY_ROWS][2];
+    TQKV__UNROLL
+    for (int i = 0; i < 2 * rows; i++) sums[i / 2][i % 2] = TQKV__I(no_sum)();
+    for (int d = 0; d < dim; d += TQKV__PRODUCTS, tile += 2 * TQKV__LANE_BYTES) {
+        TQKV__I(lanes) x[2];
+        memcpy(x, tile, sizeof x);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) {
+            const TQKV__I(repeated) y = TQKV__I(repeat)(q + (ptrdiff_t)r * size, dim, d);
+            sums[r][0] = TQKV__I(dot_lanes)(sums[r][0], x[0], y);
+            sums[r][1] = TQKV__I(dot_lanes)(sums[r][1], x[1], y);
+        }
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < 2 * rows; i++)
+        TQKV__I(add_scores)(p, i / 2, j + i % 2 * TQKV__INTEGER_LANES, TQKV__I(whole_lanes)(sums[i / 2][i % 2]));
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p, int dim, int j, const int8_t *tile,
+                                                             int n_rows)
+{
+    for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
+        rows = left >= TQKV__MANY_ROWS ? TQKV__MANY_ROWS : left >= 2 ? 2 : 1;
+        if (rows == 1)
+            TQKV__I(score_lanes_of)(1, &p, dim, j, tile);
+        else if (rows == 2)
+            TQKV__I(score_lanes_of)(2, &p, dim, j, tile);
+        else
+            TQKV__I(score_lanes_of)(TQKV__MANY_ROWS, &p, dim, j, tile);
+    }
+}
+
+/* -- Sums of values: a lane is a dimension. -- */
+
+/* Finds the lanes of sixteen k of opened codes. */
+TQKV__OP void TQKV__I(lanes_of)(const tqkv_format format, const int k, const TQKV__S(chunk) * chunk,
+                                const TQKV__S(raw) * raw, TQKV__I(lanes) * lanes)
+{
+    TQKV__(codes) x[TQKV__UNITS];
+    TQKV__UNROLL
+    for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, chunk, &raw[i]);
+    TQKV__I(value_lanes)(x, lanes);
+}
+
+TQKV__OP void TQKV__I(open_values)(const tqkv_format format, const TQKV__S(panel) * a, const TQKV__S(chunk) * chunk,
+                                   int j, int d, TQKV__S(raw) * raw)
+{
+    const uint8_t *at = TQKV__S(codes_at)(a, 0, TQKV__MAIN_BITS(format), j, d);
+    const uint8_t *upper = TQKV__S(codes_at)(a, 1, TQKV__UPPER_BITS(format), j, d);
+    const size_t step = TQKV__POSITIONS * a->stride;
+    TQKV__UNROLL
+    for (int i = 0; i < TQKV__UNITS; i++)
+        raw[i] = TQKV__S(open)(format, chunk, at + (size_t)i * step, upper + (size_t)i * step, a->stride);
+    if (a->ahead && d == 0)
+        tqkv__prefetch(TQKV__L2, a->fields[0] + (ptrdiff_t)((size_t)j * a->stride) + a->ahead,
+                       TQKV__PRODUCTS * a->stride);
+}
+
+/* Adds the sums of a pass to results[row][d] and on. */
+TQKV__OP void TQKV__I(add_sums)(const int rows, const int sixteens, const TQKV__I(product) * p, int d, int left,
+                                TQKV__I(sum) (*sums)[4 * TQKV__DIM_LANES])
+{
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++) {
+        float *to = p->results + r * p->result_floats + d;
+        const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
+        TQKV__UNROLL
+        for (int i = 0; i < sixteens * TQKV__DIM_LANES; i++, to += TQKV__INTEGER_LANES) {
+            if (i * TQKV__INTEGER_LANES >= left) break;
+            const TQKV__VECTOR sum = TQKV__I(sum_of_row)(p, r, TQKV__I(whole_lanes)(sums[r][i]));
+            TQKV__(store)(to, TQKV__(fma)(sum, unit, TQKV__(load)(to)));
+        }
+    }
+}
+
+/* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
+   on, straight from the codes. format, rows and sixteens are constants. */
+TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const int sixteens,
+                                 const TQKV__S(panel) * a, int d, const TQKV__I(product) * p)
+{
+    const int left = a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens;
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    TQKV__I(sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
+    TQKV__UNROLL
+    for (int i = 0; i < rows * sixteens * TQKV__DIM_LANES; i++)
+        sums[i / (sixteens * TQKV__DIM_LANES)][i % (sixteens * TQKV__DIM_LANES)] = TQKV__I(no_sum)();
+    for (int j = 0; j < a->n; j += TQKV__PRODUCTS) {
+        TQKV__I(repeated) y[TQKV__FEW_ROWS];
+        TQKV__S(raw) raw[TQKV__UNITS];
+        TQKV__I(open_values)(format, a, &chunk, j, d, raw);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++)
+            y[r] = TQKV__I(repeat)(p->rows + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
+        TQKV__UNROLL
+        for (int k = 0; k < sixteens; k++) {
+            TQKV__I(lanes) x[TQKV__DIM_LANES];
+            if (16 * k >= left) break;
+            TQKV__I(lanes_of)(format, k, &chunk, raw, x);
+            TQKV__UNROLL
+            for (int i = 0; i < rows * TQKV__DIM_LANES; i++) {
+                TQKV__I(sum) *sum = &sums[i / TQKV__DIM_LANES][k * TQKV__DIM_LANES + i % TQKV__DIM_LANES];
+                *sum = TQKV__I(dot_lanes)(*sum, x[i % TQKV__DIM_LANES], y[i / TQKV__DIM_LANES]);
+            }
+        }
+    }
+    TQKV__I(add_sums)(rows, sixteens, p, d, left, sums);
+}
+
+/* Sixteens of sums that fit in registers */
+#define TQKV__SIXTEENS(rows)                                                                                           \
+    ((rows)*TQKV__DIM_LANES * 4 <= TQKV__SUM_REGISTERS ? 4 : (rows)*TQKV__DIM_LANES * 2 <= TQKV__SUM_REGISTERS ? 2 : 1)
+
+TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
+                                const TQKV__I(product) * p)
+{
+    const TQKV__S(panel) a = *panel; /* results lie elsewhere */
+    for (int d = 0; d < a.dim; d += 16 * TQKV__SIXTEENS(rows))
+        TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p);
+}
+
+/* Finds the lanes of 16 * sixteens dimensions from d on for all positions. tile: [n / TQKV__PRODUCTS][lanes] */
+TQKV__OP void TQKV__I(value_tile)(const tqkv_format format, const TQKV__S(panel) * a, int d, int8_t *tile)
+{
+    enum { SIXTEENS = TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS) };
+    const int left = a->dim - d < 16 * SIXTEENS ? a->dim - d : 16 * SIXTEENS;
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    for (int j = 0; j < a->n; j += TQKV__PRODUCTS) {
+        TQKV__S(raw) raw[TQKV__UNITS];
+        TQKV__I(open_values)(format, a, &chunk, j, d, raw);
+        TQKV__UNROLL
+        for (int k = 0; k < SIXTEENS; k++, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
+            TQKV__I(lanes) x[TQKV__DIM_LANES];
+            if (k && 16 * k >= left) continue;
+            TQKV__I(lanes_of)(format, k, &chunk, raw, x);
+            memcpy(tile, x, sizeof x);
+        }
+    }
+}
+
+/* Does what add_chunk does, from a tile. rows is a constant. */
+TQKV__OP void TQKV__I(add_lanes_of)(const int rows, const TQKV__I(product) * p, int n, int d, int left,
+                                    const int8_t *tile)
+{
+    enum { ALL = TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS) * TQKV__DIM_LANES };
+    TQKV__I(sum) sums[TQKV__MANY_VALUE_ROWS][4 * TQKV__DIM_LANES];
+    TQKV__UNROLL
+    for (int i = 0; i < rows * ALL; i++) sums[i / ALL][i % ALL] = TQKV__I(no_sum)();
+    for (int j = 0; j < n; j += TQKV__PRODUCTS, tile += ALL * TQKV__LANE_BYTES) {
+        TQKV__I(lanes) x[ALL];
+        memcpy(x, tile, sizeof x);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) {
+            const TQKV__I(repeated) y =
+                TQKV__I(repeat)(p->rows + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
+            TQKV__UNROLL
+            for (int i = 0; i < ALL; i++) sums[r][i] = TQKV__I(dot_lanes)(sums[r][i], x[i], y);
+        }
+    }
+    TQKV__I(add_sums)(rows, TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS), p, d, left, sums);
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(TQKV__I(product) p, int n, int d, int left,
+                                                           const int8_t *tile, int n_rows)
+{
+    for (int rows; n_rows > 0; n_rows -= rows, TQKV__I(advance)(&p, rows)) {
+        rows = n_rows >= TQKV__MANY_VALUE_ROWS ? TQKV__MANY_VALUE_ROWS : n_rows >= 2 ? 2 : 1;
+        if (rows == 1)
+            TQKV__I(add_lanes_of)(1, &p, n, d, left, tile);
+        else if (rows == 2)
+            TQKV__I(add_lanes_of)(2, &p, n, d, left, tile);
+        else
+            TQKV__I(add_lanes_of)(TQKV__MANY_VALUE_ROWS, &p, n, d, left, tile);
+    }
+}
+
+/* -- The loops of each format -- */
+
+typedef struct TQKV__I(loops) {
+    void (*score)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
+    void (*add)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
+    void (*key_tile)(const TQKV__S(panel) *, int first, int8_t *tile);
+    void (*value_tile)(const TQKV__S(panel) *, int d, int8_t *tile);
+} TQKV__I(loops);
+
+#define TQKV__HAS_INTEGERS(kind, book) ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (book) <= 6))
+#define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain)                                    \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a,                          \
+                                                                    const TQKV__I(product) * p, int rows)              \
+    {                                                                                                                  \
+        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__BY_ROWS(score_rows, format);                                         \
+    }                                                                                                                  \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a,                            \
+                                                                  const TQKV__I(product) * p, int rows)                \
+    {                                                                                                                  \
+        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__BY_ROWS(add_rows, format);                                           \
+    }                                                                                                                  \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(key_tile_##format)(const TQKV__S(panel) * a, int j, int8_t *tile)  \
+    {                                                                                                                  \
+        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__I(key_tile)(format, a, j, tile);                                     \
+    }                                                                                                                  \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(value_tile_##format)(const TQKV__S(panel) * a, int d,              \
+                                                                         int8_t *tile)                                 \
+    {                                                                                                                  \
+        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__I(value_tile)(format, a, d, tile);                                   \
+    }
+#define TQKV__BY_ROWS(loop, format)                                                                                    \
+    (rows == 1   ? TQKV__I(loop)(format, 1, a, p)                                                                      \
+     : rows == 2 ? TQKV__I(loop)(format, 2, a, p)                                                                      \
+                 : TQKV__I(loop)(format, TQKV__FEW_ROWS, a, p))
+TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
+
+#define TQKV__LOOPS_ENTRY(unused, format, ...)                                                                         \
+    {TQKV__I(score_##format), TQKV__I(add_##format), TQKV__I(key_tile_##format), TQKV__I(value_tile_##format)},
+static const TQKV__I(loops) TQKV__I(loops_by_format)[] = {{NULL, NULL, NULL, NULL},
+                                                          TQKV__FORMATS(TQKV__LOOPS_ENTRY, )};
+
+/* Calls a loop for few rows. */
+TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, const TQKV__I(product) *, int),
+                                const TQKV__S(panel) * panel, TQKV__I(product) p, int n_rows)
+{
+    for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
+        rows = left >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : left >= 2 ? 2 : 1;
+        loop(panel, &p, rows);
+    }
+}
+
+/* -- A tile -- */
+
+/* Finds the scores of a panel. */
+TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
+{
+    TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
+    const TQKV__I(loops) *loops = &TQKV__I(loops_by_format)[panel->format];
+    if (n_rows < TQKV__LANES_ROWS) {
+        TQKV__I(few_rows)(loops->score, panel, *p, n_rows);
+        return;
+    }
+    for (int j = 0; j < panel->n; j += 2 * TQKV__INTEGER_LANES) {
+        loops->key_tile(panel, j, tile);
+        TQKV__I(score_lanes)(*p, panel->dim, j, tile, n_rows);
+    }
+}
+
+TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                                     const float *q, int n_rows, bool add, float *scores)
+{
+    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
+    const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
+    if (s->kind == TQKV__HALF) {
+        TQKV__S(score_halves)(s, row, segment, q, n_rows, add, scores);
+        return;
+    }
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
+    TQKV__S(copy_rest)(s, row, segment->n, room);
+    for (int d = 0, b = 0; d < s->head_dim; d += s->panel_dim, b++) {
+        const TQKV__S(panel) panel = TQKV__S(open_panel)(s, row, segment, d, room);
+        const TQKV__I(product) p = {(const int8_t *)(q) + 2 * d,
+                                    q + TQKV__QUERY_UNIT(s->head_dim),
+                                    q + TQKV__QUERY_OFFSET(s->head_dim) + b,
+                                    s->head_dim,
+                                    scores,
+                                    TQKV__TILE,
+                                    factors + b * TQKV__TILE,
+                                    add || b > 0};
+        TQKV__I(score_panel)(&panel, &p, n_rows);
+    }
+}
+
+TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
+{
+    enum { STEP = 16 * TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS) };
+    TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * STEP / TQKV__INTEGER_LANES * TQKV__LANE_BYTES];
+    const TQKV__I(loops) *loops = &TQKV__I(loops_by_format)[panel->format];
+    if (n_rows < TQKV__LANES_ROWS) {
+        TQKV__I(few_rows)(loops->add, panel, *p, n_rows);
+        return;
+    }
+    for (int d = 0; d < panel->dim; d += STEP) {
+        loops->value_tile(panel, d, tile);
+        TQKV__I(add_lanes)(*p, panel->n, d, panel->dim - d, tile, n_rows);
+    }
+}
+
+TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                                     const float *weights, int n_rows, float *scaled, float *out)
+{
+    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
+    TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
+    const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
+    if (s->kind == TQKV__HALF) {
+        TQKV__S(add_halves)(s, row, segment, weights, n_rows, out);
+        return;
+    }
+    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, false, factors);
+    TQKV__S(copy_rest)(s, row, segment->n, room);
+    for (int d = 0, b = 0; d < s->head_dim; d += s->panel_dim, b++) {
+        const TQKV__S(panel) panel = TQKV__S(open_panel)(s, row, segment, d, room);
+        const TQKV__I(product) p = {(const int8_t *)(scaled),
+                                    scaled + TQKV__WEIGHTS_UNIT,
+                                    scaled + TQKV__WEIGHTS_OFFSET,
+                                    TQKV__TILE,
+                                    out + d,
+                                    s->head_dim,
+                                    NULL,
+                                    true};
+        if (d % s->norm_dim == 0)
+            for (int at = 0; at < n_rows * TQKV__TILE; at += TQKV__TILE)
+                TQKV__I(round_weights)(s, weights + at, factors + b * TQKV__TILE, segment->n, scaled + at);
+        TQKV__I(add_panel)(&panel, &p, n_rows);
+    }
+}
+
+static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
+                                                 TQKV__I(round_query),
+                                                 {TQKV__ISA_NAME, TQKV__INTEGER_LANES, 1, &TQKV__(codec),
+                                                  TQKV__(reorder), TQKV__I(integer_score_tile), TQKV__(softmax_tile),
+                                                  TQKV__(end_piece), TQKV__I(integer_value_tile), TQKV__(sum_heads)}};
