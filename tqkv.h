@@ -7561,6 +7561,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *
 #define TQKV__LANE_BYTES ((int)sizeof(TQKV__I(lanes)))
 #define TQKV__KEY_LANES  (16 / TQKV__PRODUCTS)        /* vectors of lanes for 16 dimensions: of keys, */
 #define TQKV__DIM_LANES  (16 / TQKV__INTEGER_LANES)   /* and of values */
+#define TQKV__MANY_SIXTEENS TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS)
 #define TQKV__UNITS      (TQKV__PRODUCTS > TQKV__POSITIONS ? TQKV__PRODUCTS / TQKV__POSITIONS : 1)
 /* Where a row of integers has what multiplies it, and -TQKV__CODE_OFFSET times its sum: in floats. */
 #define TQKV__QUERY_OFFSET(head_dim) ((head_dim) / 2)
@@ -7600,19 +7601,42 @@ static TQKV__S(panel) TQKV__S(open_panel)(const tqkv__stream *s, const uint8_t *
                                   s->row_bytes,
                                   ahead,
                                   s->centroids,
-                                  s->format,
+                                  s->format == TQKV_TQ5_BYTES ? TQKV_TQ6_BYTES : s->format,
                                   (segment->n + 15) / 16 * 16,
                                   segment->n / 16 * 16,
                                   s->panel_dim};
     return panel;
 }
 
-/* Returns the field's codes of the position j of a panel, from its dimension d on. */
-TQKV__OP const uint8_t *TQKV__S(codes_at)(const TQKV__S(panel) * p, const int upper, const int bits, int j, int d)
+/* Where the codes of some positions are, and of those that will be read next */
+typedef struct TQKV__S(cursor) {
+    const uint8_t *fields[2], *next;
+} TQKV__S(cursor);
+
+/* Returns where the position j of a panel is, from its dimension d on; j is a multiple of 16. */
+TQKV__OP TQKV__S(cursor) TQKV__S(cursor_at)(const tqkv_format format, const TQKV__S(panel) * a, int j, int d)
 {
-    const uint8_t *from = j < p->whole ? p->fields[upper] + (size_t)j * p->stride
-                                       : p->rest[upper] + (size_t)(j - p->whole) * p->stride;
-    return from + d * bits / 8;
+    const uint8_t *const *fields = j < a->whole ? a->fields : a->rest;
+    const size_t at = (size_t)(j < a->whole ? j : j - a->whole) * a->stride;
+    const TQKV__S(cursor) cursor = {{fields[0] + at + d * TQKV__MAIN_BITS(format) / 8,
+                                     fields[1] + at + d * TQKV__UPPER_BITS(format) / 8},
+                                    a->fields[0] + (size_t)j * a->stride + a->ahead};
+    return cursor;
+}
+
+/* Goes on by so many positions. */
+TQKV__OP void TQKV__S(move)(const TQKV__S(panel) * a, int positions, TQKV__S(cursor) * cursor)
+{
+    cursor->fields[0] += (size_t)positions * a->stride;
+    cursor->fields[1] += (size_t)positions * a->stride;
+}
+
+/* Asks for the rows of so many positions that will be read next, if d is a panel's first dimension. */
+TQKV__OP void TQKV__S(ask)(const TQKV__S(panel) * a, int d, int positions, TQKV__S(cursor) * cursor)
+{
+    if (!a->ahead || d) return;
+    tqkv__prefetch(TQKV__L2, cursor->next, (size_t)positions * a->stride);
+    cursor->next += (size_t)positions * a->stride;
 }
 
 /* Returns the largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
@@ -7711,14 +7735,55 @@ TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV
     TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sum), factor, before));
 }
 
-/* -- Scores of few rows: straight from the codes. -- */
+/* -- Codes to vectors, 64 dimensions at a time. A tile is in units of TQKV__POSITIONS positions: for scores LANES
+   positions are four units, where lane i of unit v has position v + 4 i; for sums lane i of a unit has its position i.
+   -- */
 
-/* Adds the products of up to 64 dimensions from d on: sums[row][u] for a vector of positions u. LANES positions are
-   four vectors: lane i of vector v has position v + 4 i. format and rows are constants. */
-TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
-                                   const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__TILE / TQKV__POSITIONS])
+#define TQKV__MOST_UNITS (TQKV__TILE / TQKV__POSITIONS)
+
+#ifndef TQKV__DECODED
+/* Looks up n positions from `first` on, in units. room: [units][left / 16][TQKV__BYTES] */
+TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a, const bool keys, int d, int left,
+                              int first, int n, int8_t *room)
 {
-    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), left = a->dim - d;
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    for (int j = first; j < first + n; j += TQKV__INTEGER_LANES) {
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
+        TQKV__S(ask)(a, d, TQKV__INTEGER_LANES, &cursor);
+        for (int v = 0; v < 4; v++, TQKV__S(move)(a, keys ? 1 : TQKV__POSITIONS, &cursor)) {
+            const TQKV__S(raw) raw =
+                TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], (keys ? 4 : 1) * a->stride);
+            TQKV__UNROLL
+            for (int k = 0; k < 4; k++, room += TQKV__BYTES) {
+                if (16 * k >= left) break;
+                const TQKV__(codes) x = TQKV__S(look_up)(format, k, &chunk, &raw);
+                memcpy(room, &x, sizeof x);
+            }
+        }
+    }
+}
+
+#define TQKV__HAS_INTEGERS(kind, book) ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (book) <= 6))
+#define TQKV__DECODER(unused, format, name, kind, main, upper, book, plain)                                            \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__S(decode_##format)(const TQKV__S(panel) * panel, bool keys, int d,   \
+                                                                     int left, int first, int n, int8_t *room)         \
+    {                                                                                                                  \
+        const TQKV__S(panel) a = *panel;                                                                               \
+        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__S(decode)(format, &a, keys, d, left, first, n, room);                \
+    }
+TQKV__FORMATS(TQKV__DECODER, )
+#define TQKV__DECODER_OF(unused, format, ...) TQKV__S(decode_##format),
+static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int, int, int, int8_t *) = {
+    NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
+#endif
+
+/* -- Scores of few rows -- */
+
+/* Adds the products of up to 64 dimensions from d on: sums[row][u]. format and rows are constants. */
+TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
+                                   const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
+{
+    const int left = a->dim - d < TQKV__CHUNK ? a->dim - d : TQKV__CHUNK;
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
     TQKV__UNROLL
@@ -7726,13 +7791,12 @@ TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, con
         q[i / 4][i % 4] = TQKV__I(load_row)(p->rows + (size_t)(i / 4 * p->row_floats) * sizeof(float), a->dim,
                                             d + i % 4 * 16);
     for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
-        const uint8_t *at = TQKV__S(codes_at)(a, 0, main, j, d), *upper = TQKV__S(codes_at)(a, 1, upper_bits, j, d);
-        for (int v = 0; v < 4; v++, u++, at += a->stride, upper += a->stride) {
-            const TQKV__S(raw) raw = TQKV__S(open)(format, &chunk, at, upper, 4 * a->stride);
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
+        for (int v = 0; v < 4; v++, u++, TQKV__S(move)(a, 1, &cursor)) {
+            const TQKV__S(raw) raw =
+                TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
             TQKV__I(sum) now[TQKV__FEW_ROWS];
-            if (a->ahead && d == 0)
-                tqkv__prefetch(TQKV__L2, a->fields[0] + (ptrdiff_t)((size_t)(u * TQKV__POSITIONS) * a->stride) + a->ahead,
-                               TQKV__POSITIONS * a->stride);
+            TQKV__S(ask)(a, d, TQKV__POSITIONS, &cursor);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) now[r] = TQKV__I(no_sum)();
             TQKV__UNROLL
@@ -7752,54 +7816,46 @@ TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, con
 }
 
 /* results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(finish_scores)(const TQKV__I(product) * p, int rows, int n,
+                                                               TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
+{
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < n; j += TQKV__INTEGER_LANES)
+            TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / TQKV__POSITIONS));
+}
+
 TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
                                   const TQKV__I(product) * p)
 {
-    TQKV__(codes) sums[TQKV__FEW_ROWS][TQKV__TILE / TQKV__POSITIONS];
+    TQKV__(codes) sums[TQKV__FEW_ROWS][TQKV__MOST_UNITS];
     const TQKV__S(panel) a = *panel; /* sums lie elsewhere */
     for (int d = 0; d < a.dim; d += TQKV__CHUNK) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
-    for (int j = 0; j < a.n; j += TQKV__INTEGER_LANES) {
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++)
-            TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / TQKV__POSITIONS));
-    }
+    TQKV__I(finish_scores)(p, rows, a.n, sums);
 }
 
 /* -- Scores of many rows: a lane is a position. -- */
 
 /* Turns two vectors of lanes of positions from j on. tile: [dim / TQKV__PRODUCTS][2][TQKV__LANE_BYTES] */
-TQKV__OP void TQKV__I(key_tile)(const tqkv_format format, const TQKV__S(panel) * a, int first, int8_t *tile)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(key_tile)(const TQKV__S(panel) * a, int j, int8_t *tile)
 {
-    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    TQKV__ALIGNED int8_t room[2 * TQKV__INTEGER_LANES * TQKV__CHUNK];
+    const int n = a->n - j > TQKV__INTEGER_LANES ? 2 : 1; /* vectors */
     for (int d = 0; d < a->dim; d += TQKV__CHUNK) {
-        const int left = a->dim - d;
-        const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
-        for (int lanes = 0; lanes < 2; lanes++) {
-            const int j = first + lanes * TQKV__INTEGER_LANES < a->n ? first + lanes * TQKV__INTEGER_LANES : first;
-            const uint8_t *at = TQKV__S(codes_at)(a, 0, main, j, d), *upper = TQKV__S(codes_at)(a, 1, upper_bits, j, d);
-            TQKV__S(raw) raw[4];
-            TQKV__UNROLL
-            for (int v = 0; v < 4; v++)
-                raw[v] = TQKV__S(open)(format, &chunk, at + (size_t)v * a->stride, upper + (size_t)v * a->stride,
-                                       4 * a->stride);
-            if (a->ahead && d == 0)
-                tqkv__prefetch(TQKV__L2, a->fields[0] + (ptrdiff_t)((size_t)j * a->stride) + a->ahead,
-                               TQKV__INTEGER_LANES * a->stride);
-            TQKV__UNROLL
-            for (int k = 0; k < 4; k++) {
+        const int left = a->dim - d < TQKV__CHUNK ? a->dim - d : TQKV__CHUNK, sixteens = left / 16;
+        TQKV__S(decoders)[a->format](a, true, d, left, j, n * TQKV__INTEGER_LANES, room);
+        for (int k = 0; k < sixteens; k++, tile += 2 * TQKV__KEY_LANES * TQKV__LANE_BYTES)
+            for (int lanes = 0; lanes < n; lanes++) {
                 TQKV__(codes) x[4];
                 TQKV__I(lanes) y[TQKV__KEY_LANES];
-                if (16 * k >= left) break;
                 TQKV__UNROLL
-                for (int v = 0; v < 4; v++) x[v] = TQKV__S(look_up)(format, k, &chunk, &raw[v]);
+                for (int v = 0; v < 4; v++)
+                    memcpy(&x[v], room + ((4 * lanes + v) * sixteens + k) * TQKV__BYTES, sizeof x[v]);
                 TQKV__S(transpose)(x);
                 TQKV__I(key_lanes)(x, y);
                 TQKV__UNROLL
                 for (int i = 0; i < TQKV__KEY_LANES; i++)
-                    memcpy(tile + (2 * ((d / 16 + k) * TQKV__KEY_LANES + i) + lanes) * TQKV__LANE_BYTES, &y[i],
-                           sizeof y[i]);
+                    memcpy(tile + (2 * i + lanes) * TQKV__LANE_BYTES, &y[i], sizeof y[i]);
             }
-        }
     }
 }
 
@@ -7842,29 +7898,9 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
 
 /* -- Sums of values: a lane is a dimension. -- */
 
-/* Finds the lanes of sixteen k of opened codes. */
-TQKV__OP void TQKV__I(lanes_of)(const tqkv_format format, const int k, const TQKV__S(chunk) * chunk,
-                                const TQKV__S(raw) * raw, TQKV__I(lanes) * lanes)
-{
-    TQKV__(codes) x[TQKV__UNITS];
-    TQKV__UNROLL
-    for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, chunk, &raw[i]);
-    TQKV__I(value_lanes)(x, lanes);
-}
-
-TQKV__OP void TQKV__I(open_values)(const tqkv_format format, const TQKV__S(panel) * a, const TQKV__S(chunk) * chunk,
-                                   int j, int d, TQKV__S(raw) * raw)
-{
-    const uint8_t *at = TQKV__S(codes_at)(a, 0, TQKV__MAIN_BITS(format), j, d);
-    const uint8_t *upper = TQKV__S(codes_at)(a, 1, TQKV__UPPER_BITS(format), j, d);
-    const size_t step = TQKV__POSITIONS * a->stride;
-    TQKV__UNROLL
-    for (int i = 0; i < TQKV__UNITS; i++)
-        raw[i] = TQKV__S(open)(format, chunk, at + (size_t)i * step, upper + (size_t)i * step, a->stride);
-    if (a->ahead && d == 0)
-        tqkv__prefetch(TQKV__L2, a->fields[0] + (ptrdiff_t)((size_t)j * a->stride) + a->ahead,
-                       TQKV__PRODUCTS * a->stride);
-}
+/* Sixteens of dimensions whose sums fit in registers */
+#define TQKV__SIXTEENS(rows)                                                                                           \
+    ((rows)*TQKV__DIM_LANES * 4 <= TQKV__SUM_REGISTERS ? 4 : (rows)*TQKV__DIM_LANES * 2 <= TQKV__SUM_REGISTERS ? 2 : 1)
 
 /* Adds the sums of a pass to results[row][d] and on. */
 TQKV__OP void TQKV__I(add_sums)(const int rows, const int sixteens, const TQKV__I(product) * p, int d, int left,
@@ -7883,135 +7919,117 @@ TQKV__OP void TQKV__I(add_sums)(const int rows, const int sixteens, const TQKV__
     }
 }
 
+/* The format of what is decoded already; no store has it. */
+#define TQKV__READY TQKV_FORMAT_DEFAULT
+
 /* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
-   on, straight from the codes. format, rows and sixteens are constants. */
+   on, straight from the codes or from lanes in tile: [n / TQKV__PRODUCTS][lanes]. format, rows and sixteens are
+   constants. */
 TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const int sixteens,
-                                 const TQKV__S(panel) * a, int d, const TQKV__I(product) * p)
+                                 const TQKV__S(panel) * a, int d, const TQKV__I(product) * p, const int8_t *tile)
 {
-    const int left = a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens;
+    const int left = a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens, all = sixteens * TQKV__DIM_LANES;
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, 0, d);
     TQKV__I(sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
     TQKV__UNROLL
-    for (int i = 0; i < rows * sixteens * TQKV__DIM_LANES; i++)
-        sums[i / (sixteens * TQKV__DIM_LANES)][i % (sixteens * TQKV__DIM_LANES)] = TQKV__I(no_sum)();
+    for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_sum)();
     for (int j = 0; j < a->n; j += TQKV__PRODUCTS) {
         TQKV__I(repeated) y[TQKV__FEW_ROWS];
         TQKV__S(raw) raw[TQKV__UNITS];
-        TQKV__I(open_values)(format, a, &chunk, j, d, raw);
+        if (format != TQKV__READY && j == a->whole) cursor = TQKV__S(cursor_at)(format, a, j, d);
+        TQKV__UNROLL
+        for (int i = 0; i < TQKV__UNITS; i++) {
+            if (format == TQKV__READY) break;
+            raw[i] = TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], a->stride);
+            TQKV__S(move)(a, TQKV__POSITIONS, &cursor);
+        }
+        if (format != TQKV__READY) TQKV__S(ask)(a, d, TQKV__PRODUCTS, &cursor);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++)
             y[r] = TQKV__I(repeat)(p->rows + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
         TQKV__UNROLL
-        for (int k = 0; k < sixteens; k++) {
-            TQKV__I(lanes) x[TQKV__DIM_LANES];
+        for (int k = 0; k < sixteens; k++, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
+            TQKV__(codes) x[TQKV__UNITS];
+            TQKV__I(lanes) lanes[TQKV__DIM_LANES];
             if (16 * k >= left) break;
-            TQKV__I(lanes_of)(format, k, &chunk, raw, x);
+            if (format == TQKV__READY) {
+                memcpy(lanes, tile, sizeof lanes);
+            } else {
+                TQKV__UNROLL
+                for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, &chunk, &raw[i]);
+                TQKV__I(value_lanes)(x, lanes);
+            }
             TQKV__UNROLL
             for (int i = 0; i < rows * TQKV__DIM_LANES; i++) {
                 TQKV__I(sum) *sum = &sums[i / TQKV__DIM_LANES][k * TQKV__DIM_LANES + i % TQKV__DIM_LANES];
-                *sum = TQKV__I(dot_lanes)(*sum, x[i % TQKV__DIM_LANES], y[i / TQKV__DIM_LANES]);
+                *sum = TQKV__I(dot_lanes)(*sum, lanes[i % TQKV__DIM_LANES], y[i / TQKV__DIM_LANES]);
             }
         }
     }
     TQKV__I(add_sums)(rows, sixteens, p, d, left, sums);
 }
 
-/* Sixteens of sums that fit in registers */
-#define TQKV__SIXTEENS(rows)                                                                                           \
-    ((rows)*TQKV__DIM_LANES * 4 <= TQKV__SUM_REGISTERS ? 4 : (rows)*TQKV__DIM_LANES * 2 <= TQKV__SUM_REGISTERS ? 2 : 1)
-
 TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
                                 const TQKV__I(product) * p)
 {
     const TQKV__S(panel) a = *panel; /* results lie elsewhere */
     for (int d = 0; d < a.dim; d += 16 * TQKV__SIXTEENS(rows))
-        TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p);
+        TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p, NULL);
 }
 
-/* Finds the lanes of 16 * sixteens dimensions from d on for all positions. tile: [n / TQKV__PRODUCTS][lanes] */
-TQKV__OP void TQKV__I(value_tile)(const tqkv_format format, const TQKV__S(panel) * a, int d, int8_t *tile)
+/* Finds the lanes of the dimensions [d, d + left) for all positions. tile: [n / TQKV__PRODUCTS][lanes] */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(value_tile)(const TQKV__S(panel) * a, int d, int left, int8_t *tile)
 {
-    enum { SIXTEENS = TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS) };
-    const int left = a->dim - d < 16 * SIXTEENS ? a->dim - d : 16 * SIXTEENS;
-    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
-    for (int j = 0; j < a->n; j += TQKV__PRODUCTS) {
-        TQKV__S(raw) raw[TQKV__UNITS];
-        TQKV__I(open_values)(format, a, &chunk, j, d, raw);
-        TQKV__UNROLL
-        for (int k = 0; k < SIXTEENS; k++, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
-            TQKV__I(lanes) x[TQKV__DIM_LANES];
-            if (k && 16 * k >= left) continue;
-            TQKV__I(lanes_of)(format, k, &chunk, raw, x);
-            memcpy(tile, x, sizeof x);
-        }
-    }
-}
-
-/* Does what add_chunk does, from a tile. rows is a constant. */
-TQKV__OP void TQKV__I(add_lanes_of)(const int rows, const TQKV__I(product) * p, int n, int d, int left,
-                                    const int8_t *tile)
-{
-    enum { ALL = TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS) * TQKV__DIM_LANES };
-    TQKV__I(sum) sums[TQKV__MANY_VALUE_ROWS][4 * TQKV__DIM_LANES];
-    TQKV__UNROLL
-    for (int i = 0; i < rows * ALL; i++) sums[i / ALL][i % ALL] = TQKV__I(no_sum)();
-    for (int j = 0; j < n; j += TQKV__PRODUCTS, tile += ALL * TQKV__LANE_BYTES) {
-        TQKV__I(lanes) x[ALL];
-        memcpy(x, tile, sizeof x);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            const TQKV__I(repeated) y =
-                TQKV__I(repeat)(p->rows + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
+    TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__CHUNK];
+    const int sixteens = left / 16, units = a->n / TQKV__POSITIONS;
+    TQKV__S(decoders)[a->format](a, false, d, left, 0, a->n, room);
+    for (int u = 0; u < units; u += TQKV__UNITS)
+        for (int k = 0; k < sixteens; k++, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
+            TQKV__(codes) x[TQKV__UNITS];
+            TQKV__I(lanes) lanes[TQKV__DIM_LANES];
             TQKV__UNROLL
-            for (int i = 0; i < ALL; i++) sums[r][i] = TQKV__I(dot_lanes)(sums[r][i], x[i], y);
+            for (int i = 0; i < TQKV__UNITS; i++)
+                memcpy(&x[i], room + ((u + i) * sixteens + k) * TQKV__BYTES, sizeof x[i]);
+            TQKV__I(value_lanes)(x, lanes);
+            memcpy(tile, lanes, sizeof lanes);
         }
-    }
-    TQKV__I(add_sums)(rows, TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS), p, d, left, sums);
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(TQKV__I(product) p, int n, int d, int left,
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) * panel, TQKV__I(product) p, int d,
                                                            const int8_t *tile, int n_rows)
 {
+    const TQKV__S(panel) a = *panel;
     for (int rows; n_rows > 0; n_rows -= rows, TQKV__I(advance)(&p, rows)) {
         rows = n_rows >= TQKV__MANY_VALUE_ROWS ? TQKV__MANY_VALUE_ROWS : n_rows >= 2 ? 2 : 1;
         if (rows == 1)
-            TQKV__I(add_lanes_of)(1, &p, n, d, left, tile);
+            TQKV__I(add_chunk)(TQKV__READY, 1, TQKV__MANY_SIXTEENS, &a, d, &p, tile);
         else if (rows == 2)
-            TQKV__I(add_lanes_of)(2, &p, n, d, left, tile);
+            TQKV__I(add_chunk)(TQKV__READY, 2, TQKV__MANY_SIXTEENS, &a, d, &p, tile);
         else
-            TQKV__I(add_lanes_of)(TQKV__MANY_VALUE_ROWS, &p, n, d, left, tile);
+            TQKV__I(add_chunk)(TQKV__READY, TQKV__MANY_VALUE_ROWS, TQKV__MANY_SIXTEENS, &a, d, &p, tile);
     }
 }
 
-/* -- The loops of each format -- */
+/* -- The loops of each format, for one and two rows -- */
 
 typedef struct TQKV__I(loops) {
     void (*score)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
     void (*add)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
-    void (*key_tile)(const TQKV__S(panel) *, int first, int8_t *tile);
-    void (*value_tile)(const TQKV__S(panel) *, int d, int8_t *tile);
 } TQKV__I(loops);
 
-#define TQKV__HAS_INTEGERS(kind, book) ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (book) <= 6))
+/* Codes of 5 bits in bytes take the loops of 6 bits: the codebook is repeated. */
+#define TQKV__FEW_LOOPS(format, kind, book) (TQKV__HAS_INTEGERS(kind, book) && (format) != TQKV_TQ5_BYTES)
 #define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain)                                    \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a,                          \
                                                                     const TQKV__I(product) * p, int rows)              \
     {                                                                                                                  \
-        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__BY_ROWS(score_rows, format);                                         \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format);                                          \
     }                                                                                                                  \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a,                            \
                                                                   const TQKV__I(product) * p, int rows)                \
     {                                                                                                                  \
-        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__BY_ROWS(add_rows, format);                                           \
-    }                                                                                                                  \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(key_tile_##format)(const TQKV__S(panel) * a, int j, int8_t *tile)  \
-    {                                                                                                                  \
-        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__I(key_tile)(format, a, j, tile);                                     \
-    }                                                                                                                  \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(value_tile_##format)(const TQKV__S(panel) * a, int d,              \
-                                                                         int8_t *tile)                                 \
-    {                                                                                                                  \
-        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__I(value_tile)(format, a, d, tile);                                   \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format);                                            \
     }
 #define TQKV__BY_ROWS(loop, format)                                                                                    \
     (rows == 1   ? TQKV__I(loop)(format, 1, a, p)                                                                      \
@@ -8019,10 +8037,8 @@ typedef struct TQKV__I(loops) {
                  : TQKV__I(loop)(format, TQKV__FEW_ROWS, a, p))
 TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
 
-#define TQKV__LOOPS_ENTRY(unused, format, ...)                                                                         \
-    {TQKV__I(score_##format), TQKV__I(add_##format), TQKV__I(key_tile_##format), TQKV__I(value_tile_##format)},
-static const TQKV__I(loops) TQKV__I(loops_by_format)[] = {{NULL, NULL, NULL, NULL},
-                                                          TQKV__FORMATS(TQKV__LOOPS_ENTRY, )};
+#define TQKV__LOOPS_ENTRY(unused, format, ...) {TQKV__I(score_##format), TQKV__I(add_##format)},
+static const TQKV__I(loops) TQKV__I(loops_by_format)[] = {{NULL, NULL}, TQKV__FORMATS(TQKV__LOOPS_ENTRY, )};
 
 /* Calls a loop for few rows. */
 TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, const TQKV__I(product) *, int),
@@ -8040,13 +8056,12 @@ TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, const TQKV_
 TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
 {
     TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
-    const TQKV__I(loops) *loops = &TQKV__I(loops_by_format)[panel->format];
     if (n_rows < TQKV__LANES_ROWS) {
-        TQKV__I(few_rows)(loops->score, panel, *p, n_rows);
+        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].score, panel, *p, n_rows);
         return;
     }
     for (int j = 0; j < panel->n; j += 2 * TQKV__INTEGER_LANES) {
-        loops->key_tile(panel, j, tile);
+        TQKV__I(key_tile)(panel, j, tile);
         TQKV__I(score_lanes)(*p, panel->dim, j, tile, n_rows);
     }
 }
@@ -8077,18 +8092,18 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
     }
 }
 
+/* Adds to the sums of a panel. */
 TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
 {
-    enum { STEP = 16 * TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS) };
+    enum { STEP = 16 * TQKV__MANY_SIXTEENS };
     TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * STEP / TQKV__INTEGER_LANES * TQKV__LANE_BYTES];
-    const TQKV__I(loops) *loops = &TQKV__I(loops_by_format)[panel->format];
     if (n_rows < TQKV__LANES_ROWS) {
-        TQKV__I(few_rows)(loops->add, panel, *p, n_rows);
+        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, *p, n_rows);
         return;
     }
     for (int d = 0; d < panel->dim; d += STEP) {
-        loops->value_tile(panel, d, tile);
-        TQKV__I(add_lanes)(*p, panel->n, d, panel->dim - d, tile, n_rows);
+        TQKV__I(value_tile)(panel, d, panel->dim - d < STEP ? panel->dim - d : STEP, tile);
+        TQKV__I(add_lanes)(panel, *p, d, tile, n_rows);
     }
 }
 
@@ -8752,6 +8767,7 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__BY_ROWS
 #undef TQKV__LOOPS_OF_FORMAT
 #undef TQKV__LOOPS_ENTRY
+
 #endif
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
@@ -10222,13 +10238,16 @@ TQKV__OP float32x4_t tqkv__look_up_neon(const int bits, const float32x4_t *table
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")))
 
-/* Codes of four positions, in 16 bytes of each: up to four vectors of main fields and one of upper ones */
+/* Codes of four positions, in 16 bytes of each: up to two vectors of main fields and one of upper ones. Codes of a byte
+   are loaded where they are looked up, from `at`. */
 typedef struct tqkv__i_raw_avx512 {
-    __m512i main[4], upper;
+    __m512i main[2], upper;
+    const uint8_t *at;
+    size_t stride;
 } tqkv__i_raw_avx512;
 /* What is left of a chunk: a bit for each byte of a vector's 16; and the codebook */
 typedef struct tqkv__i_chunk_avx512 {
-    __mmask16 main[4], upper;
+    __mmask16 main[2], upper;
     __m512i book;
 } tqkv__i_chunk_avx512;
 typedef struct tqkv__i_bytes_avx512 {
@@ -10247,7 +10266,7 @@ TQKV__OP tqkv__i_chunk_avx512 tqkv__i_open_chunk_avx512(const tqkv_format format
     tqkv__i_chunk_avx512 chunk;
     if (left > 64) left = 64;
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) chunk.main[i] = tqkv__i_bytes_left_avx512(left * main / 8 - 16 * i);
+    for (int i = 0; i < 2; i++) chunk.main[i] = tqkv__i_bytes_left_avx512(left * main / 8 - 16 * i);
     chunk.upper = tqkv__i_bytes_left_avx512(left * upper_bits / 8);
     chunk.book = _mm512_set1_epi8(-128);
     if (TQKV__KIND(format) == TQKV__BOOK)
@@ -10261,6 +10280,13 @@ TQKV__OP __m512i tqkv__i_load_four_avx512(__mmask16 mask, const uint8_t *p, size
     __m256i b = _mm256_castsi128_si256(_mm_maskz_loadu_epi8(mask, (const void *)(p + 2 * stride)));
     a = _mm256_inserti128_si256(a, _mm_maskz_loadu_epi8(mask, (const void *)(p + stride)), 1);
     b = _mm256_inserti128_si256(b, _mm_maskz_loadu_epi8(mask, (const void *)(p + 3 * stride)), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+}
+TQKV__OP __m512i tqkv__i_load_bytes_avx512(const uint8_t *p, size_t stride)
+{
+    const __m256i a = _mm256_inserti128_si256(_mm256_castsi128_si256(tqkv__load_128(p)), tqkv__load_128(p + stride), 1);
+    p += 2 * stride;
+    const __m256i b = _mm256_inserti128_si256(_mm256_castsi128_si256(tqkv__load_128(p)), tqkv__load_128(p + stride), 1);
     return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
 }
 /* Orders 16 bytes of a field so that the half h of a sixteen is in its 64-bit word h, `bits` bytes from bits * k on. */
@@ -10277,8 +10303,11 @@ TQKV__OP tqkv__i_raw_avx512 tqkv__i_open_avx512(const tqkv_format format, const 
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
     tqkv__i_raw_avx512 raw;
+    raw.at = p;
+    raw.stride = stride;
     TQKV__UNROLL
-    for (int i = 0; i < main / 2; i++) raw.main[i] = tqkv__i_load_four_avx512(chunk->main[i], p + 16 * i, stride);
+    for (int i = 0; i < 2; i++)
+        if (main < 8 && i < main / 2) raw.main[i] = tqkv__i_load_four_avx512(chunk->main[i], p + 16 * i, stride);
     if (main == 2) raw.main[0] = tqkv__i_order_avx512(2, raw.main[0]);
     if (upper_bits)
         raw.upper = tqkv__i_order_avx512(upper_bits, tqkv__i_load_four_avx512(chunk->upper, upper, stride));
@@ -10296,7 +10325,7 @@ TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const int k, c
                                         const tqkv__i_raw_avx512 *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    const __m512i x = raw->main[k * main / 8];
+    const __m512i x = main == 8 ? tqkv__i_load_bytes_avx512(raw->at + 16 * k, raw->stride) : raw->main[k * main / 8 % 2];
     __m512i index = x;
     if (TQKV__KIND(format) == TQKV__GRID) return _mm512_xor_si512(x, chunk->book);
     if (main == 4) {
@@ -10408,138 +10437,192 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_
 #include "tqkv.h"
 #endif
 
-/* >>integer-avx2: what AVX2 brings to >>k-integer, and AVX-VNNI */
+/* >>integer-avx2: what AVX2 brings to >>k-rows. Products are of words, to which bytes are widened with zeros: codes are
+   128 more than they are. */
 
 #ifdef TQKV__AVX2
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 
-typedef __m256i tqkv__i_sum_avx2, tqkv__i_row_avx2;
+/* Codes of two positions, in 16 bytes of each: up to two vectors of main fields and one of upper ones. Codes of a byte
+   are loaded where they are looked up, from `at`. */
+typedef struct tqkv__i_raw_avx2 {
+    __m256i main[2], upper;
+    const uint8_t *at;
+    size_t stride;
+} tqkv__i_raw_avx2;
+/* What is left of a chunk: masks of lanes, bytes of 8 that upper codes of one bit do not fill; and the codebook */
+typedef struct tqkv__i_chunk_avx2 {
+    __m128i main[2], upper;
+    int unfilled;
+    __m256i books[4];
+} tqkv__i_chunk_avx2;
+typedef struct tqkv__i_words_avx2 {
+    __m256i first, last;
+} tqkv__i_row_avx2;
+typedef __m256i tqkv__i_sum_avx2, tqkv__i_lanes_avx2, tqkv__i_repeated_avx2;
 
-TQKV__OP void tqkv__i_load_books_avx2(const int bits, const int8_t *centroids, __m256i *books)
+/* Returns the mask of lanes for so many bytes of codes. */
+TQKV__OP __m128i tqkv__i_lanes_left_avx2(int bytes)
 {
+    return _mm_cmpgt_epi32(_mm_set1_epi32(bytes), _mm_set_epi32(12, 8, 4, 0));
+}
+TQKV__OP tqkv__i_chunk_avx2 tqkv__i_open_chunk_avx2(const tqkv_format format, int left, const int8_t *centroids)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
+    const __m256i offset = _mm256_set1_epi8(-128);
+    tqkv__i_chunk_avx2 chunk;
+    if (left > 64) left = 64;
+    TQKV__UNROLL
+    for (int i = 0; i < 2; i++) chunk.main[i] = tqkv__i_lanes_left_avx2(left * main / 8 - 16 * i);
+    chunk.upper = tqkv__i_lanes_left_avx2(left * upper_bits / 8);
+    chunk.unfilled = 8 - left / 8;
+    chunk.books[0] = offset;
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
-        if (i == 0 || i < (1 << bits) / 16)
-            books[i] = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i));
+        if (bits && (i == 0 || i < (1 << bits) / 16))
+            chunk.books[i] = _mm256_xor_si256(
+                offset, _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i)));
+    return chunk;
 }
-/* 16 bytes of which n come from p; n: a constant. Bytes that are stored to be loaded at once would be waited for. */
-TQKV__OP __m128i tqkv__i_load_first_avx2(const int n, const uint8_t *p)
+/* Loads 16 bytes, or as many as the mask says, of two positions. */
+TQKV__OP __m256i tqkv__i_load_two_avx2(__m128i mask, const uint8_t *p, size_t stride)
 {
-    int32_t word = 0;
-    if (n == 16) return tqkv__load_128(p);
-    if (n == 8) return tqkv__load_64(p);
-    memcpy(&word, p, (size_t)(n == 4 ? 4 : 2));
-    return _mm_cvtsi32_si128(word);
+    const __m128i a = _mm_maskload_epi32((const int *)(const void *)p, mask);
+    return _mm256_set_m128i(_mm_maskload_epi32((const int *)(const void *)(p + stride), mask), a);
 }
-/* Loads the next 32 or 16 codes of a field, a byte each. */
-TQKV__OP __m256i tqkv__i_field_avx2(const int bits, const int left, const uint8_t *p)
+/* Loads the upper bits of 64 dimensions. Of fewer the last 8 bytes of the row, which begin in its main field. */
+TQKV__OP __m256i tqkv__i_load_bits_avx2(int unfilled, const uint8_t *p, size_t stride)
+{
+    const __m256i x = _mm256_set_m128i(tqkv__load_64(p + stride - unfilled), tqkv__load_64(p - unfilled));
+    return _mm256_srl_epi64(x, _mm_cvtsi32_si128(8 * unfilled));
+}
+TQKV__OP tqkv__i_raw_avx2 tqkv__i_open_avx2(const tqkv_format format, const tqkv__i_chunk_avx2 *chunk, const uint8_t *p,
+                                            const uint8_t *upper, size_t stride)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    tqkv__i_raw_avx2 raw;
+    raw.at = p;
+    raw.stride = stride;
+    TQKV__UNROLL
+    for (int i = 0; i < 2; i++)
+        if (main < 8 && i < main / 2) raw.main[i] = tqkv__i_load_two_avx2(chunk->main[i], p + 16 * i, stride);
+    if (upper_bits == 1) raw.upper = tqkv__i_load_bits_avx2(chunk->unfilled, upper, stride);
+    if (upper_bits == 2) raw.upper = tqkv__i_load_two_avx2(chunk->upper, upper, stride);
+    return raw;
+}
+/* Spreads the fields of half a vector's bytes, low ones or high ones: each byte becomes two of `bits` bits. */
+TQKV__OP __m256i tqkv__i_spread_avx2(const int bits, const int half, __m256i x)
+{
+    const __m256i mask = _mm256_set1_epi8((char)((1 << bits) - 1));
+    const __m256i low = _mm256_and_si256(x, mask), high = _mm256_and_si256(_mm256_srli_epi16(x, bits), mask);
+    return half ? _mm256_unpackhi_epi8(low, high) : _mm256_unpacklo_epi8(low, high);
+}
+/* Takes the codes of sixteen k of a field of 2 bits. */
+TQKV__OP __m256i tqkv__i_take_pairs_avx2(const int k, __m256i x)
+{
+    return tqkv__i_spread_avx2(2, k % 2, tqkv__i_spread_avx2(4, k / 2, x));
+}
+/* Returns all ones for a bit of sixteen k. */
+TQKV__OP __m256i tqkv__i_take_bits_avx2(const int k, __m256i x)
 {
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
-    const __m256i at = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-    const __m128i first = tqkv__i_load_first_avx2(bits == 8 ? 16 : left * bits / 8, p);
-    if (bits == 8) return _mm256_set_m128i(left == 32 ? tqkv__load_128(p + 16) : _mm_setzero_si128(), first);
-    if (bits == 4) {
-        const __m256i x = _mm256_cvtepu8_epi16(first);
-        return _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi16(x, 4)), _mm256_set1_epi8(15));
-    }
-    if (bits == 2) {
-        __m256i x = _mm256_cvtepu8_epi32(first);
-        x = _mm256_or_si256(x, _mm256_slli_epi32(x, 12));
-        return _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi32(x, 6)), _mm256_set1_epi8(3));
-    }
-    const __m256i spread = _mm256_shuffle_epi8(_mm256_broadcastd_epi32(first), at);
-    return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit), _mm256_set1_epi8(1));
+    const long long first = 0x0202020202020202 * k, last = first + 0x0101010101010101;
+    const __m256i bytes = _mm256_shuffle_epi8(x, _mm256_setr_epi64x(first, last, first, last));
+    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
 }
-/* Look-ups take the lowest four bits of an index, blends its highest. */
-TQKV__OP __m256i tqkv__i_centroids_avx2(const int bits, const __m256i *books, __m256i index)
+/* Look-ups take the lowest four bits of an index; fifth, sixth: the highest bit of a byte says which half */
+TQKV__OP __m256i tqkv__i_centroids_avx2(const int bits, const __m256i *books, __m256i index, __m256i fifth,
+                                        __m256i sixth)
 {
-    if (bits < 5) return _mm256_shuffle_epi8(books[0], index);
-    const __m256i fifth = _mm256_slli_epi16(index, 3), sixth = _mm256_slli_epi16(index, 2);
-    const __m256i low =
-        _mm256_blendv_epi8(_mm256_shuffle_epi8(books[0], index), _mm256_shuffle_epi8(books[1], index), fifth);
+    const __m256i first = _mm256_shuffle_epi8(books[0], index);
+    if (bits < 5) return first;
+    const __m256i low = _mm256_blendv_epi8(first, _mm256_shuffle_epi8(books[1], index), fifth);
     if (bits == 5) return low;
     const __m256i high =
         _mm256_blendv_epi8(_mm256_shuffle_epi8(books[2], index), _mm256_shuffle_epi8(books[3], index), fifth);
     return _mm256_blendv_epi8(low, high, sixth);
 }
-TQKV__OP __m256i tqkv__i_look_up_avx2(const tqkv_format format, const __m256i *books, int left, const uint8_t *p,
-                                      const uint8_t *upper)
+TQKV__OP __m256i tqkv__i_look_up_avx2(const tqkv_format format, const int k, const tqkv__i_chunk_avx2 *chunk,
+                                      const tqkv__i_raw_avx2 *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
-    __m256i index = tqkv__i_field_avx2(main, left, p);
-    if (upper_bits)
-        index = _mm256_or_si256(index, _mm256_slli_epi16(tqkv__i_field_avx2(upper_bits, left, upper), main));
-    if (main == 8) index = _mm256_and_si256(index, _mm256_set1_epi8((char)((1 << bits) - 1)));
-    return tqkv__i_centroids_avx2(bits, books, index);
+    __m256i x, upper = _mm256_setzero_si256();
+    if (main == 8) {
+        const uint8_t *at = raw->at + 16 * k;
+        x = _mm256_set_m128i(tqkv__load_128(at + raw->stride), tqkv__load_128(at));
+        if (!bits) return _mm256_xor_si256(x, chunk->books[0]);
+        upper = _mm256_srli_epi16(x, 4);
+        x = _mm256_and_si256(x, _mm256_set1_epi8(15));
+    }
+    if (main == 4) x = tqkv__i_spread_avx2(4, k % 2, raw->main[k / 2]);
+    if (main == 2) x = tqkv__i_take_pairs_avx2(k, raw->main[0]);
+    if (upper_bits == 1) upper = tqkv__i_take_bits_avx2(k, raw->upper);
+    if (upper_bits == 2) upper = tqkv__i_take_pairs_avx2(k, raw->upper);
+    if (bits == 3) x = _mm256_or_si256(x, _mm256_and_si256(upper, _mm256_set1_epi8(4)));
+    return tqkv__i_centroids_avx2(bits, chunk->books, x, _mm256_slli_epi16(upper, 7), _mm256_slli_epi16(upper, 6));
 }
-TQKV__OP __m256i tqkv__i_open_avx2(const int8_t *p, int left)
+TQKV__OP tqkv__i_row_avx2 tqkv__i_load_row_avx2(const int8_t *p, int plane, int i)
 {
-    (void)left; /* always 16 or more, as in NEON */
-    return _mm256_cvtepi8_epi16(tqkv__load_128((const uint8_t *)p));
+    (void)plane; /* of bytes */
+    const tqkv__i_row_avx2 row = {_mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)p + 2 * i)),
+                                  _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)p + 2 * i + 16))};
+    return row;
 }
-TQKV__OP __m256i tqkv__i_dot_avx2(__m256i sums, __m256i codes, __m256i integers)
+TQKV__OP __m256i tqkv__i_dot_lanes_avx2(__m256i sums, __m256i words, __m256i integers)
 {
-    const __m256i products = _mm256_madd_epi16(codes, integers);
-#ifdef __clang__
-    return _mm256_add_epi32(sums, products);
-#else
-    __asm__("vpaddd\t{%1, %0, %0|%0, %0, %1}" : "+x"(sums) : "x"(products));
-    return sums;
-#endif
+    return _mm256_add_epi32(sums, _mm256_madd_epi16(words, integers));
+}
+TQKV__OP __m256i tqkv__i_dot_avx2(__m256i sums, __m256i codes, tqkv__i_row_avx2 row)
+{
+    const __m256i zero = _mm256_setzero_si256();
+    sums = tqkv__i_dot_lanes_avx2(sums, _mm256_unpacklo_epi8(codes, zero), row.first);
+    return tqkv__i_dot_lanes_avx2(sums, _mm256_unpackhi_epi8(codes, zero), row.last);
 }
 TQKV__OP __m256i tqkv__i_whole_avx2(__m256i sum) { return sum; }
-#define tqkv__i_load_row_avx2 tqkv__i_load_codes_avx2
-TQKV__OP __m256i tqkv__i_repeat_avx2(const int16_t *p)
+#define tqkv__i_whole_lanes_avx2 tqkv__i_whole_avx2
+TQKV__OP __m256i tqkv__i_repeat_avx2(const int8_t *p, int plane, int i)
 {
     int32_t lane;
-    memcpy(&lane, p, sizeof lane);
+    (void)plane;
+    memcpy(&lane, p + 2 * i, sizeof lane);
     return _mm256_set1_epi32(lane);
 }
-/* Interleaves rows. Behind the end of a row come its last bytes again. */
-TQKV__OP void tqkv__i_interleave_avx2(const int8_t *p, size_t stride, int left, __m256i *x)
+TQKV__OP void tqkv__i_transpose_avx2(__m256i *x)
 {
-    const int step = left > 16 ? 16 : 0;
-    TQKV__UNROLL
-    for (int v = 0; v < 4; v += 2, p += step) {
-        const __m128i a = tqkv__load_128((const uint8_t *)p), b = tqkv__load_128((const uint8_t *)p + stride);
-        x[v] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
-        x[v + 1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
-    }
+    const __m256i a = _mm256_unpacklo_epi32(x[0], x[1]), b = _mm256_unpackhi_epi32(x[0], x[1]);
+    const __m256i c = _mm256_unpacklo_epi32(x[2], x[3]), d = _mm256_unpackhi_epi32(x[2], x[3]);
+    x[0] = _mm256_unpacklo_epi64(a, c);
+    x[1] = _mm256_unpackhi_epi64(a, c);
+    x[2] = _mm256_unpacklo_epi64(b, d);
+    x[3] = _mm256_unpackhi_epi64(b, d);
 }
-TQKV__OP void tqkv__i_transpose_avx2(const int8_t *p, size_t stride, __m256i *x)
+/* Two bytes of four become words. */
+TQKV__OP void tqkv__i_key_lanes_avx2(const __m256i *x, __m256i *lanes)
 {
-    __m256i rows[4]; /* half l of rows[i]: position 4 l + i */
+    const __m256i first = _mm256_set1_epi32((int)0x80018000), step = _mm256_set1_epi32(0x00020002);
+    const __m256i at = _mm256_add_epi8(first, _mm256_setr_epi32(0, 0x40004, 0x80008, 0xc000c, 0, 0x40004, 0x80008, 0xc000c));
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        const uint8_t *at = (const uint8_t *)p + (size_t)i * stride;
-        rows[i] = _mm256_set_m128i(tqkv__load_128(at + 4 * stride), tqkv__load_128(at));
-    }
-    TQKV__UNROLL
-    for (int half = 0; half < 2; half++) {
-        const __m256i a = half ? _mm256_unpackhi_epi16(rows[0], rows[1]) : _mm256_unpacklo_epi16(rows[0], rows[1]);
-        const __m256i b = half ? _mm256_unpackhi_epi16(rows[2], rows[3]) : _mm256_unpacklo_epi16(rows[2], rows[3]);
-        const __m256i low = _mm256_unpacklo_epi32(a, b), high = _mm256_unpackhi_epi32(a, b);
-        x[4 * half] = _mm256_srai_epi16(_mm256_unpacklo_epi8(low, low), 8);
-        x[4 * half + 1] = _mm256_srai_epi16(_mm256_unpackhi_epi8(low, low), 8);
-        x[4 * half + 2] = _mm256_srai_epi16(_mm256_unpacklo_epi8(high, high), 8);
-        x[4 * half + 3] = _mm256_srai_epi16(_mm256_unpackhi_epi8(high, high), 8);
-    }
+    for (int i = 0; i < 8; i++) lanes[i] = _mm256_shuffle_epi8(x[i / 2], i % 2 ? _mm256_add_epi8(at, step) : at);
 }
-TQKV__OP void tqkv__i_natural_order_avx2(__m256i *x) { (void)x; }
+TQKV__OP void tqkv__i_value_lanes_avx2(const __m256i *x, __m256i *lanes)
+{
+    const __m256i fours = _mm256_permutevar8x32_epi32(*x, _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7));
+    const __m256i at = _mm256_setr_epi64x(0x0703060205010400, 0x0f0b0e0a0d090c08, 0x0703060205010400, 0x0f0b0e0a0d090c08);
+    const __m256i pairs = _mm256_shuffle_epi8(fours, at), zero = _mm256_setzero_si256();
+    lanes[0] = _mm256_unpacklo_epi8(pairs, zero);
+    lanes[1] = _mm256_unpackhi_epi8(pairs, zero);
+}
 TQKV__OP __m256i tqkv__i_sum_four_codes_avx2(const __m256i *x)
 {
     return _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
 }
-TQKV__OP __m256i tqkv__i_sum_codes_across_avx2(const __m256i *x)
-{
-    return _mm256_add_epi32(_mm256_permute2x128_si256(x[0], x[1], 0x20), _mm256_permute2x128_si256(x[0], x[1], 0x31));
-}
 TQKV__OP __m256 tqkv__i_to_floats_avx2(__m256i x) { return _mm256_cvtepi32_ps(x); }
 TQKV__OP __m256i tqkv__i_round_codes_avx2(__m256 x) { return _mm256_cvtps_epi32(x); }
-TQKV__OP void tqkv__i_store_words_avx2(int16_t *p, int i, __m256i x)
+TQKV__OP void tqkv__i_store_integers_avx2(void *to, int i, int n, __m256i x)
 {
-    _mm_storeu_si128((__m128i *)(void *)(p + i),
+    (void)n;
+    _mm_storeu_si128((__m128i *)(void *)((int16_t *)to + i),
                      _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
 }
 TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
@@ -10548,50 +10631,28 @@ TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
     m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4e));
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(m, _mm_shuffle_epi32(m, 0xb1)));
 }
-
-#define TQKV__(name)        tqkv__##name##_avx2
-#define TQKV__I(name)       tqkv__i_##name##_avx2
-#define TQKV__S(name)       tqkv__i_##name##_avx2
-#define TQKV__ISA_NAME      "avx2"
-#define TQKV__INTEGER_LANES 8
-#define TQKV__PRODUCTS      2
-#define TQKV__PRODUCT_ROWS  2
-#define TQKV__LOOKED_UP     0
-#include "tqkv.h"
-
-/* -- AVX2, with a product and a sum in one instruction: AVX-VNNI -- */
-
-#define TQKV__TARGET __attribute__((target("avx2,fma,f16c,avxvnni")))
-
-typedef __m256i tqkv__i_sum_avxvnni, tqkv__i_row_avxvnni;
-TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i integers)
+TQKV__OP __m256i tqkv__i_add_codes_avx2(__m256i x, __m256i y) { return _mm256_add_epi32(x, y); }
+TQKV__OP __m256i tqkv__i_set_codes_avx2(int32_t x) { return _mm256_set1_epi32(x); }
+TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
 {
-#ifdef __clang__
-    return _mm256_dpwssd_avx_epi32(sums, codes, integers);
-#else
-    __asm__("%{vex%} vpdpwssd\t{%2, %1, %0|%0, %1, %2}" : "+x"(sums) : "x"(codes), "x"(integers));
-    return sums;
-#endif
+    const __m128i m = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    const __m128i two = _mm_add_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
-#define tqkv__i_open_avxvnni          tqkv__i_open_avx2
-#define tqkv__i_whole_avxvnni         tqkv__i_whole_avx2
-#define tqkv__i_load_row_avxvnni      tqkv__i_load_codes_avxvnni
-#define tqkv__i_repeat_avxvnni        tqkv__i_repeat_avx2
-#define tqkv__i_interleave_avxvnni    tqkv__i_interleave_avx2
-#define tqkv__i_transpose_avxvnni     tqkv__i_transpose_avx2
-#define tqkv__i_round_query_avxvnni   tqkv__i_round_query_avx2
-#define tqkv__i_round_weights_avxvnni tqkv__i_round_weights_avx2
 
-#define TQKV__(name)        tqkv__##name##_avx2
-#define TQKV__I(name)       tqkv__i_##name##_avxvnni
-#define TQKV__S(name)       tqkv__i_##name##_avx2
-#define TQKV__ISA_NAME      "avx2"
-#define TQKV__INTEGER_LANES 8
-#define TQKV__PRODUCTS      2
-#define TQKV__PRODUCT_ROWS  2
-#define TQKV__LOOKED_UP     0
-#define TQKV__DECODED       1
-#define TQKV__ROUNDED       1
+#define TQKV__(name)          tqkv__##name##_avx2
+#define TQKV__I(name)         tqkv__i_##name##_avx2
+#define TQKV__S(name)         tqkv__i_##name##_avx2
+#define TQKV__ISA_NAME        "avx2"
+#define TQKV__INTEGER_LANES   8
+#define TQKV__PRODUCTS        2
+#define TQKV__CODE_OFFSET     128
+#define TQKV__FEW_ROWS        4
+#define TQKV__LANES_ROWS      8
+#define TQKV__MANY_ROWS       4
+#define TQKV__MANY_VALUE_ROWS 4
+#define TQKV__SUM_REGISTERS   8
+#define TQKV__NEW
 #include "tqkv.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -11058,7 +11119,7 @@ static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
     if (isa == &tqkv__isa_avx512 && __builtin_cpu_supports("avx512vnni")) return &tqkv__i_integers_avx512;
 #endif
 #ifdef TQKV__AVX2
-    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_integers_avxvnni : &tqkv__i_integers_avx2;
+    if (isa != &tqkv__isa_scalar) return &tqkv__i_integers_avx2;
 #endif
 #ifdef TQKV__NEON
 #ifdef TQKV__I8MM

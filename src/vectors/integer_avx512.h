@@ -5,13 +5,16 @@
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")))
 
-/* Codes of four positions, in 16 bytes of each: up to four vectors of main fields and one of upper ones */
+/* Codes of four positions, in 16 bytes of each: up to two vectors of main fields and one of upper ones. Codes of a byte
+   are loaded where they are looked up, from `at`. */
 typedef struct tqkv__i_raw_avx512 {
-    __m512i main[4], upper;
+    __m512i main[2], upper;
+    const uint8_t *at;
+    size_t stride;
 } tqkv__i_raw_avx512;
 /* What is left of a chunk: a bit for each byte of a vector's 16; and the codebook */
 typedef struct tqkv__i_chunk_avx512 {
-    __mmask16 main[4], upper;
+    __mmask16 main[2], upper;
     __m512i book;
 } tqkv__i_chunk_avx512;
 typedef struct tqkv__i_bytes_avx512 {
@@ -30,7 +33,7 @@ TQKV__OP tqkv__i_chunk_avx512 tqkv__i_open_chunk_avx512(const tqkv_format format
     tqkv__i_chunk_avx512 chunk;
     if (left > 64) left = 64;
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) chunk.main[i] = tqkv__i_bytes_left_avx512(left * main / 8 - 16 * i);
+    for (int i = 0; i < 2; i++) chunk.main[i] = tqkv__i_bytes_left_avx512(left * main / 8 - 16 * i);
     chunk.upper = tqkv__i_bytes_left_avx512(left * upper_bits / 8);
     chunk.book = _mm512_set1_epi8(-128);
     if (TQKV__KIND(format) == TQKV__BOOK)
@@ -44,6 +47,13 @@ TQKV__OP __m512i tqkv__i_load_four_avx512(__mmask16 mask, const uint8_t *p, size
     __m256i b = _mm256_castsi128_si256(_mm_maskz_loadu_epi8(mask, (const void *)(p + 2 * stride)));
     a = _mm256_inserti128_si256(a, _mm_maskz_loadu_epi8(mask, (const void *)(p + stride)), 1);
     b = _mm256_inserti128_si256(b, _mm_maskz_loadu_epi8(mask, (const void *)(p + 3 * stride)), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+}
+TQKV__OP __m512i tqkv__i_load_bytes_avx512(const uint8_t *p, size_t stride)
+{
+    const __m256i a = _mm256_inserti128_si256(_mm256_castsi128_si256(tqkv__load_128(p)), tqkv__load_128(p + stride), 1);
+    p += 2 * stride;
+    const __m256i b = _mm256_inserti128_si256(_mm256_castsi128_si256(tqkv__load_128(p)), tqkv__load_128(p + stride), 1);
     return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
 }
 /* Orders 16 bytes of a field so that the half h of a sixteen is in its 64-bit word h, `bits` bytes from bits * k on. */
@@ -60,8 +70,11 @@ TQKV__OP tqkv__i_raw_avx512 tqkv__i_open_avx512(const tqkv_format format, const 
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
     tqkv__i_raw_avx512 raw;
+    raw.at = p;
+    raw.stride = stride;
     TQKV__UNROLL
-    for (int i = 0; i < main / 2; i++) raw.main[i] = tqkv__i_load_four_avx512(chunk->main[i], p + 16 * i, stride);
+    for (int i = 0; i < 2; i++)
+        if (main < 8 && i < main / 2) raw.main[i] = tqkv__i_load_four_avx512(chunk->main[i], p + 16 * i, stride);
     if (main == 2) raw.main[0] = tqkv__i_order_avx512(2, raw.main[0]);
     if (upper_bits)
         raw.upper = tqkv__i_order_avx512(upper_bits, tqkv__i_load_four_avx512(chunk->upper, upper, stride));
@@ -79,7 +92,7 @@ TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const int k, c
                                         const tqkv__i_raw_avx512 *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    const __m512i x = raw->main[k * main / 8];
+    const __m512i x = main == 8 ? tqkv__i_load_bytes_avx512(raw->at + 16 * k, raw->stride) : raw->main[k * main / 8 % 2];
     __m512i index = x;
     if (TQKV__KIND(format) == TQKV__GRID) return _mm512_xor_si512(x, chunk->book);
     if (main == 4) {

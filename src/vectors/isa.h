@@ -129,7 +129,7 @@ static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
     if (isa == &tqkv__isa_avx512 && __builtin_cpu_supports("avx512vnni")) return &tqkv__i_integers_avx512;
 #endif
 #ifdef TQKV__AVX2
-    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_integers_avxvnni : &tqkv__i_integers_avx2;
+    if (isa != &tqkv__isa_scalar) return &tqkv__i_integers_avx2;
 #endif
 #ifdef TQKV__NEON
 #ifdef TQKV__I8MM

@@ -38,3 +38,4 @@
 #undef TQKV__BY_ROWS
 #undef TQKV__LOOPS_OF_FORMAT
 #undef TQKV__LOOPS_ENTRY
+

@@ -19,6 +19,7 @@
 #define TQKV__LANE_BYTES ((int)sizeof(TQKV__I(lanes)))
 #define TQKV__KEY_LANES  (16 / TQKV__PRODUCTS)        /* vectors of lanes for 16 dimensions: of keys, */
 #define TQKV__DIM_LANES  (16 / TQKV__INTEGER_LANES)   /* and of values */
+#define TQKV__MANY_SIXTEENS TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS)
 #define TQKV__UNITS      (TQKV__PRODUCTS > TQKV__POSITIONS ? TQKV__PRODUCTS / TQKV__POSITIONS : 1)
 /* Where a row of integers has what multiplies it, and -TQKV__CODE_OFFSET times its sum: in floats. */
 #define TQKV__QUERY_OFFSET(head_dim) ((head_dim) / 2)
@@ -58,19 +59,42 @@ static TQKV__S(panel) TQKV__S(open_panel)(const tqkv__stream *s, const uint8_t *
                                   s->row_bytes,
                                   ahead,
                                   s->centroids,
-                                  s->format,
+                                  s->format == TQKV_TQ5_BYTES ? TQKV_TQ6_BYTES : s->format,
                                   (segment->n + 15) / 16 * 16,
                                   segment->n / 16 * 16,
                                   s->panel_dim};
     return panel;
 }
 
-/* Returns the field's codes of the position j of a panel, from its dimension d on. */
-TQKV__OP const uint8_t *TQKV__S(codes_at)(const TQKV__S(panel) * p, const int upper, const int bits, int j, int d)
+/* Where the codes of some positions are, and of those that will be read next */
+typedef struct TQKV__S(cursor) {
+    const uint8_t *fields[2], *next;
+} TQKV__S(cursor);
+
+/* Returns where the position j of a panel is, from its dimension d on; j is a multiple of 16. */
+TQKV__OP TQKV__S(cursor) TQKV__S(cursor_at)(const tqkv_format format, const TQKV__S(panel) * a, int j, int d)
 {
-    const uint8_t *from = j < p->whole ? p->fields[upper] + (size_t)j * p->stride
-                                       : p->rest[upper] + (size_t)(j - p->whole) * p->stride;
-    return from + d * bits / 8;
+    const uint8_t *const *fields = j < a->whole ? a->fields : a->rest;
+    const size_t at = (size_t)(j < a->whole ? j : j - a->whole) * a->stride;
+    const TQKV__S(cursor) cursor = {{fields[0] + at + d * TQKV__MAIN_BITS(format) / 8,
+                                     fields[1] + at + d * TQKV__UPPER_BITS(format) / 8},
+                                    a->fields[0] + (size_t)j * a->stride + a->ahead};
+    return cursor;
+}
+
+/* Goes on by so many positions. */
+TQKV__OP void TQKV__S(move)(const TQKV__S(panel) * a, int positions, TQKV__S(cursor) * cursor)
+{
+    cursor->fields[0] += (size_t)positions * a->stride;
+    cursor->fields[1] += (size_t)positions * a->stride;
+}
+
+/* Asks for the rows of so many positions that will be read next, if d is a panel's first dimension. */
+TQKV__OP void TQKV__S(ask)(const TQKV__S(panel) * a, int d, int positions, TQKV__S(cursor) * cursor)
+{
+    if (!a->ahead || d) return;
+    tqkv__prefetch(TQKV__L2, cursor->next, (size_t)positions * a->stride);
+    cursor->next += (size_t)positions * a->stride;
 }
 
 /* Returns the largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
@@ -169,14 +193,55 @@ TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV
     TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sum), factor, before));
 }
 
-/* -- Scores of few rows: straight from the codes. -- */
+/* -- Codes to vectors, 64 dimensions at a time. A tile is in units of TQKV__POSITIONS positions: for scores LANES
+   positions are four units, where lane i of unit v has position v + 4 i; for sums lane i of a unit has its position i.
+   -- */
 
-/* Adds the products of up to 64 dimensions from d on: sums[row][u] for a vector of positions u. LANES positions are
-   four vectors: lane i of vector v has position v + 4 i. format and rows are constants. */
-TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
-                                   const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__TILE / TQKV__POSITIONS])
+#define TQKV__MOST_UNITS (TQKV__TILE / TQKV__POSITIONS)
+
+#ifndef TQKV__DECODED
+/* Looks up n positions from `first` on, in units. room: [units][left / 16][TQKV__BYTES] */
+TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a, const bool keys, int d, int left,
+                              int first, int n, int8_t *room)
 {
-    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), left = a->dim - d;
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    for (int j = first; j < first + n; j += TQKV__INTEGER_LANES) {
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
+        TQKV__S(ask)(a, d, TQKV__INTEGER_LANES, &cursor);
+        for (int v = 0; v < 4; v++, TQKV__S(move)(a, keys ? 1 : TQKV__POSITIONS, &cursor)) {
+            const TQKV__S(raw) raw =
+                TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], (keys ? 4 : 1) * a->stride);
+            TQKV__UNROLL
+            for (int k = 0; k < 4; k++, room += TQKV__BYTES) {
+                if (16 * k >= left) break;
+                const TQKV__(codes) x = TQKV__S(look_up)(format, k, &chunk, &raw);
+                memcpy(room, &x, sizeof x);
+            }
+        }
+    }
+}
+
+#define TQKV__HAS_INTEGERS(kind, book) ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (book) <= 6))
+#define TQKV__DECODER(unused, format, name, kind, main, upper, book, plain)                                            \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__S(decode_##format)(const TQKV__S(panel) * panel, bool keys, int d,   \
+                                                                     int left, int first, int n, int8_t *room)         \
+    {                                                                                                                  \
+        const TQKV__S(panel) a = *panel;                                                                               \
+        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__S(decode)(format, &a, keys, d, left, first, n, room);                \
+    }
+TQKV__FORMATS(TQKV__DECODER, )
+#define TQKV__DECODER_OF(unused, format, ...) TQKV__S(decode_##format),
+static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int, int, int, int8_t *) = {
+    NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
+#endif
+
+/* -- Scores of few rows -- */
+
+/* Adds the products of up to 64 dimensions from d on: sums[row][u]. format and rows are constants. */
+TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
+                                   const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
+{
+    const int left = a->dim - d < TQKV__CHUNK ? a->dim - d : TQKV__CHUNK;
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
     TQKV__UNROLL
@@ -184,13 +249,12 @@ TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, con
         q[i / 4][i % 4] = TQKV__I(load_row)(p->rows + (size_t)(i / 4 * p->row_floats) * sizeof(float), a->dim,
                                             d + i % 4 * 16);
     for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
-        const uint8_t *at = TQKV__S(codes_at)(a, 0, main, j, d), *upper = TQKV__S(codes_at)(a, 1, upper_bits, j, d);
-        for (int v = 0; v < 4; v++, u++, at += a->stride, upper += a->stride) {
-            const TQKV__S(raw) raw = TQKV__S(open)(format, &chunk, at, upper, 4 * a->stride);
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
+        for (int v = 0; v < 4; v++, u++, TQKV__S(move)(a, 1, &cursor)) {
+            const TQKV__S(raw) raw =
+                TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
             TQKV__I(sum) now[TQKV__FEW_ROWS];
-            if (a->ahead && d == 0)
-                tqkv__prefetch(TQKV__L2, a->fields[0] + (ptrdiff_t)((size_t)(u * TQKV__POSITIONS) * a->stride) + a->ahead,
-                               TQKV__POSITIONS * a->stride);
+            TQKV__S(ask)(a, d, TQKV__POSITIONS, &cursor);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) now[r] = TQKV__I(no_sum)();
             TQKV__UNROLL
@@ -210,54 +274,46 @@ TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, con
 }
 
 /* results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(finish_scores)(const TQKV__I(product) * p, int rows, int n,
+                                                               TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
+{
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < n; j += TQKV__INTEGER_LANES)
+            TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / TQKV__POSITIONS));
+}
+
 TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
                                   const TQKV__I(product) * p)
 {
-    TQKV__(codes) sums[TQKV__FEW_ROWS][TQKV__TILE / TQKV__POSITIONS];
+    TQKV__(codes) sums[TQKV__FEW_ROWS][TQKV__MOST_UNITS];
     const TQKV__S(panel) a = *panel; /* sums lie elsewhere */
     for (int d = 0; d < a.dim; d += TQKV__CHUNK) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
-    for (int j = 0; j < a.n; j += TQKV__INTEGER_LANES) {
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++)
-            TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / TQKV__POSITIONS));
-    }
+    TQKV__I(finish_scores)(p, rows, a.n, sums);
 }
 
 /* -- Scores of many rows: a lane is a position. -- */
 
 /* Turns two vectors of lanes of positions from j on. tile: [dim / TQKV__PRODUCTS][2][TQKV__LANE_BYTES] */
-TQKV__OP void TQKV__I(key_tile)(const tqkv_format format, const TQKV__S(panel) * a, int first, int8_t *tile)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(key_tile)(const TQKV__S(panel) * a, int j, int8_t *tile)
 {
-    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    TQKV__ALIGNED int8_t room[2 * TQKV__INTEGER_LANES * TQKV__CHUNK];
+    const int n = a->n - j > TQKV__INTEGER_LANES ? 2 : 1; /* vectors */
     for (int d = 0; d < a->dim; d += TQKV__CHUNK) {
-        const int left = a->dim - d;
-        const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
-        for (int lanes = 0; lanes < 2; lanes++) {
-            const int j = first + lanes * TQKV__INTEGER_LANES < a->n ? first + lanes * TQKV__INTEGER_LANES : first;
-            const uint8_t *at = TQKV__S(codes_at)(a, 0, main, j, d), *upper = TQKV__S(codes_at)(a, 1, upper_bits, j, d);
-            TQKV__S(raw) raw[4];
-            TQKV__UNROLL
-            for (int v = 0; v < 4; v++)
-                raw[v] = TQKV__S(open)(format, &chunk, at + (size_t)v * a->stride, upper + (size_t)v * a->stride,
-                                       4 * a->stride);
-            if (a->ahead && d == 0)
-                tqkv__prefetch(TQKV__L2, a->fields[0] + (ptrdiff_t)((size_t)j * a->stride) + a->ahead,
-                               TQKV__INTEGER_LANES * a->stride);
-            TQKV__UNROLL
-            for (int k = 0; k < 4; k++) {
+        const int left = a->dim - d < TQKV__CHUNK ? a->dim - d : TQKV__CHUNK, sixteens = left / 16;
+        TQKV__S(decoders)[a->format](a, true, d, left, j, n * TQKV__INTEGER_LANES, room);
+        for (int k = 0; k < sixteens; k++, tile += 2 * TQKV__KEY_LANES * TQKV__LANE_BYTES)
+            for (int lanes = 0; lanes < n; lanes++) {
                 TQKV__(codes) x[4];
                 TQKV__I(lanes) y[TQKV__KEY_LANES];
-                if (16 * k >= left) break;
                 TQKV__UNROLL
-                for (int v = 0; v < 4; v++) x[v] = TQKV__S(look_up)(format, k, &chunk, &raw[v]);
+                for (int v = 0; v < 4; v++)
+                    memcpy(&x[v], room + ((4 * lanes + v) * sixteens + k) * TQKV__BYTES, sizeof x[v]);
                 TQKV__S(transpose)(x);
                 TQKV__I(key_lanes)(x, y);
                 TQKV__UNROLL
                 for (int i = 0; i < TQKV__KEY_LANES; i++)
-                    memcpy(tile + (2 * ((d / 16 + k) * TQKV__KEY_LANES + i) + lanes) * TQKV__LANE_BYTES, &y[i],
-                           sizeof y[i]);
+                    memcpy(tile + (2 * i + lanes) * TQKV__LANE_BYTES, &y[i], sizeof y[i]);
             }
-        }
     }
 }
 
@@ -300,29 +356,9 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
 
 /* -- Sums of values: a lane is a dimension. -- */
 
-/* Finds the lanes of sixteen k of opened codes. */
-TQKV__OP void TQKV__I(lanes_of)(const tqkv_format format, const int k, const TQKV__S(chunk) * chunk,
-                                const TQKV__S(raw) * raw, TQKV__I(lanes) * lanes)
-{
-    TQKV__(codes) x[TQKV__UNITS];
-    TQKV__UNROLL
-    for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, chunk, &raw[i]);
-    TQKV__I(value_lanes)(x, lanes);
-}
-
-TQKV__OP void TQKV__I(open_values)(const tqkv_format format, const TQKV__S(panel) * a, const TQKV__S(chunk) * chunk,
-                                   int j, int d, TQKV__S(raw) * raw)
-{
-    const uint8_t *at = TQKV__S(codes_at)(a, 0, TQKV__MAIN_BITS(format), j, d);
-    const uint8_t *upper = TQKV__S(codes_at)(a, 1, TQKV__UPPER_BITS(format), j, d);
-    const size_t step = TQKV__POSITIONS * a->stride;
-    TQKV__UNROLL
-    for (int i = 0; i < TQKV__UNITS; i++)
-        raw[i] = TQKV__S(open)(format, chunk, at + (size_t)i * step, upper + (size_t)i * step, a->stride);
-    if (a->ahead && d == 0)
-        tqkv__prefetch(TQKV__L2, a->fields[0] + (ptrdiff_t)((size_t)j * a->stride) + a->ahead,
-                       TQKV__PRODUCTS * a->stride);
-}
+/* Sixteens of dimensions whose sums fit in registers */
+#define TQKV__SIXTEENS(rows)                                                                                           \
+    ((rows)*TQKV__DIM_LANES * 4 <= TQKV__SUM_REGISTERS ? 4 : (rows)*TQKV__DIM_LANES * 2 <= TQKV__SUM_REGISTERS ? 2 : 1)
 
 /* Adds the sums of a pass to results[row][d] and on. */
 TQKV__OP void TQKV__I(add_sums)(const int rows, const int sixteens, const TQKV__I(product) * p, int d, int left,
@@ -341,135 +377,117 @@ TQKV__OP void TQKV__I(add_sums)(const int rows, const int sixteens, const TQKV__
     }
 }
 
+/* The format of what is decoded already; no store has it. */
+#define TQKV__READY TQKV_FORMAT_DEFAULT
+
 /* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
-   on, straight from the codes. format, rows and sixteens are constants. */
+   on, straight from the codes or from lanes in tile: [n / TQKV__PRODUCTS][lanes]. format, rows and sixteens are
+   constants. */
 TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const int sixteens,
-                                 const TQKV__S(panel) * a, int d, const TQKV__I(product) * p)
+                                 const TQKV__S(panel) * a, int d, const TQKV__I(product) * p, const int8_t *tile)
 {
-    const int left = a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens;
+    const int left = a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens, all = sixteens * TQKV__DIM_LANES;
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, 0, d);
     TQKV__I(sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
     TQKV__UNROLL
-    for (int i = 0; i < rows * sixteens * TQKV__DIM_LANES; i++)
-        sums[i / (sixteens * TQKV__DIM_LANES)][i % (sixteens * TQKV__DIM_LANES)] = TQKV__I(no_sum)();
+    for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_sum)();
     for (int j = 0; j < a->n; j += TQKV__PRODUCTS) {
         TQKV__I(repeated) y[TQKV__FEW_ROWS];
         TQKV__S(raw) raw[TQKV__UNITS];
-        TQKV__I(open_values)(format, a, &chunk, j, d, raw);
+        if (format != TQKV__READY && j == a->whole) cursor = TQKV__S(cursor_at)(format, a, j, d);
+        TQKV__UNROLL
+        for (int i = 0; i < TQKV__UNITS; i++) {
+            if (format == TQKV__READY) break;
+            raw[i] = TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], a->stride);
+            TQKV__S(move)(a, TQKV__POSITIONS, &cursor);
+        }
+        if (format != TQKV__READY) TQKV__S(ask)(a, d, TQKV__PRODUCTS, &cursor);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++)
             y[r] = TQKV__I(repeat)(p->rows + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
         TQKV__UNROLL
-        for (int k = 0; k < sixteens; k++) {
-            TQKV__I(lanes) x[TQKV__DIM_LANES];
+        for (int k = 0; k < sixteens; k++, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
+            TQKV__(codes) x[TQKV__UNITS];
+            TQKV__I(lanes) lanes[TQKV__DIM_LANES];
             if (16 * k >= left) break;
-            TQKV__I(lanes_of)(format, k, &chunk, raw, x);
+            if (format == TQKV__READY) {
+                memcpy(lanes, tile, sizeof lanes);
+            } else {
+                TQKV__UNROLL
+                for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, &chunk, &raw[i]);
+                TQKV__I(value_lanes)(x, lanes);
+            }
             TQKV__UNROLL
             for (int i = 0; i < rows * TQKV__DIM_LANES; i++) {
                 TQKV__I(sum) *sum = &sums[i / TQKV__DIM_LANES][k * TQKV__DIM_LANES + i % TQKV__DIM_LANES];
-                *sum = TQKV__I(dot_lanes)(*sum, x[i % TQKV__DIM_LANES], y[i / TQKV__DIM_LANES]);
+                *sum = TQKV__I(dot_lanes)(*sum, lanes[i % TQKV__DIM_LANES], y[i / TQKV__DIM_LANES]);
             }
         }
     }
     TQKV__I(add_sums)(rows, sixteens, p, d, left, sums);
 }
 
-/* Sixteens of sums that fit in registers */
-#define TQKV__SIXTEENS(rows)                                                                                           \
-    ((rows)*TQKV__DIM_LANES * 4 <= TQKV__SUM_REGISTERS ? 4 : (rows)*TQKV__DIM_LANES * 2 <= TQKV__SUM_REGISTERS ? 2 : 1)
-
 TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
                                 const TQKV__I(product) * p)
 {
     const TQKV__S(panel) a = *panel; /* results lie elsewhere */
     for (int d = 0; d < a.dim; d += 16 * TQKV__SIXTEENS(rows))
-        TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p);
+        TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p, NULL);
 }
 
-/* Finds the lanes of 16 * sixteens dimensions from d on for all positions. tile: [n / TQKV__PRODUCTS][lanes] */
-TQKV__OP void TQKV__I(value_tile)(const tqkv_format format, const TQKV__S(panel) * a, int d, int8_t *tile)
+/* Finds the lanes of the dimensions [d, d + left) for all positions. tile: [n / TQKV__PRODUCTS][lanes] */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(value_tile)(const TQKV__S(panel) * a, int d, int left, int8_t *tile)
 {
-    enum { SIXTEENS = TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS) };
-    const int left = a->dim - d < 16 * SIXTEENS ? a->dim - d : 16 * SIXTEENS;
-    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
-    for (int j = 0; j < a->n; j += TQKV__PRODUCTS) {
-        TQKV__S(raw) raw[TQKV__UNITS];
-        TQKV__I(open_values)(format, a, &chunk, j, d, raw);
-        TQKV__UNROLL
-        for (int k = 0; k < SIXTEENS; k++, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
-            TQKV__I(lanes) x[TQKV__DIM_LANES];
-            if (k && 16 * k >= left) continue;
-            TQKV__I(lanes_of)(format, k, &chunk, raw, x);
-            memcpy(tile, x, sizeof x);
-        }
-    }
-}
-
-/* Does what add_chunk does, from a tile. rows is a constant. */
-TQKV__OP void TQKV__I(add_lanes_of)(const int rows, const TQKV__I(product) * p, int n, int d, int left,
-                                    const int8_t *tile)
-{
-    enum { ALL = TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS) * TQKV__DIM_LANES };
-    TQKV__I(sum) sums[TQKV__MANY_VALUE_ROWS][4 * TQKV__DIM_LANES];
-    TQKV__UNROLL
-    for (int i = 0; i < rows * ALL; i++) sums[i / ALL][i % ALL] = TQKV__I(no_sum)();
-    for (int j = 0; j < n; j += TQKV__PRODUCTS, tile += ALL * TQKV__LANE_BYTES) {
-        TQKV__I(lanes) x[ALL];
-        memcpy(x, tile, sizeof x);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            const TQKV__I(repeated) y =
-                TQKV__I(repeat)(p->rows + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
+    TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__CHUNK];
+    const int sixteens = left / 16, units = a->n / TQKV__POSITIONS;
+    TQKV__S(decoders)[a->format](a, false, d, left, 0, a->n, room);
+    for (int u = 0; u < units; u += TQKV__UNITS)
+        for (int k = 0; k < sixteens; k++, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
+            TQKV__(codes) x[TQKV__UNITS];
+            TQKV__I(lanes) lanes[TQKV__DIM_LANES];
             TQKV__UNROLL
-            for (int i = 0; i < ALL; i++) sums[r][i] = TQKV__I(dot_lanes)(sums[r][i], x[i], y);
+            for (int i = 0; i < TQKV__UNITS; i++)
+                memcpy(&x[i], room + ((u + i) * sixteens + k) * TQKV__BYTES, sizeof x[i]);
+            TQKV__I(value_lanes)(x, lanes);
+            memcpy(tile, lanes, sizeof lanes);
         }
-    }
-    TQKV__I(add_sums)(rows, TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS), p, d, left, sums);
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(TQKV__I(product) p, int n, int d, int left,
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) * panel, TQKV__I(product) p, int d,
                                                            const int8_t *tile, int n_rows)
 {
+    const TQKV__S(panel) a = *panel;
     for (int rows; n_rows > 0; n_rows -= rows, TQKV__I(advance)(&p, rows)) {
         rows = n_rows >= TQKV__MANY_VALUE_ROWS ? TQKV__MANY_VALUE_ROWS : n_rows >= 2 ? 2 : 1;
         if (rows == 1)
-            TQKV__I(add_lanes_of)(1, &p, n, d, left, tile);
+            TQKV__I(add_chunk)(TQKV__READY, 1, TQKV__MANY_SIXTEENS, &a, d, &p, tile);
         else if (rows == 2)
-            TQKV__I(add_lanes_of)(2, &p, n, d, left, tile);
+            TQKV__I(add_chunk)(TQKV__READY, 2, TQKV__MANY_SIXTEENS, &a, d, &p, tile);
         else
-            TQKV__I(add_lanes_of)(TQKV__MANY_VALUE_ROWS, &p, n, d, left, tile);
+            TQKV__I(add_chunk)(TQKV__READY, TQKV__MANY_VALUE_ROWS, TQKV__MANY_SIXTEENS, &a, d, &p, tile);
     }
 }
 
-/* -- The loops of each format -- */
+/* -- The loops of each format, for one and two rows -- */
 
 typedef struct TQKV__I(loops) {
     void (*score)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
     void (*add)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
-    void (*key_tile)(const TQKV__S(panel) *, int first, int8_t *tile);
-    void (*value_tile)(const TQKV__S(panel) *, int d, int8_t *tile);
 } TQKV__I(loops);
 
-#define TQKV__HAS_INTEGERS(kind, book) ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (book) <= 6))
+/* Codes of 5 bits in bytes take the loops of 6 bits: the codebook is repeated. */
+#define TQKV__FEW_LOOPS(format, kind, book) (TQKV__HAS_INTEGERS(kind, book) && (format) != TQKV_TQ5_BYTES)
 #define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain)                                    \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a,                          \
                                                                     const TQKV__I(product) * p, int rows)              \
     {                                                                                                                  \
-        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__BY_ROWS(score_rows, format);                                         \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format);                                          \
     }                                                                                                                  \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a,                            \
                                                                   const TQKV__I(product) * p, int rows)                \
     {                                                                                                                  \
-        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__BY_ROWS(add_rows, format);                                           \
-    }                                                                                                                  \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(key_tile_##format)(const TQKV__S(panel) * a, int j, int8_t *tile)  \
-    {                                                                                                                  \
-        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__I(key_tile)(format, a, j, tile);                                     \
-    }                                                                                                                  \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(value_tile_##format)(const TQKV__S(panel) * a, int d,              \
-                                                                         int8_t *tile)                                 \
-    {                                                                                                                  \
-        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__I(value_tile)(format, a, d, tile);                                   \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format);                                            \
     }
 #define TQKV__BY_ROWS(loop, format)                                                                                    \
     (rows == 1   ? TQKV__I(loop)(format, 1, a, p)                                                                      \
@@ -477,10 +495,8 @@ typedef struct TQKV__I(loops) {
                  : TQKV__I(loop)(format, TQKV__FEW_ROWS, a, p))
 TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
 
-#define TQKV__LOOPS_ENTRY(unused, format, ...)                                                                         \
-    {TQKV__I(score_##format), TQKV__I(add_##format), TQKV__I(key_tile_##format), TQKV__I(value_tile_##format)},
-static const TQKV__I(loops) TQKV__I(loops_by_format)[] = {{NULL, NULL, NULL, NULL},
-                                                          TQKV__FORMATS(TQKV__LOOPS_ENTRY, )};
+#define TQKV__LOOPS_ENTRY(unused, format, ...) {TQKV__I(score_##format), TQKV__I(add_##format)},
+static const TQKV__I(loops) TQKV__I(loops_by_format)[] = {{NULL, NULL}, TQKV__FORMATS(TQKV__LOOPS_ENTRY, )};
 
 /* Calls a loop for few rows. */
 TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, const TQKV__I(product) *, int),
@@ -498,13 +514,12 @@ TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, const TQKV_
 TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
 {
     TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
-    const TQKV__I(loops) *loops = &TQKV__I(loops_by_format)[panel->format];
     if (n_rows < TQKV__LANES_ROWS) {
-        TQKV__I(few_rows)(loops->score, panel, *p, n_rows);
+        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].score, panel, *p, n_rows);
         return;
     }
     for (int j = 0; j < panel->n; j += 2 * TQKV__INTEGER_LANES) {
-        loops->key_tile(panel, j, tile);
+        TQKV__I(key_tile)(panel, j, tile);
         TQKV__I(score_lanes)(*p, panel->dim, j, tile, n_rows);
     }
 }
@@ -535,18 +550,18 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
     }
 }
 
+/* Adds to the sums of a panel. */
 TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
 {
-    enum { STEP = 16 * TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS) };
+    enum { STEP = 16 * TQKV__MANY_SIXTEENS };
     TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * STEP / TQKV__INTEGER_LANES * TQKV__LANE_BYTES];
-    const TQKV__I(loops) *loops = &TQKV__I(loops_by_format)[panel->format];
     if (n_rows < TQKV__LANES_ROWS) {
-        TQKV__I(few_rows)(loops->add, panel, *p, n_rows);
+        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, *p, n_rows);
         return;
     }
     for (int d = 0; d < panel->dim; d += STEP) {
-        loops->value_tile(panel, d, tile);
-        TQKV__I(add_lanes)(*p, panel->n, d, panel->dim - d, tile, n_rows);
+        TQKV__I(value_tile)(panel, d, panel->dim - d < STEP ? panel->dim - d : STEP, tile);
+        TQKV__I(add_lanes)(panel, *p, d, tile, n_rows);
     }
 }
 
