@@ -7569,6 +7569,9 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *
 #define TQKV__WEIGHTS_OFFSET         (TQKV__TILE / 2)
 #define TQKV__WEIGHTS_UNIT           (TQKV__TILE / 2 + 1)
 
+/* The format of what is decoded already; no store has it. */
+#define TQKV__READY TQKV_FORMAT_DEFAULT
+
 #ifndef TQKV__DECODED /* true: another set of the same name has what does not depend on products */
 
 /* The codes of a panel of a tile. Rows from `whole` on lie at `rest`: loops take 16 of them at a time. */
@@ -7608,19 +7611,22 @@ static TQKV__S(panel) TQKV__S(open_panel)(const tqkv__stream *s, const uint8_t *
     return panel;
 }
 
-/* Where the codes of some positions are, and of those that will be read next */
+/* Where the codes of some positions are: main fields, upper ones */
 typedef struct TQKV__S(cursor) {
-    const uint8_t *fields[2], *next;
+    const uint8_t *fields[2];
 } TQKV__S(cursor);
 
-/* Returns where the position j of a panel is, from its dimension d on; j is a multiple of 16. */
-TQKV__OP TQKV__S(cursor) TQKV__S(cursor_at)(const tqkv_format format, const TQKV__S(panel) * a, int j, int d)
+/* Returns where the positions from j on are, up to 16, from the panel's dimension d on. Asks for as many of those that
+   will be read next, if d is the first dimension. */
+TQKV__OP TQKV__S(cursor)
+    TQKV__S(cursor_at)(const tqkv_format format, const TQKV__S(panel) * a, int j, int positions, int d)
 {
     const uint8_t *const *fields = j < a->whole ? a->fields : a->rest;
     const size_t at = (size_t)(j < a->whole ? j : j - a->whole) * a->stride;
     const TQKV__S(cursor) cursor = {{fields[0] + at + d * TQKV__MAIN_BITS(format) / 8,
-                                     fields[1] + at + d * TQKV__UPPER_BITS(format) / 8},
-                                    a->fields[0] + (size_t)j * a->stride + a->ahead};
+                                     fields[1] + at + d * TQKV__UPPER_BITS(format) / 8}};
+    if (a->ahead && d == 0 && format != TQKV__READY)
+        tqkv__prefetch(TQKV__L2, a->fields[0] + (size_t)j * a->stride + a->ahead, (size_t)positions * a->stride);
     return cursor;
 }
 
@@ -7629,14 +7635,6 @@ TQKV__OP void TQKV__S(move)(const TQKV__S(panel) * a, int positions, TQKV__S(cur
 {
     cursor->fields[0] += (size_t)positions * a->stride;
     cursor->fields[1] += (size_t)positions * a->stride;
-}
-
-/* Asks for the rows of so many positions that will be read next, if d is a panel's first dimension. */
-TQKV__OP void TQKV__S(ask)(const TQKV__S(panel) * a, int d, int positions, TQKV__S(cursor) * cursor)
-{
-    if (!a->ahead || d) return;
-    tqkv__prefetch(TQKV__L2, cursor->next, (size_t)positions * a->stride);
-    cursor->next += (size_t)positions * a->stride;
 }
 
 /* Returns the largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
@@ -7718,6 +7716,13 @@ TQKV__OP TQKV__I(sum) TQKV__I(no_sum)(void)
     return zero;
 }
 
+TQKV__OP TQKV__I(lane_sum) TQKV__I(no_lanes)(void)
+{
+    TQKV__I(lane_sum) zero;
+    memset(&zero, 0, sizeof zero);
+    return zero;
+}
+
 /* Returns the sums as floats, less what TQKV__CODE_OFFSET added to them. */
 TQKV__OP TQKV__VECTOR TQKV__I(sum_of_row)(const TQKV__I(product) * p, int r, TQKV__(codes) sum)
 {
@@ -7748,8 +7753,7 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
 {
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     for (int j = first; j < first + n; j += TQKV__INTEGER_LANES) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
-        TQKV__S(ask)(a, d, TQKV__INTEGER_LANES, &cursor);
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
         for (int v = 0; v < 4; v++, TQKV__S(move)(a, keys ? 1 : TQKV__POSITIONS, &cursor)) {
             const TQKV__S(raw) raw =
                 TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], (keys ? 4 : 1) * a->stride);
@@ -7779,37 +7783,55 @@ static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int,
 
 /* -- Scores of few rows -- */
 
-/* Adds the products of up to 64 dimensions from d on: sums[row][u]. format and rows are constants. */
+/* Loads 64 integers of each row. */
+TQKV__OP void TQKV__I(load_rows)(const int rows, const TQKV__I(product) * p, int dim, int d, TQKV__I(row) (*q)[4])
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 4 * rows; i++)
+        q[i / 4][i % 4] =
+            TQKV__I(load_row)(p->rows + (size_t)(i / 4 * p->row_floats) * sizeof(float), dim, d + i % 4 * 16);
+}
+
+/* Adds the products of a unit of positions with up to 64 dimensions. format and rows are constants. */
+TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const TQKV__S(chunk) * chunk,
+                                const TQKV__S(raw) * raw, int left, TQKV__I(row) (*q)[4], TQKV__I(sum) * sums)
+{
+    TQKV__UNROLL
+    for (int k = 0; k < 4; k++) {
+        if (16 * k >= left) break;
+        const TQKV__(codes) x = TQKV__S(look_up)(format, k, chunk, raw);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(sums[r], x, q[r][k]);
+    }
+}
+
+/* Adds the products of the dimensions from d on, 64 or all: sums[row][u] for each unit. Four units are LANES positions;
+   lane i of unit v has position v + 4 i. */
 TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
                                    const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
 {
-    const int left = a->dim - d < TQKV__CHUNK ? a->dim - d : TQKV__CHUNK;
-    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    const int end = TQKV__KEPT_ROWS && a->dim - d > TQKV__CHUNK ? d + TQKV__CHUNK : a->dim;
+    TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, end - d, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++)
-        q[i / 4][i % 4] = TQKV__I(load_row)(p->rows + (size_t)(i / 4 * p->row_floats) * sizeof(float), a->dim,
-                                            d + i % 4 * 16);
+    if (TQKV__KEPT_ROWS) TQKV__I(load_rows)(rows, p, a->dim, d, q);
     for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
         for (int v = 0; v < 4; v++, u++, TQKV__S(move)(a, 1, &cursor)) {
-            const TQKV__S(raw) raw =
-                TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
             TQKV__I(sum) now[TQKV__FEW_ROWS];
-            TQKV__S(ask)(a, d, TQKV__POSITIONS, &cursor);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) now[r] = TQKV__I(no_sum)();
-            TQKV__UNROLL
-            for (int k = 0; k < 4; k++) {
-                if (16 * k >= left) break;
-                const TQKV__(codes) x = TQKV__S(look_up)(format, k, &chunk, &raw);
-                TQKV__UNROLL
-                for (int r = 0; r < rows; r++) now[r] = TQKV__I(dot)(now[r], x, q[r][k]);
+            for (int e = d; e < end; e += TQKV__CHUNK) {
+                const uint8_t *at = cursor.fields[0] + (e - d) * TQKV__MAIN_BITS(format) / 8;
+                const uint8_t *upper = cursor.fields[1] + (e - d) * TQKV__UPPER_BITS(format) / 8;
+                if (!TQKV__KEPT_ROWS) chunk = TQKV__S(open_chunk)(format, end - e, a->centroids);
+                if (!TQKV__KEPT_ROWS) TQKV__I(load_rows)(rows, p, a->dim, e, q);
+                const TQKV__S(raw) raw = TQKV__S(open)(format, &chunk, at, upper, 4 * a->stride);
+                TQKV__I(dot_unit)(format, rows, &chunk, &raw, end - e, q, now);
             }
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) {
                 const TQKV__(codes) whole = TQKV__I(whole)(now[r]);
-                sums[r][u] = d ? TQKV__S(add_codes)(sums[r][u], whole) : whole;
+                sums[r][u] = TQKV__KEPT_ROWS && d ? TQKV__S(add_codes)(sums[r][u], whole) : whole;
             }
         }
     }
@@ -7829,7 +7851,8 @@ TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, cons
 {
     TQKV__(codes) sums[TQKV__FEW_ROWS][TQKV__MOST_UNITS];
     const TQKV__S(panel) a = *panel; /* sums lie elsewhere */
-    for (int d = 0; d < a.dim; d += TQKV__CHUNK) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
+    for (int d = 0; d < a.dim; d += TQKV__KEPT_ROWS ? TQKV__CHUNK : a.dim)
+        TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
     TQKV__I(finish_scores)(p, rows, a.n, sums);
 }
 
@@ -7864,9 +7887,9 @@ TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p
 {
     const int8_t *q = p->rows;
     const int size = p->row_floats * (int)sizeof(float);
-    TQKV__I(sum) sums[TQKV__MANY_ROWS][2];
+    TQKV__I(lane_sum) sums[TQKV__MANY_ROWS][2];
     TQKV__UNROLL
-    for (int i = 0; i < 2 * rows; i++) sums[i / 2][i % 2] = TQKV__I(no_sum)();
+    for (int i = 0; i < 2 * rows; i++) sums[i / 2][i % 2] = TQKV__I(no_lanes)();
     for (int d = 0; d < dim; d += TQKV__PRODUCTS, tile += 2 * TQKV__LANE_BYTES) {
         TQKV__I(lanes) x[2];
         memcpy(x, tile, sizeof x);
@@ -7904,7 +7927,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
 
 /* Adds the sums of a pass to results[row][d] and on. */
 TQKV__OP void TQKV__I(add_sums)(const int rows, const int sixteens, const TQKV__I(product) * p, int d, int left,
-                                TQKV__I(sum) (*sums)[4 * TQKV__DIM_LANES])
+                                TQKV__I(lane_sum) (*sums)[4 * TQKV__DIM_LANES])
 {
     TQKV__UNROLL
     for (int r = 0; r < rows; r++) {
@@ -7919,8 +7942,38 @@ TQKV__OP void TQKV__I(add_sums)(const int rows, const int sixteens, const TQKV__
     }
 }
 
-/* The format of what is decoded already; no store has it. */
-#define TQKV__READY TQKV_FORMAT_DEFAULT
+/* Adds the products of TQKV__PRODUCTS positions, from the cursor or from lanes in tile. */
+TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, const int sixteens, int left,
+                                     const TQKV__S(panel) * a, const TQKV__S(chunk) * chunk,
+                                     const TQKV__S(cursor) * cursor, const int8_t *tile, const TQKV__I(repeated) * y,
+                                     TQKV__I(lane_sum) (*sums)[4 * TQKV__DIM_LANES])
+{
+    TQKV__S(raw) raw[TQKV__UNITS];
+    TQKV__UNROLL
+    for (int i = 0; i < TQKV__UNITS; i++) {
+        if (format == TQKV__READY) break;
+        const size_t at = (size_t)(i * TQKV__POSITIONS) * a->stride;
+        raw[i] = TQKV__S(open)(format, chunk, cursor->fields[0] + at, cursor->fields[1] + at, a->stride);
+    }
+    TQKV__UNROLL
+    for (int k = 0; k < sixteens; k++) {
+        TQKV__(codes) x[TQKV__UNITS];
+        TQKV__I(lanes) lanes[TQKV__DIM_LANES];
+        if (16 * k >= left) break;
+        if (format == TQKV__READY) {
+            memcpy(lanes, tile + k * TQKV__DIM_LANES * TQKV__LANE_BYTES, sizeof lanes);
+        } else {
+            TQKV__UNROLL
+            for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, chunk, &raw[i]);
+            TQKV__I(value_lanes)(x, lanes);
+        }
+        TQKV__UNROLL
+        for (int i = 0; i < rows * TQKV__DIM_LANES; i++) {
+            TQKV__I(lane_sum) *sum = &sums[i / TQKV__DIM_LANES][k * TQKV__DIM_LANES + i % TQKV__DIM_LANES];
+            *sum = TQKV__I(dot_lanes)(*sum, lanes[i % TQKV__DIM_LANES], y[i / TQKV__DIM_LANES]);
+        }
+    }
+}
 
 /* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
    on, straight from the codes or from lanes in tile: [n / TQKV__PRODUCTS][lanes]. format, rows and sixteens are
@@ -7929,42 +7982,21 @@ TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const
                                  const TQKV__S(panel) * a, int d, const TQKV__I(product) * p, const int8_t *tile)
 {
     const int left = a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens, all = sixteens * TQKV__DIM_LANES;
+    const int step = format == TQKV__READY ? a->n : 16, tile_step = left / 16 * TQKV__DIM_LANES * TQKV__LANE_BYTES;
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
-    TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, 0, d);
-    TQKV__I(sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
+    TQKV__I(lane_sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
+    const int8_t *w = p->rows;
     TQKV__UNROLL
-    for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_sum)();
-    for (int j = 0; j < a->n; j += TQKV__PRODUCTS) {
-        TQKV__I(repeated) y[TQKV__FEW_ROWS];
-        TQKV__S(raw) raw[TQKV__UNITS];
-        if (format != TQKV__READY && j == a->whole) cursor = TQKV__S(cursor_at)(format, a, j, d);
-        TQKV__UNROLL
-        for (int i = 0; i < TQKV__UNITS; i++) {
-            if (format == TQKV__READY) break;
-            raw[i] = TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], a->stride);
-            TQKV__S(move)(a, TQKV__POSITIONS, &cursor);
-        }
-        if (format != TQKV__READY) TQKV__S(ask)(a, d, TQKV__PRODUCTS, &cursor);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++)
-            y[r] = TQKV__I(repeat)(p->rows + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
-        TQKV__UNROLL
-        for (int k = 0; k < sixteens; k++, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
-            TQKV__(codes) x[TQKV__UNITS];
-            TQKV__I(lanes) lanes[TQKV__DIM_LANES];
-            if (16 * k >= left) break;
-            if (format == TQKV__READY) {
-                memcpy(lanes, tile, sizeof lanes);
-            } else {
-                TQKV__UNROLL
-                for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, &chunk, &raw[i]);
-                TQKV__I(value_lanes)(x, lanes);
-            }
+    for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_lanes)();
+    for (int first = 0; first < a->n; first += step) {
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, first, 16, d);
+        for (int j = first; j < first + step; j += TQKV__PRODUCTS, tile += tile_step) {
+            TQKV__I(repeated) y[TQKV__FEW_ROWS];
             TQKV__UNROLL
-            for (int i = 0; i < rows * TQKV__DIM_LANES; i++) {
-                TQKV__I(sum) *sum = &sums[i / TQKV__DIM_LANES][k * TQKV__DIM_LANES + i % TQKV__DIM_LANES];
-                *sum = TQKV__I(dot_lanes)(*sum, lanes[i % TQKV__DIM_LANES], y[i / TQKV__DIM_LANES]);
-            }
+            for (int r = 0; r < rows; r++)
+                y[r] = TQKV__I(repeat)(w + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
+            TQKV__I(add_positions)(format, rows, sixteens, left, a, &chunk, &cursor, tile, y, sums);
+            TQKV__S(move)(a, TQKV__PRODUCTS, &cursor);
         }
     }
     TQKV__I(add_sums)(rows, sixteens, p, d, left, sums);
@@ -8768,6 +8800,7 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__LOOPS_OF_FORMAT
 #undef TQKV__LOOPS_ENTRY
 
+#undef TQKV__KEPT_ROWS
 #endif
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
@@ -10252,7 +10285,7 @@ typedef struct tqkv__i_chunk_avx512 {
 } tqkv__i_chunk_avx512;
 typedef struct tqkv__i_bytes_avx512 {
     __m512i high, low;
-} tqkv__i_sum_avx512, tqkv__i_row_avx512, tqkv__i_repeated_avx512;
+} tqkv__i_sum_avx512, tqkv__i_lane_sum_avx512, tqkv__i_row_avx512, tqkv__i_repeated_avx512;
 typedef __m512i tqkv__i_lanes_avx512;
 
 /* Returns the first 16 bits set of so many bytes of codes. */
@@ -10433,12 +10466,12 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_
 #define TQKV__MANY_ROWS        4 /* rows whose sums fit in registers: keys, */
 #define TQKV__MANY_VALUE_ROWS  4 /* and values */
 #define TQKV__SUM_REGISTERS    8
+#define TQKV__KEPT_ROWS 1 /* registers keep the rows of 64 dimensions */
 #define TQKV__NEW
 #include "tqkv.h"
 #endif
 
-/* >>integer-avx2: what AVX2 brings to >>k-rows. Products are of words, to which bytes are widened with zeros: codes are
-   128 more than they are. */
+/* >>integer-avx2: what AVX2 brings to >>k-rows. Products are of words, to which bytes are widened. */
 
 #ifdef TQKV__AVX2
 
@@ -10457,10 +10490,11 @@ typedef struct tqkv__i_chunk_avx2 {
     int unfilled;
     __m256i books[4];
 } tqkv__i_chunk_avx2;
-typedef struct tqkv__i_words_avx2 {
-    __m256i first, last;
-} tqkv__i_row_avx2;
-typedef __m256i tqkv__i_sum_avx2, tqkv__i_lanes_avx2, tqkv__i_repeated_avx2;
+/* A sum of each position */
+typedef struct tqkv__i_sum_avx2 {
+    __m256i first, second;
+} tqkv__i_sum_avx2;
+typedef __m256i tqkv__i_row_avx2, tqkv__i_lanes_avx2, tqkv__i_repeated_avx2, tqkv__i_lane_sum_avx2;
 
 /* Returns the mask of lanes for so many bytes of codes. */
 TQKV__OP __m128i tqkv__i_lanes_left_avx2(int bytes)
@@ -10470,19 +10504,16 @@ TQKV__OP __m128i tqkv__i_lanes_left_avx2(int bytes)
 TQKV__OP tqkv__i_chunk_avx2 tqkv__i_open_chunk_avx2(const tqkv_format format, int left, const int8_t *centroids)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
-    const __m256i offset = _mm256_set1_epi8(-128);
     tqkv__i_chunk_avx2 chunk;
     if (left > 64) left = 64;
     TQKV__UNROLL
     for (int i = 0; i < 2; i++) chunk.main[i] = tqkv__i_lanes_left_avx2(left * main / 8 - 16 * i);
     chunk.upper = tqkv__i_lanes_left_avx2(left * upper_bits / 8);
     chunk.unfilled = 8 - left / 8;
-    chunk.books[0] = offset;
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
         if (bits && (i == 0 || i < (1 << bits) / 16))
-            chunk.books[i] = _mm256_xor_si256(
-                offset, _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i)));
+            chunk.books[i] = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i));
     return chunk;
 }
 /* Loads 16 bytes, or as many as the mask says, of two positions. */
@@ -10551,7 +10582,7 @@ TQKV__OP __m256i tqkv__i_look_up_avx2(const tqkv_format format, const int k, con
     if (main == 8) {
         const uint8_t *at = raw->at + 16 * k;
         x = _mm256_set_m128i(tqkv__load_128(at + raw->stride), tqkv__load_128(at));
-        if (!bits) return _mm256_xor_si256(x, chunk->books[0]);
+        if (!bits) return x;
         upper = _mm256_srli_epi16(x, 4);
         x = _mm256_and_si256(x, _mm256_set1_epi8(15));
     }
@@ -10562,25 +10593,36 @@ TQKV__OP __m256i tqkv__i_look_up_avx2(const tqkv_format format, const int k, con
     if (bits == 3) x = _mm256_or_si256(x, _mm256_and_si256(upper, _mm256_set1_epi8(4)));
     return tqkv__i_centroids_avx2(bits, chunk->books, x, _mm256_slli_epi16(upper, 7), _mm256_slli_epi16(upper, 6));
 }
-TQKV__OP tqkv__i_row_avx2 tqkv__i_load_row_avx2(const int8_t *p, int plane, int i)
+TQKV__OP __m256i tqkv__i_load_row_avx2(const int8_t *p, int plane, int i)
 {
     (void)plane; /* of bytes */
-    const tqkv__i_row_avx2 row = {_mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)p + 2 * i)),
-                                  _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)p + 2 * i + 16))};
-    return row;
+    return _mm256_loadu_si256((const __m256i *)(const void *)(p + 2 * i));
 }
+/* GCC 12 copies the sums of the intrinsic, and spills them. */
 TQKV__OP __m256i tqkv__i_dot_lanes_avx2(__m256i sums, __m256i words, __m256i integers)
 {
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(words, integers));
+    const __m256i products = _mm256_madd_epi16(words, integers);
+#ifdef __clang__
+    return _mm256_add_epi32(sums, products);
+#else
+    __m256i sum;
+    __asm__("vpaddd\t{%2, %1, %0|%0, %1, %2}" : "=x"(sum) : "x"(sums), "x"(products));
+    return sum;
+#endif
 }
-TQKV__OP __m256i tqkv__i_dot_avx2(__m256i sums, __m256i codes, tqkv__i_row_avx2 row)
+TQKV__OP tqkv__i_sum_avx2 tqkv__i_dot_avx2(tqkv__i_sum_avx2 sums, __m256i codes, __m256i row)
 {
-    const __m256i zero = _mm256_setzero_si256();
-    sums = tqkv__i_dot_lanes_avx2(sums, _mm256_unpacklo_epi8(codes, zero), row.first);
-    return tqkv__i_dot_lanes_avx2(sums, _mm256_unpackhi_epi8(codes, zero), row.last);
+    const __m128i first = _mm256_castsi256_si128(codes), second = _mm256_extracti128_si256(codes, 1);
+    sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_cvtepi8_epi16(first), row);
+    sums.second = tqkv__i_dot_lanes_avx2(sums.second, _mm256_cvtepi8_epi16(second), row);
+    return sums;
 }
-TQKV__OP __m256i tqkv__i_whole_avx2(__m256i sum) { return sum; }
-#define tqkv__i_whole_lanes_avx2 tqkv__i_whole_avx2
+TQKV__OP __m256i tqkv__i_whole_avx2(tqkv__i_sum_avx2 sum)
+{
+    return _mm256_add_epi32(_mm256_permute2x128_si256(sum.first, sum.second, 0x20),
+                            _mm256_permute2x128_si256(sum.first, sum.second, 0x31));
+}
+TQKV__OP __m256i tqkv__i_whole_lanes_avx2(__m256i sum) { return sum; }
 TQKV__OP __m256i tqkv__i_repeat_avx2(const int8_t *p, int plane, int i)
 {
     int32_t lane;
@@ -10600,18 +10642,18 @@ TQKV__OP void tqkv__i_transpose_avx2(__m256i *x)
 /* Two bytes of four become words. */
 TQKV__OP void tqkv__i_key_lanes_avx2(const __m256i *x, __m256i *lanes)
 {
-    const __m256i first = _mm256_set1_epi32((int)0x80018000), step = _mm256_set1_epi32(0x00020002);
-    const __m256i at = _mm256_add_epi8(first, _mm256_setr_epi32(0, 0x40004, 0x80008, 0xc000c, 0, 0x40004, 0x80008, 0xc000c));
+    const __m256i twice = _mm256_setr_epi64x(0x0505040401010000, 0x0d0d0c0c09090808, 0x0505040401010000, 0x0d0d0c0c09090808);
     TQKV__UNROLL
-    for (int i = 0; i < 8; i++) lanes[i] = _mm256_shuffle_epi8(x[i / 2], i % 2 ? _mm256_add_epi8(at, step) : at);
+    for (int i = 0; i < 8; i++) {
+        const __m256i at = i % 2 ? _mm256_add_epi8(twice, _mm256_set1_epi8(2)) : twice;
+        lanes[i] = _mm256_srai_epi16(_mm256_shuffle_epi8(x[i / 2], at), 8);
+    }
 }
 TQKV__OP void tqkv__i_value_lanes_avx2(const __m256i *x, __m256i *lanes)
 {
-    const __m256i fours = _mm256_permutevar8x32_epi32(*x, _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7));
-    const __m256i at = _mm256_setr_epi64x(0x0703060205010400, 0x0f0b0e0a0d090c08, 0x0703060205010400, 0x0f0b0e0a0d090c08);
-    const __m256i pairs = _mm256_shuffle_epi8(fours, at), zero = _mm256_setzero_si256();
-    lanes[0] = _mm256_unpacklo_epi8(pairs, zero);
-    lanes[1] = _mm256_unpackhi_epi8(pairs, zero);
+    const __m128i a = _mm256_castsi256_si128(*x), b = _mm256_extracti128_si256(*x, 1);
+    lanes[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
+    lanes[1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
 }
 TQKV__OP __m256i tqkv__i_sum_four_codes_avx2(const __m256i *x)
 {
@@ -10646,12 +10688,13 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
 #define TQKV__ISA_NAME        "avx2"
 #define TQKV__INTEGER_LANES   8
 #define TQKV__PRODUCTS        2
-#define TQKV__CODE_OFFSET     128
+#define TQKV__CODE_OFFSET     0
 #define TQKV__FEW_ROWS        4
 #define TQKV__LANES_ROWS      8
 #define TQKV__MANY_ROWS       4
 #define TQKV__MANY_VALUE_ROWS 4
 #define TQKV__SUM_REGISTERS   8
+#define TQKV__KEPT_ROWS       0
 #define TQKV__NEW
 #include "tqkv.h"
 #if defined(__GNUC__) && !defined(__clang__)

@@ -1,5 +1,4 @@
-/* >>integer-avx2: what AVX2 brings to >>k-rows. Products are of words, to which bytes are widened with zeros: codes are
-   128 more than they are. */
+/* >>integer-avx2: what AVX2 brings to >>k-rows. Products are of words, to which bytes are widened. */
 
 #ifdef TQKV__AVX2
 
@@ -18,10 +17,11 @@ typedef struct tqkv__i_chunk_avx2 {
     int unfilled;
     __m256i books[4];
 } tqkv__i_chunk_avx2;
-typedef struct tqkv__i_words_avx2 {
-    __m256i first, last;
-} tqkv__i_row_avx2;
-typedef __m256i tqkv__i_sum_avx2, tqkv__i_lanes_avx2, tqkv__i_repeated_avx2;
+/* A sum of each position */
+typedef struct tqkv__i_sum_avx2 {
+    __m256i first, second;
+} tqkv__i_sum_avx2;
+typedef __m256i tqkv__i_row_avx2, tqkv__i_lanes_avx2, tqkv__i_repeated_avx2, tqkv__i_lane_sum_avx2;
 
 /* Returns the mask of lanes for so many bytes of codes. */
 TQKV__OP __m128i tqkv__i_lanes_left_avx2(int bytes)
@@ -31,19 +31,16 @@ TQKV__OP __m128i tqkv__i_lanes_left_avx2(int bytes)
 TQKV__OP tqkv__i_chunk_avx2 tqkv__i_open_chunk_avx2(const tqkv_format format, int left, const int8_t *centroids)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
-    const __m256i offset = _mm256_set1_epi8(-128);
     tqkv__i_chunk_avx2 chunk;
     if (left > 64) left = 64;
     TQKV__UNROLL
     for (int i = 0; i < 2; i++) chunk.main[i] = tqkv__i_lanes_left_avx2(left * main / 8 - 16 * i);
     chunk.upper = tqkv__i_lanes_left_avx2(left * upper_bits / 8);
     chunk.unfilled = 8 - left / 8;
-    chunk.books[0] = offset;
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
         if (bits && (i == 0 || i < (1 << bits) / 16))
-            chunk.books[i] = _mm256_xor_si256(
-                offset, _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i)));
+            chunk.books[i] = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i));
     return chunk;
 }
 /* Loads 16 bytes, or as many as the mask says, of two positions. */
@@ -112,7 +109,7 @@ TQKV__OP __m256i tqkv__i_look_up_avx2(const tqkv_format format, const int k, con
     if (main == 8) {
         const uint8_t *at = raw->at + 16 * k;
         x = _mm256_set_m128i(tqkv__load_128(at + raw->stride), tqkv__load_128(at));
-        if (!bits) return _mm256_xor_si256(x, chunk->books[0]);
+        if (!bits) return x;
         upper = _mm256_srli_epi16(x, 4);
         x = _mm256_and_si256(x, _mm256_set1_epi8(15));
     }
@@ -123,25 +120,36 @@ TQKV__OP __m256i tqkv__i_look_up_avx2(const tqkv_format format, const int k, con
     if (bits == 3) x = _mm256_or_si256(x, _mm256_and_si256(upper, _mm256_set1_epi8(4)));
     return tqkv__i_centroids_avx2(bits, chunk->books, x, _mm256_slli_epi16(upper, 7), _mm256_slli_epi16(upper, 6));
 }
-TQKV__OP tqkv__i_row_avx2 tqkv__i_load_row_avx2(const int8_t *p, int plane, int i)
+TQKV__OP __m256i tqkv__i_load_row_avx2(const int8_t *p, int plane, int i)
 {
     (void)plane; /* of bytes */
-    const tqkv__i_row_avx2 row = {_mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)p + 2 * i)),
-                                  _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)p + 2 * i + 16))};
-    return row;
+    return _mm256_loadu_si256((const __m256i *)(const void *)(p + 2 * i));
 }
+/* GCC 12 copies the sums of the intrinsic, and spills them. */
 TQKV__OP __m256i tqkv__i_dot_lanes_avx2(__m256i sums, __m256i words, __m256i integers)
 {
-    return _mm256_add_epi32(sums, _mm256_madd_epi16(words, integers));
+    const __m256i products = _mm256_madd_epi16(words, integers);
+#ifdef __clang__
+    return _mm256_add_epi32(sums, products);
+#else
+    __m256i sum;
+    __asm__("vpaddd\t{%2, %1, %0|%0, %1, %2}" : "=x"(sum) : "x"(sums), "x"(products));
+    return sum;
+#endif
 }
-TQKV__OP __m256i tqkv__i_dot_avx2(__m256i sums, __m256i codes, tqkv__i_row_avx2 row)
+TQKV__OP tqkv__i_sum_avx2 tqkv__i_dot_avx2(tqkv__i_sum_avx2 sums, __m256i codes, __m256i row)
 {
-    const __m256i zero = _mm256_setzero_si256();
-    sums = tqkv__i_dot_lanes_avx2(sums, _mm256_unpacklo_epi8(codes, zero), row.first);
-    return tqkv__i_dot_lanes_avx2(sums, _mm256_unpackhi_epi8(codes, zero), row.last);
+    const __m128i first = _mm256_castsi256_si128(codes), second = _mm256_extracti128_si256(codes, 1);
+    sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_cvtepi8_epi16(first), row);
+    sums.second = tqkv__i_dot_lanes_avx2(sums.second, _mm256_cvtepi8_epi16(second), row);
+    return sums;
 }
-TQKV__OP __m256i tqkv__i_whole_avx2(__m256i sum) { return sum; }
-#define tqkv__i_whole_lanes_avx2 tqkv__i_whole_avx2
+TQKV__OP __m256i tqkv__i_whole_avx2(tqkv__i_sum_avx2 sum)
+{
+    return _mm256_add_epi32(_mm256_permute2x128_si256(sum.first, sum.second, 0x20),
+                            _mm256_permute2x128_si256(sum.first, sum.second, 0x31));
+}
+TQKV__OP __m256i tqkv__i_whole_lanes_avx2(__m256i sum) { return sum; }
 TQKV__OP __m256i tqkv__i_repeat_avx2(const int8_t *p, int plane, int i)
 {
     int32_t lane;
@@ -161,18 +169,18 @@ TQKV__OP void tqkv__i_transpose_avx2(__m256i *x)
 /* Two bytes of four become words. */
 TQKV__OP void tqkv__i_key_lanes_avx2(const __m256i *x, __m256i *lanes)
 {
-    const __m256i first = _mm256_set1_epi32((int)0x80018000), step = _mm256_set1_epi32(0x00020002);
-    const __m256i at = _mm256_add_epi8(first, _mm256_setr_epi32(0, 0x40004, 0x80008, 0xc000c, 0, 0x40004, 0x80008, 0xc000c));
+    const __m256i twice = _mm256_setr_epi64x(0x0505040401010000, 0x0d0d0c0c09090808, 0x0505040401010000, 0x0d0d0c0c09090808);
     TQKV__UNROLL
-    for (int i = 0; i < 8; i++) lanes[i] = _mm256_shuffle_epi8(x[i / 2], i % 2 ? _mm256_add_epi8(at, step) : at);
+    for (int i = 0; i < 8; i++) {
+        const __m256i at = i % 2 ? _mm256_add_epi8(twice, _mm256_set1_epi8(2)) : twice;
+        lanes[i] = _mm256_srai_epi16(_mm256_shuffle_epi8(x[i / 2], at), 8);
+    }
 }
 TQKV__OP void tqkv__i_value_lanes_avx2(const __m256i *x, __m256i *lanes)
 {
-    const __m256i fours = _mm256_permutevar8x32_epi32(*x, _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7));
-    const __m256i at = _mm256_setr_epi64x(0x0703060205010400, 0x0f0b0e0a0d090c08, 0x0703060205010400, 0x0f0b0e0a0d090c08);
-    const __m256i pairs = _mm256_shuffle_epi8(fours, at), zero = _mm256_setzero_si256();
-    lanes[0] = _mm256_unpacklo_epi8(pairs, zero);
-    lanes[1] = _mm256_unpackhi_epi8(pairs, zero);
+    const __m128i a = _mm256_castsi256_si128(*x), b = _mm256_extracti128_si256(*x, 1);
+    lanes[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
+    lanes[1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
 }
 TQKV__OP __m256i tqkv__i_sum_four_codes_avx2(const __m256i *x)
 {
@@ -207,12 +215,13 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
 #define TQKV__ISA_NAME        "avx2"
 #define TQKV__INTEGER_LANES   8
 #define TQKV__PRODUCTS        2
-#define TQKV__CODE_OFFSET     128
+#define TQKV__CODE_OFFSET     0
 #define TQKV__FEW_ROWS        4
 #define TQKV__LANES_ROWS      8
 #define TQKV__MANY_ROWS       4
 #define TQKV__MANY_VALUE_ROWS 4
 #define TQKV__SUM_REGISTERS   8
+#define TQKV__KEPT_ROWS       0
 #define TQKV__NEW
 #include "loops.h"
 #if defined(__GNUC__) && !defined(__clang__)

@@ -19,7 +19,7 @@ typedef struct tqkv__i_chunk_avx512 {
 } tqkv__i_chunk_avx512;
 typedef struct tqkv__i_bytes_avx512 {
     __m512i high, low;
-} tqkv__i_sum_avx512, tqkv__i_row_avx512, tqkv__i_repeated_avx512;
+} tqkv__i_sum_avx512, tqkv__i_lane_sum_avx512, tqkv__i_row_avx512, tqkv__i_repeated_avx512;
 typedef __m512i tqkv__i_lanes_avx512;
 
 /* Returns the first 16 bits set of so many bytes of codes. */
@@ -200,6 +200,7 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_
 #define TQKV__MANY_ROWS        4 /* rows whose sums fit in registers: keys, */
 #define TQKV__MANY_VALUE_ROWS  4 /* and values */
 #define TQKV__SUM_REGISTERS    8
+#define TQKV__KEPT_ROWS 1 /* registers keep the rows of 64 dimensions */
 #define TQKV__NEW
 #include "loops.h"
 #endif

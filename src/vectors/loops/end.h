@@ -39,3 +39,4 @@
 #undef TQKV__LOOPS_OF_FORMAT
 #undef TQKV__LOOPS_ENTRY
 
+#undef TQKV__KEPT_ROWS

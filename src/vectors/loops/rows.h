@@ -27,6 +27,9 @@
 #define TQKV__WEIGHTS_OFFSET         (TQKV__TILE / 2)
 #define TQKV__WEIGHTS_UNIT           (TQKV__TILE / 2 + 1)
 
+/* The format of what is decoded already; no store has it. */
+#define TQKV__READY TQKV_FORMAT_DEFAULT
+
 #ifndef TQKV__DECODED /* true: another set of the same name has what does not depend on products */
 
 /* The codes of a panel of a tile. Rows from `whole` on lie at `rest`: loops take 16 of them at a time. */
@@ -66,19 +69,22 @@ static TQKV__S(panel) TQKV__S(open_panel)(const tqkv__stream *s, const uint8_t *
     return panel;
 }
 
-/* Where the codes of some positions are, and of those that will be read next */
+/* Where the codes of some positions are: main fields, upper ones */
 typedef struct TQKV__S(cursor) {
-    const uint8_t *fields[2], *next;
+    const uint8_t *fields[2];
 } TQKV__S(cursor);
 
-/* Returns where the position j of a panel is, from its dimension d on; j is a multiple of 16. */
-TQKV__OP TQKV__S(cursor) TQKV__S(cursor_at)(const tqkv_format format, const TQKV__S(panel) * a, int j, int d)
+/* Returns where the positions from j on are, up to 16, from the panel's dimension d on. Asks for as many of those that
+   will be read next, if d is the first dimension. */
+TQKV__OP TQKV__S(cursor)
+    TQKV__S(cursor_at)(const tqkv_format format, const TQKV__S(panel) * a, int j, int positions, int d)
 {
     const uint8_t *const *fields = j < a->whole ? a->fields : a->rest;
     const size_t at = (size_t)(j < a->whole ? j : j - a->whole) * a->stride;
     const TQKV__S(cursor) cursor = {{fields[0] + at + d * TQKV__MAIN_BITS(format) / 8,
-                                     fields[1] + at + d * TQKV__UPPER_BITS(format) / 8},
-                                    a->fields[0] + (size_t)j * a->stride + a->ahead};
+                                     fields[1] + at + d * TQKV__UPPER_BITS(format) / 8}};
+    if (a->ahead && d == 0 && format != TQKV__READY)
+        tqkv__prefetch(TQKV__L2, a->fields[0] + (size_t)j * a->stride + a->ahead, (size_t)positions * a->stride);
     return cursor;
 }
 
@@ -87,14 +93,6 @@ TQKV__OP void TQKV__S(move)(const TQKV__S(panel) * a, int positions, TQKV__S(cur
 {
     cursor->fields[0] += (size_t)positions * a->stride;
     cursor->fields[1] += (size_t)positions * a->stride;
-}
-
-/* Asks for the rows of so many positions that will be read next, if d is a panel's first dimension. */
-TQKV__OP void TQKV__S(ask)(const TQKV__S(panel) * a, int d, int positions, TQKV__S(cursor) * cursor)
-{
-    if (!a->ahead || d) return;
-    tqkv__prefetch(TQKV__L2, cursor->next, (size_t)positions * a->stride);
-    cursor->next += (size_t)positions * a->stride;
 }
 
 /* Returns the largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
@@ -176,6 +174,13 @@ TQKV__OP TQKV__I(sum) TQKV__I(no_sum)(void)
     return zero;
 }
 
+TQKV__OP TQKV__I(lane_sum) TQKV__I(no_lanes)(void)
+{
+    TQKV__I(lane_sum) zero;
+    memset(&zero, 0, sizeof zero);
+    return zero;
+}
+
 /* Returns the sums as floats, less what TQKV__CODE_OFFSET added to them. */
 TQKV__OP TQKV__VECTOR TQKV__I(sum_of_row)(const TQKV__I(product) * p, int r, TQKV__(codes) sum)
 {
@@ -206,8 +211,7 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
 {
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     for (int j = first; j < first + n; j += TQKV__INTEGER_LANES) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
-        TQKV__S(ask)(a, d, TQKV__INTEGER_LANES, &cursor);
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
         for (int v = 0; v < 4; v++, TQKV__S(move)(a, keys ? 1 : TQKV__POSITIONS, &cursor)) {
             const TQKV__S(raw) raw =
                 TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], (keys ? 4 : 1) * a->stride);
@@ -237,37 +241,55 @@ static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int,
 
 /* -- Scores of few rows -- */
 
-/* Adds the products of up to 64 dimensions from d on: sums[row][u]. format and rows are constants. */
+/* Loads 64 integers of each row. */
+TQKV__OP void TQKV__I(load_rows)(const int rows, const TQKV__I(product) * p, int dim, int d, TQKV__I(row) (*q)[4])
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 4 * rows; i++)
+        q[i / 4][i % 4] =
+            TQKV__I(load_row)(p->rows + (size_t)(i / 4 * p->row_floats) * sizeof(float), dim, d + i % 4 * 16);
+}
+
+/* Adds the products of a unit of positions with up to 64 dimensions. format and rows are constants. */
+TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const TQKV__S(chunk) * chunk,
+                                const TQKV__S(raw) * raw, int left, TQKV__I(row) (*q)[4], TQKV__I(sum) * sums)
+{
+    TQKV__UNROLL
+    for (int k = 0; k < 4; k++) {
+        if (16 * k >= left) break;
+        const TQKV__(codes) x = TQKV__S(look_up)(format, k, chunk, raw);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(sums[r], x, q[r][k]);
+    }
+}
+
+/* Adds the products of the dimensions from d on, 64 or all: sums[row][u] for each unit. Four units are LANES positions;
+   lane i of unit v has position v + 4 i. */
 TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
                                    const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
 {
-    const int left = a->dim - d < TQKV__CHUNK ? a->dim - d : TQKV__CHUNK;
-    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    const int end = TQKV__KEPT_ROWS && a->dim - d > TQKV__CHUNK ? d + TQKV__CHUNK : a->dim;
+    TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, end - d, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++)
-        q[i / 4][i % 4] = TQKV__I(load_row)(p->rows + (size_t)(i / 4 * p->row_floats) * sizeof(float), a->dim,
-                                            d + i % 4 * 16);
+    if (TQKV__KEPT_ROWS) TQKV__I(load_rows)(rows, p, a->dim, d, q);
     for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
         for (int v = 0; v < 4; v++, u++, TQKV__S(move)(a, 1, &cursor)) {
-            const TQKV__S(raw) raw =
-                TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
             TQKV__I(sum) now[TQKV__FEW_ROWS];
-            TQKV__S(ask)(a, d, TQKV__POSITIONS, &cursor);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) now[r] = TQKV__I(no_sum)();
-            TQKV__UNROLL
-            for (int k = 0; k < 4; k++) {
-                if (16 * k >= left) break;
-                const TQKV__(codes) x = TQKV__S(look_up)(format, k, &chunk, &raw);
-                TQKV__UNROLL
-                for (int r = 0; r < rows; r++) now[r] = TQKV__I(dot)(now[r], x, q[r][k]);
+            for (int e = d; e < end; e += TQKV__CHUNK) {
+                const uint8_t *at = cursor.fields[0] + (e - d) * TQKV__MAIN_BITS(format) / 8;
+                const uint8_t *upper = cursor.fields[1] + (e - d) * TQKV__UPPER_BITS(format) / 8;
+                if (!TQKV__KEPT_ROWS) chunk = TQKV__S(open_chunk)(format, end - e, a->centroids);
+                if (!TQKV__KEPT_ROWS) TQKV__I(load_rows)(rows, p, a->dim, e, q);
+                const TQKV__S(raw) raw = TQKV__S(open)(format, &chunk, at, upper, 4 * a->stride);
+                TQKV__I(dot_unit)(format, rows, &chunk, &raw, end - e, q, now);
             }
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) {
                 const TQKV__(codes) whole = TQKV__I(whole)(now[r]);
-                sums[r][u] = d ? TQKV__S(add_codes)(sums[r][u], whole) : whole;
+                sums[r][u] = TQKV__KEPT_ROWS && d ? TQKV__S(add_codes)(sums[r][u], whole) : whole;
             }
         }
     }
@@ -287,7 +309,8 @@ TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, cons
 {
     TQKV__(codes) sums[TQKV__FEW_ROWS][TQKV__MOST_UNITS];
     const TQKV__S(panel) a = *panel; /* sums lie elsewhere */
-    for (int d = 0; d < a.dim; d += TQKV__CHUNK) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
+    for (int d = 0; d < a.dim; d += TQKV__KEPT_ROWS ? TQKV__CHUNK : a.dim)
+        TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
     TQKV__I(finish_scores)(p, rows, a.n, sums);
 }
 
@@ -322,9 +345,9 @@ TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p
 {
     const int8_t *q = p->rows;
     const int size = p->row_floats * (int)sizeof(float);
-    TQKV__I(sum) sums[TQKV__MANY_ROWS][2];
+    TQKV__I(lane_sum) sums[TQKV__MANY_ROWS][2];
     TQKV__UNROLL
-    for (int i = 0; i < 2 * rows; i++) sums[i / 2][i % 2] = TQKV__I(no_sum)();
+    for (int i = 0; i < 2 * rows; i++) sums[i / 2][i % 2] = TQKV__I(no_lanes)();
     for (int d = 0; d < dim; d += TQKV__PRODUCTS, tile += 2 * TQKV__LANE_BYTES) {
         TQKV__I(lanes) x[2];
         memcpy(x, tile, sizeof x);
@@ -362,7 +385,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
 
 /* Adds the sums of a pass to results[row][d] and on. */
 TQKV__OP void TQKV__I(add_sums)(const int rows, const int sixteens, const TQKV__I(product) * p, int d, int left,
-                                TQKV__I(sum) (*sums)[4 * TQKV__DIM_LANES])
+                                TQKV__I(lane_sum) (*sums)[4 * TQKV__DIM_LANES])
 {
     TQKV__UNROLL
     for (int r = 0; r < rows; r++) {
@@ -377,8 +400,38 @@ TQKV__OP void TQKV__I(add_sums)(const int rows, const int sixteens, const TQKV__
     }
 }
 
-/* The format of what is decoded already; no store has it. */
-#define TQKV__READY TQKV_FORMAT_DEFAULT
+/* Adds the products of TQKV__PRODUCTS positions, from the cursor or from lanes in tile. */
+TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, const int sixteens, int left,
+                                     const TQKV__S(panel) * a, const TQKV__S(chunk) * chunk,
+                                     const TQKV__S(cursor) * cursor, const int8_t *tile, const TQKV__I(repeated) * y,
+                                     TQKV__I(lane_sum) (*sums)[4 * TQKV__DIM_LANES])
+{
+    TQKV__S(raw) raw[TQKV__UNITS];
+    TQKV__UNROLL
+    for (int i = 0; i < TQKV__UNITS; i++) {
+        if (format == TQKV__READY) break;
+        const size_t at = (size_t)(i * TQKV__POSITIONS) * a->stride;
+        raw[i] = TQKV__S(open)(format, chunk, cursor->fields[0] + at, cursor->fields[1] + at, a->stride);
+    }
+    TQKV__UNROLL
+    for (int k = 0; k < sixteens; k++) {
+        TQKV__(codes) x[TQKV__UNITS];
+        TQKV__I(lanes) lanes[TQKV__DIM_LANES];
+        if (16 * k >= left) break;
+        if (format == TQKV__READY) {
+            memcpy(lanes, tile + k * TQKV__DIM_LANES * TQKV__LANE_BYTES, sizeof lanes);
+        } else {
+            TQKV__UNROLL
+            for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, chunk, &raw[i]);
+            TQKV__I(value_lanes)(x, lanes);
+        }
+        TQKV__UNROLL
+        for (int i = 0; i < rows * TQKV__DIM_LANES; i++) {
+            TQKV__I(lane_sum) *sum = &sums[i / TQKV__DIM_LANES][k * TQKV__DIM_LANES + i % TQKV__DIM_LANES];
+            *sum = TQKV__I(dot_lanes)(*sum, lanes[i % TQKV__DIM_LANES], y[i / TQKV__DIM_LANES]);
+        }
+    }
+}
 
 /* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
    on, straight from the codes or from lanes in tile: [n / TQKV__PRODUCTS][lanes]. format, rows and sixteens are
@@ -387,42 +440,21 @@ TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const
                                  const TQKV__S(panel) * a, int d, const TQKV__I(product) * p, const int8_t *tile)
 {
     const int left = a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens, all = sixteens * TQKV__DIM_LANES;
+    const int step = format == TQKV__READY ? a->n : 16, tile_step = left / 16 * TQKV__DIM_LANES * TQKV__LANE_BYTES;
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
-    TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, 0, d);
-    TQKV__I(sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
+    TQKV__I(lane_sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
+    const int8_t *w = p->rows;
     TQKV__UNROLL
-    for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_sum)();
-    for (int j = 0; j < a->n; j += TQKV__PRODUCTS) {
-        TQKV__I(repeated) y[TQKV__FEW_ROWS];
-        TQKV__S(raw) raw[TQKV__UNITS];
-        if (format != TQKV__READY && j == a->whole) cursor = TQKV__S(cursor_at)(format, a, j, d);
-        TQKV__UNROLL
-        for (int i = 0; i < TQKV__UNITS; i++) {
-            if (format == TQKV__READY) break;
-            raw[i] = TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], a->stride);
-            TQKV__S(move)(a, TQKV__POSITIONS, &cursor);
-        }
-        if (format != TQKV__READY) TQKV__S(ask)(a, d, TQKV__PRODUCTS, &cursor);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++)
-            y[r] = TQKV__I(repeat)(p->rows + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
-        TQKV__UNROLL
-        for (int k = 0; k < sixteens; k++, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
-            TQKV__(codes) x[TQKV__UNITS];
-            TQKV__I(lanes) lanes[TQKV__DIM_LANES];
-            if (16 * k >= left) break;
-            if (format == TQKV__READY) {
-                memcpy(lanes, tile, sizeof lanes);
-            } else {
-                TQKV__UNROLL
-                for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, &chunk, &raw[i]);
-                TQKV__I(value_lanes)(x, lanes);
-            }
+    for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_lanes)();
+    for (int first = 0; first < a->n; first += step) {
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, first, 16, d);
+        for (int j = first; j < first + step; j += TQKV__PRODUCTS, tile += tile_step) {
+            TQKV__I(repeated) y[TQKV__FEW_ROWS];
             TQKV__UNROLL
-            for (int i = 0; i < rows * TQKV__DIM_LANES; i++) {
-                TQKV__I(sum) *sum = &sums[i / TQKV__DIM_LANES][k * TQKV__DIM_LANES + i % TQKV__DIM_LANES];
-                *sum = TQKV__I(dot_lanes)(*sum, lanes[i % TQKV__DIM_LANES], y[i / TQKV__DIM_LANES]);
-            }
+            for (int r = 0; r < rows; r++)
+                y[r] = TQKV__I(repeat)(w + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
+            TQKV__I(add_positions)(format, rows, sixteens, left, a, &chunk, &cursor, tile, y, sums);
+            TQKV__S(move)(a, TQKV__PRODUCTS, &cursor);
         }
     }
     TQKV__I(add_sums)(rows, sixteens, p, d, left, sums);
