@@ -1689,8 +1689,10 @@ typedef char tqkv__compiled_with_fshort_enums_or_fpack_struct
 #define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a step of a loop, in the current instruction set */
 #ifdef __clang__
 #define TQKV__UNROLL _Pragma("clang loop unroll(full)")
+#define TQKV__ROLLED _Pragma("clang loop unroll(disable)")
 #else
 #define TQKV__UNROLL _Pragma("GCC unroll 16")
+#define TQKV__ROLLED _Pragma("GCC unroll 1")
 #endif
 
 /* >>exact: arithmetic that gives the same bits for every compiler, flag and floating-point mode of the caller */
@@ -7692,7 +7694,7 @@ TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const flo
 /* The rows that are multiplied with a panel: their integers, and results. */
 typedef struct TQKV__I(product) {
     const int8_t *rows; /* of the first row; the next ones are row_floats floats on, like their units and offsets */
-    const float *units, *offsets;
+    const float *units, *offsets; /* offsets: NULL if codes are what they are */
     int row_floats;
     float *results; /* scores or sums, result_floats apart */
     int result_floats;
@@ -7705,7 +7707,7 @@ TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
 {
     p->rows += rows * p->row_floats * (int)sizeof(float);
     p->units += rows * p->row_floats;
-    p->offsets += rows * p->row_floats;
+    if (p->offsets) p->offsets += rows * p->row_floats;
     p->results += rows * p->result_floats;
 }
 
@@ -7726,8 +7728,8 @@ TQKV__OP TQKV__I(lane_sum) TQKV__I(no_lanes)(void)
 /* Returns the sums as floats, less what TQKV__CODE_OFFSET added to them. */
 TQKV__OP TQKV__VECTOR TQKV__I(sum_of_row)(const TQKV__I(product) * p, int r, TQKV__(codes) sum)
 {
-    int32_t offset;
-    memcpy(&offset, p->offsets + r * p->row_floats, sizeof offset);
+    int32_t offset = 0;
+    if (p->offsets) memcpy(&offset, p->offsets + r * p->row_floats, sizeof offset);
     return TQKV__S(to_floats)(TQKV__CODE_OFFSET ? TQKV__S(add_codes)(sum, TQKV__S(set_codes)(offset)) : sum);
 }
 
@@ -7754,14 +7756,15 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     for (int j = first; j < first + n; j += TQKV__INTEGER_LANES) {
         TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
+        TQKV__ROLLED
         for (int v = 0; v < 4; v++, TQKV__S(move)(a, keys ? 1 : TQKV__POSITIONS, &cursor)) {
             const TQKV__S(raw) raw =
                 TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], (keys ? 4 : 1) * a->stride);
             TQKV__UNROLL
             for (int k = 0; k < 4; k++, room += TQKV__BYTES) {
                 if (16 * k >= left) break;
-                const TQKV__(codes) x = TQKV__S(look_up)(format, k, &chunk, &raw);
-                memcpy(room, &x, sizeof x);
+                const TQKV__S(unit) x = TQKV__S(look_up)(format, k, &chunk, &raw);
+                TQKV__S(store_unit)(format, x, room);
             }
         }
     }
@@ -7784,12 +7787,12 @@ static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int,
 /* -- Scores of few rows -- */
 
 /* Loads 64 integers of each row. */
-TQKV__OP void TQKV__I(load_rows)(const int rows, const TQKV__I(product) * p, int dim, int d, TQKV__I(row) (*q)[4])
+TQKV__OP void TQKV__I(load_rows)(const tqkv_format format, const int rows, const TQKV__I(product) * p, int dim, int d, TQKV__I(row) (*q)[4])
 {
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++)
         q[i / 4][i % 4] =
-            TQKV__I(load_row)(p->rows + (size_t)(i / 4 * p->row_floats) * sizeof(float), dim, d + i % 4 * 16);
+            TQKV__I(load_row)(format, p->rows + (size_t)(i / 4 * p->row_floats) * sizeof(float), dim, d + i % 4 * 16);
 }
 
 /* Adds the products of a unit of positions with up to 64 dimensions. format and rows are constants. */
@@ -7799,39 +7802,35 @@ TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const 
     TQKV__UNROLL
     for (int k = 0; k < 4; k++) {
         if (16 * k >= left) break;
-        const TQKV__(codes) x = TQKV__S(look_up)(format, k, chunk, raw);
+        const TQKV__S(unit) x = TQKV__S(look_up)(format, k, chunk, raw);
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(sums[r], x, q[r][k]);
+        for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(format, sums[r], x, q[r][k]);
     }
 }
 
-/* Adds the products of the dimensions from d on, 64 or all: sums[row][u] for each unit. Four units are LANES positions;
-   lane i of unit v has position v + 4 i. */
+/* Adds the products of up to 64 dimensions from d on: sums[row][u] for each unit. Four units are LANES positions; lane
+   i of unit v has position v + 4 i. */
 TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
                                    const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
 {
-    const int end = TQKV__KEPT_ROWS && a->dim - d > TQKV__CHUNK ? d + TQKV__CHUNK : a->dim;
-    TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, end - d, a->centroids);
+    const int left = a->dim - d;
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
-    if (TQKV__KEPT_ROWS) TQKV__I(load_rows)(rows, p, a->dim, d, q);
+    TQKV__I(load_rows)(format, rows, p, a->dim, d, q);
     for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
         TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
+        TQKV__ROLLED
         for (int v = 0; v < 4; v++, u++, TQKV__S(move)(a, 1, &cursor)) {
+            const TQKV__S(raw) raw =
+                TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
             TQKV__I(sum) now[TQKV__FEW_ROWS];
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) now[r] = TQKV__I(no_sum)();
-            for (int e = d; e < end; e += TQKV__CHUNK) {
-                const uint8_t *at = cursor.fields[0] + (e - d) * TQKV__MAIN_BITS(format) / 8;
-                const uint8_t *upper = cursor.fields[1] + (e - d) * TQKV__UPPER_BITS(format) / 8;
-                if (!TQKV__KEPT_ROWS) chunk = TQKV__S(open_chunk)(format, end - e, a->centroids);
-                if (!TQKV__KEPT_ROWS) TQKV__I(load_rows)(rows, p, a->dim, e, q);
-                const TQKV__S(raw) raw = TQKV__S(open)(format, &chunk, at, upper, 4 * a->stride);
-                TQKV__I(dot_unit)(format, rows, &chunk, &raw, end - e, q, now);
-            }
+            TQKV__I(dot_unit)(format, rows, &chunk, &raw, left, q, now);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) {
-                const TQKV__(codes) whole = TQKV__I(whole)(now[r]);
-                sums[r][u] = TQKV__KEPT_ROWS && d ? TQKV__S(add_codes)(sums[r][u], whole) : whole;
+                const TQKV__(codes) whole = TQKV__I(whole)(format, now[r]);
+                sums[r][u] = d ? TQKV__S(add_codes)(sums[r][u], whole) : whole;
             }
         }
     }
@@ -7851,8 +7850,7 @@ TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, cons
 {
     TQKV__(codes) sums[TQKV__FEW_ROWS][TQKV__MOST_UNITS];
     const TQKV__S(panel) a = *panel; /* sums lie elsewhere */
-    for (int d = 0; d < a.dim; d += TQKV__KEPT_ROWS ? TQKV__CHUNK : a.dim)
-        TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
+    for (int d = 0; d < a.dim; d += TQKV__CHUNK) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
     TQKV__I(finish_scores)(p, rows, a.n, sums);
 }
 
@@ -7922,20 +7920,18 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
 /* -- Sums of values: a lane is a dimension. -- */
 
 /* Sixteens of dimensions whose sums fit in registers */
-#define TQKV__SIXTEENS(rows)                                                                                           \
-    ((rows)*TQKV__DIM_LANES * 4 <= TQKV__SUM_REGISTERS ? 4 : (rows)*TQKV__DIM_LANES * 2 <= TQKV__SUM_REGISTERS ? 2 : 1)
+#define TQKV__SIXTEENS(rows) ((rows)*TQKV__DIM_LANES * 2 <= TQKV__SUM_REGISTERS ? 2 : 1)
 
 /* Adds the sums of a pass to results[row][d] and on. */
-TQKV__OP void TQKV__I(add_sums)(const int rows, const int sixteens, const TQKV__I(product) * p, int d, int left,
-                                TQKV__I(lane_sum) (*sums)[4 * TQKV__DIM_LANES])
+TQKV__OP void TQKV__I(add_sums)(const int rows, const int vectors, const TQKV__I(product) * p, int d,
+                                TQKV__I(lane_sum) (*sums)[2 * TQKV__DIM_LANES])
 {
     TQKV__UNROLL
     for (int r = 0; r < rows; r++) {
         float *to = p->results + r * p->result_floats + d;
         const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
         TQKV__UNROLL
-        for (int i = 0; i < sixteens * TQKV__DIM_LANES; i++, to += TQKV__INTEGER_LANES) {
-            if (i * TQKV__INTEGER_LANES >= left) break;
+        for (int i = 0; i < vectors; i++, to += TQKV__INTEGER_LANES) {
             const TQKV__VECTOR sum = TQKV__I(sum_of_row)(p, r, TQKV__I(whole_lanes)(sums[r][i]));
             TQKV__(store)(to, TQKV__(fma)(sum, unit, TQKV__(load)(to)));
         }
@@ -7943,10 +7939,10 @@ TQKV__OP void TQKV__I(add_sums)(const int rows, const int sixteens, const TQKV__
 }
 
 /* Adds the products of TQKV__PRODUCTS positions, from the cursor or from lanes in tile. */
-TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, const int sixteens, int left,
+TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, const int sixteens,
                                      const TQKV__S(panel) * a, const TQKV__S(chunk) * chunk,
                                      const TQKV__S(cursor) * cursor, const int8_t *tile, const TQKV__I(repeated) * y,
-                                     TQKV__I(lane_sum) (*sums)[4 * TQKV__DIM_LANES])
+                                     TQKV__I(lane_sum) (*sums)[2 * TQKV__DIM_LANES])
 {
     TQKV__S(raw) raw[TQKV__UNITS];
     TQKV__UNROLL
@@ -7957,15 +7953,14 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
     }
     TQKV__UNROLL
     for (int k = 0; k < sixteens; k++) {
-        TQKV__(codes) x[TQKV__UNITS];
+        TQKV__S(unit) x[TQKV__UNITS];
         TQKV__I(lanes) lanes[TQKV__DIM_LANES];
-        if (16 * k >= left) break;
         if (format == TQKV__READY) {
             memcpy(lanes, tile + k * TQKV__DIM_LANES * TQKV__LANE_BYTES, sizeof lanes);
         } else {
             TQKV__UNROLL
             for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, chunk, &raw[i]);
-            TQKV__I(value_lanes)(x, lanes);
+            TQKV__I(value_lanes)(format, x, lanes);
         }
         TQKV__UNROLL
         for (int i = 0; i < rows * TQKV__DIM_LANES; i++) {
@@ -7981,33 +7976,35 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
 TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const int sixteens,
                                  const TQKV__S(panel) * a, int d, const TQKV__I(product) * p, const int8_t *tile)
 {
-    const int left = a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens, all = sixteens * TQKV__DIM_LANES;
-    const int step = format == TQKV__READY ? a->n : 16, tile_step = left / 16 * TQKV__DIM_LANES * TQKV__LANE_BYTES;
-    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
-    TQKV__I(lane_sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
+    const int all = sixteens * TQKV__DIM_LANES, step = format == TQKV__READY ? a->n : 16;
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, 16 * sixteens, a->centroids);
+    TQKV__I(lane_sum) sums[TQKV__FEW_ROWS][2 * TQKV__DIM_LANES];
     const int8_t *w = p->rows;
     TQKV__UNROLL
     for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_lanes)();
     for (int first = 0; first < a->n; first += step) {
         TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, first, 16, d);
-        for (int j = first; j < first + step; j += TQKV__PRODUCTS, tile += tile_step) {
+        TQKV__ROLLED
+        for (int j = first; j < first + step; j += TQKV__PRODUCTS, tile += all * TQKV__LANE_BYTES) {
             TQKV__I(repeated) y[TQKV__FEW_ROWS];
             TQKV__UNROLL
             for (int r = 0; r < rows; r++)
                 y[r] = TQKV__I(repeat)(w + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
-            TQKV__I(add_positions)(format, rows, sixteens, left, a, &chunk, &cursor, tile, y, sums);
+            TQKV__I(add_positions)(format, rows, sixteens, a, &chunk, &cursor, tile, y, sums);
             TQKV__S(move)(a, TQKV__PRODUCTS, &cursor);
         }
     }
-    TQKV__I(add_sums)(rows, sixteens, p, d, left, sums);
+    TQKV__I(add_sums)(rows, all, p, d, sums);
 }
 
 TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
                                 const TQKV__I(product) * p)
 {
     const TQKV__S(panel) a = *panel; /* results lie elsewhere */
-    for (int d = 0; d < a.dim; d += 16 * TQKV__SIXTEENS(rows))
+    int d = 0;
+    for (; d + 16 * TQKV__SIXTEENS(rows) <= a.dim; d += 16 * TQKV__SIXTEENS(rows))
         TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p, NULL);
+    if (d < a.dim) TQKV__I(add_chunk)(format, rows, 1, &a, d, p, NULL);
 }
 
 /* Finds the lanes of the dimensions [d, d + left) for all positions. tile: [n / TQKV__PRODUCTS][lanes] */
@@ -8018,28 +8015,31 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(value_tile)(const TQKV__S(panel)
     TQKV__S(decoders)[a->format](a, false, d, left, 0, a->n, room);
     for (int u = 0; u < units; u += TQKV__UNITS)
         for (int k = 0; k < sixteens; k++, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
-            TQKV__(codes) x[TQKV__UNITS];
+            TQKV__S(unit) x[TQKV__UNITS];
             TQKV__I(lanes) lanes[TQKV__DIM_LANES];
             TQKV__UNROLL
             for (int i = 0; i < TQKV__UNITS; i++)
-                memcpy(&x[i], room + ((u + i) * sixteens + k) * TQKV__BYTES, sizeof x[i]);
-            TQKV__I(value_lanes)(x, lanes);
+                x[i] = TQKV__S(load_unit)(room + ((u + i) * sixteens + k) * TQKV__BYTES);
+            TQKV__I(value_lanes)(TQKV__READY, x, lanes);
             memcpy(tile, lanes, sizeof lanes);
         }
 }
 
+#define TQKV__ADD_LANES(rows)                                                                                          \
+    (whole ? TQKV__I(add_chunk)(TQKV__READY, rows, TQKV__MANY_SIXTEENS, &a, d, &p, tile)                               \
+           : TQKV__I(add_chunk)(TQKV__READY, rows, 1, &a, d, &p, tile))
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) * panel, TQKV__I(product) p, int d,
-                                                           const int8_t *tile, int n_rows)
+                                                           bool whole, const int8_t *tile, int n_rows)
 {
     const TQKV__S(panel) a = *panel;
     for (int rows; n_rows > 0; n_rows -= rows, TQKV__I(advance)(&p, rows)) {
         rows = n_rows >= TQKV__MANY_VALUE_ROWS ? TQKV__MANY_VALUE_ROWS : n_rows >= 2 ? 2 : 1;
         if (rows == 1)
-            TQKV__I(add_chunk)(TQKV__READY, 1, TQKV__MANY_SIXTEENS, &a, d, &p, tile);
+            TQKV__ADD_LANES(1);
         else if (rows == 2)
-            TQKV__I(add_chunk)(TQKV__READY, 2, TQKV__MANY_SIXTEENS, &a, d, &p, tile);
+            TQKV__ADD_LANES(2);
         else
-            TQKV__I(add_chunk)(TQKV__READY, TQKV__MANY_VALUE_ROWS, TQKV__MANY_SIXTEENS, &a, d, &p, tile);
+            TQKV__ADD_LANES(TQKV__MANY_VALUE_ROWS);
     }
 }
 
@@ -8054,15 +8054,24 @@ typedef struct TQKV__I(loops) {
 #define TQKV__FEW_LOOPS(format, kind, book) (TQKV__HAS_INTEGERS(kind, book) && (format) != TQKV_TQ5_BYTES)
 #define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain)                                    \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a,                          \
-                                                                    const TQKV__I(product) * p, int rows)              \
+                                                                    const TQKV__I(product) * product, int rows)        \
     {                                                                                                                  \
+        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                              \
         if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format);                                          \
     }                                                                                                                  \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a,                            \
-                                                                  const TQKV__I(product) * p, int rows)                \
+                                                                  const TQKV__I(product) * product, int rows)          \
     {                                                                                                                  \
+        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                              \
         if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format);                                            \
     }
+TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const TQKV__I(product) * p)
+{
+    TQKV__I(product) product = *p;
+    if (!TQKV__OFFSET_OF(format)) product.offsets = NULL;
+    return product;
+}
+
 #define TQKV__BY_ROWS(loop, format)                                                                                    \
     (rows == 1   ? TQKV__I(loop)(format, 1, a, p)                                                                      \
      : rows == 2 ? TQKV__I(loop)(format, 2, a, p)                                                                      \
@@ -8134,8 +8143,9 @@ TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const 
         return;
     }
     for (int d = 0; d < panel->dim; d += STEP) {
-        TQKV__I(value_tile)(panel, d, panel->dim - d < STEP ? panel->dim - d : STEP, tile);
-        TQKV__I(add_lanes)(panel, *p, d, tile, n_rows);
+        const bool whole = panel->dim - d >= STEP;
+        TQKV__I(value_tile)(panel, d, whole ? STEP : 16, tile);
+        TQKV__I(add_lanes)(panel, *p, d, whole, tile, n_rows);
     }
 }
 
@@ -8800,7 +8810,8 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__LOOPS_OF_FORMAT
 #undef TQKV__LOOPS_ENTRY
 
-#undef TQKV__KEPT_ROWS
+#undef TQKV__OFFSET_OF
+#undef TQKV__ADD_LANES
 #endif
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
@@ -10286,7 +10297,7 @@ typedef struct tqkv__i_chunk_avx512 {
 typedef struct tqkv__i_bytes_avx512 {
     __m512i high, low;
 } tqkv__i_sum_avx512, tqkv__i_lane_sum_avx512, tqkv__i_row_avx512, tqkv__i_repeated_avx512;
-typedef __m512i tqkv__i_lanes_avx512;
+typedef __m512i tqkv__i_unit_avx512, tqkv__i_lanes_avx512;
 
 /* Returns the first 16 bits set of so many bytes of codes. */
 TQKV__OP __mmask16 tqkv__i_bytes_left_avx512(int bytes)
@@ -10371,6 +10382,12 @@ TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const int k, c
                                           tqkv__i_take_avx512(upper_bits, main, k, raw->upper), 0xca);
     return _mm512_permutexvar_epi8(index, chunk->book);
 }
+TQKV__OP void tqkv__i_store_unit_avx512(const tqkv_format format, __m512i x, int8_t *p)
+{
+    (void)format;
+    memcpy(p, &x, sizeof x);
+}
+TQKV__OP __m512i tqkv__i_load_unit_avx512(const int8_t *p) { return _mm512_loadu_si512((const void *)p); }
 /* GCC 12 copies the sums of the intrinsic, and spills them. */
 TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i bytes)
 {
@@ -10381,18 +10398,27 @@ TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i b
     return sums;
 #endif
 }
-TQKV__OP tqkv__i_sum_avx512 tqkv__i_dot_avx512(tqkv__i_sum_avx512 sums, __m512i codes, tqkv__i_row_avx512 row)
+TQKV__OP tqkv__i_sum_avx512 tqkv__i_dot_lanes_avx512(tqkv__i_sum_avx512 sums, __m512i codes, tqkv__i_row_avx512 row)
 {
     sums.high = tqkv__i_dot_bytes_avx512(sums.high, codes, row.high);
     sums.low = tqkv__i_dot_bytes_avx512(sums.low, codes, row.low);
     return sums;
 }
-#define tqkv__i_dot_lanes_avx512 tqkv__i_dot_avx512
-TQKV__OP __m512i tqkv__i_whole_avx512(tqkv__i_sum_avx512 sum)
+TQKV__OP tqkv__i_sum_avx512 tqkv__i_dot_avx512(const tqkv_format format, tqkv__i_sum_avx512 sums, __m512i codes,
+                                               tqkv__i_row_avx512 row)
+{
+    (void)format;
+    return tqkv__i_dot_lanes_avx512(sums, codes, row);
+}
+TQKV__OP __m512i tqkv__i_whole_lanes_avx512(tqkv__i_sum_avx512 sum)
 {
     return _mm512_add_epi32(_mm512_slli_epi32(sum.high, 8), sum.low);
 }
-#define tqkv__i_whole_lanes_avx512 tqkv__i_whole_avx512
+TQKV__OP __m512i tqkv__i_whole_avx512(const tqkv_format format, tqkv__i_sum_avx512 sum)
+{
+    (void)format;
+    return tqkv__i_whole_lanes_avx512(sum);
+}
 /* A register, for loads that repeat 16 bytes are slow. */
 TQKV__OP __m512i tqkv__i_repeat_16_avx512(const int8_t *p)
 {
@@ -10400,8 +10426,9 @@ TQKV__OP __m512i tqkv__i_repeat_16_avx512(const int8_t *p)
     __asm__("" : "+v"(x));
     return x;
 }
-TQKV__OP tqkv__i_row_avx512 tqkv__i_load_row_avx512(const int8_t *p, int plane, int i)
+TQKV__OP tqkv__i_row_avx512 tqkv__i_load_row_avx512(const tqkv_format format, const int8_t *p, int plane, int i)
 {
+    (void)format;
     const tqkv__i_row_avx512 row = {tqkv__i_repeat_16_avx512(p + i), tqkv__i_repeat_16_avx512(p + plane + i)};
     return row;
 }
@@ -10427,8 +10454,9 @@ TQKV__OP void tqkv__i_key_lanes_avx512(const __m512i *x, __m512i *lanes)
     TQKV__UNROLL
     for (int i = 0; i < 4; i++) lanes[i] = x[i];
 }
-TQKV__OP void tqkv__i_value_lanes_avx512(const __m512i *x, __m512i *lanes)
+TQKV__OP void tqkv__i_value_lanes_avx512(const tqkv_format format, const __m512i *x, __m512i *lanes)
 {
+    (void)format;
     const __m512i at =
         _mm512_set_epi32(0x3f2f1f0f, 0x3e2e1e0e, 0x3d2d1d0d, 0x3c2c1c0c, 0x3b2b1b0b, 0x3a2a1a0a, 0x39291909, 0x38281808,
                          0x37271707, 0x36261606, 0x35251505, 0x34241404, 0x33231303, 0x32221202, 0x31211101, 0x30201000);
@@ -10461,17 +10489,18 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_
 #define TQKV__INTEGER_LANES    16
 #define TQKV__PRODUCTS         4
 #define TQKV__CODE_OFFSET      128
+#define TQKV__OFFSET_OF(format) true
 #define TQKV__FEW_ROWS         4 /* rows of loops straight from the codes, at most */
 #define TQKV__LANES_ROWS       8 /* from so many rows on, tiles are turned */
 #define TQKV__MANY_ROWS        4 /* rows whose sums fit in registers: keys, */
 #define TQKV__MANY_VALUE_ROWS  4 /* and values */
 #define TQKV__SUM_REGISTERS    8
-#define TQKV__KEPT_ROWS 1 /* registers keep the rows of 64 dimensions */
 #define TQKV__NEW
 #include "tqkv.h"
 #endif
 
-/* >>integer-avx2: what AVX2 brings to >>k-rows. Products are of words, to which bytes are widened. */
+/* >>integer-avx2: what AVX2 brings to >>k-rows. Products are of words. Bytes are widened with zeros, and codes are 128
+   more than they are; but I8's, straight from the store, are widened with their signs as they are loaded. */
 
 #ifdef TQKV__AVX2
 
@@ -10490,11 +10519,20 @@ typedef struct tqkv__i_chunk_avx2 {
     int unfilled;
     __m256i books[4];
 } tqkv__i_chunk_avx2;
-/* A sum of each position */
+/* 16 dimensions of two positions: all, or one by one */
+typedef struct tqkv__i_unit_avx2 {
+    __m256i both;
+    __m128i first, second;
+} tqkv__i_unit_avx2;
+/* A sum of both positions, in a half each, or of each */
 typedef struct tqkv__i_sum_avx2 {
     __m256i first, second;
 } tqkv__i_sum_avx2;
-typedef __m256i tqkv__i_row_avx2, tqkv__i_lanes_avx2, tqkv__i_repeated_avx2, tqkv__i_lane_sum_avx2;
+/* 16 words, or their halves twice */
+typedef struct tqkv__i_row_avx2 {
+    __m256i first, last;
+} tqkv__i_row_avx2;
+typedef __m256i tqkv__i_lanes_avx2, tqkv__i_repeated_avx2, tqkv__i_lane_sum_avx2;
 
 /* Returns the mask of lanes for so many bytes of codes. */
 TQKV__OP __m128i tqkv__i_lanes_left_avx2(int bytes)
@@ -10513,7 +10551,9 @@ TQKV__OP tqkv__i_chunk_avx2 tqkv__i_open_chunk_avx2(const tqkv_format format, in
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
         if (bits && (i == 0 || i < (1 << bits) / 16))
-            chunk.books[i] = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i));
+            chunk.books[i] = _mm256_xor_si256(
+                _mm256_set1_epi8(-128),
+                _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i)));
     return chunk;
 }
 /* Loads 16 bytes, or as many as the mask says, of two positions. */
@@ -10574,15 +10614,24 @@ TQKV__OP __m256i tqkv__i_centroids_avx2(const int bits, const __m256i *books, __
         _mm256_blendv_epi8(_mm256_shuffle_epi8(books[2], index), _mm256_shuffle_epi8(books[3], index), fifth);
     return _mm256_blendv_epi8(low, high, sixth);
 }
-TQKV__OP __m256i tqkv__i_look_up_avx2(const tqkv_format format, const int k, const tqkv__i_chunk_avx2 *chunk,
-                                      const tqkv__i_raw_avx2 *raw)
+/* Reads a unit of codes that were decoded before. */
+TQKV__OP tqkv__i_unit_avx2 tqkv__i_load_unit_avx2(const int8_t *p)
+{
+    tqkv__i_unit_avx2 x;
+    memcpy(&x.both, p, sizeof x.both);
+    return x;
+}
+TQKV__OP tqkv__i_unit_avx2 tqkv__i_look_up_avx2(const tqkv_format format, const int k,
+                                                const tqkv__i_chunk_avx2 *chunk, const tqkv__i_raw_avx2 *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
     __m256i x, upper = _mm256_setzero_si256();
+    tqkv__i_unit_avx2 unit;
     if (main == 8) {
-        const uint8_t *at = raw->at + 16 * k;
-        x = _mm256_set_m128i(tqkv__load_128(at + raw->stride), tqkv__load_128(at));
-        if (!bits) return x;
+        unit.first = tqkv__load_128(raw->at + 16 * k);
+        unit.second = tqkv__load_128(raw->at + 16 * k + raw->stride);
+        if (!bits) return unit;
+        x = _mm256_set_m128i(unit.second, unit.first);
         upper = _mm256_srli_epi16(x, 4);
         x = _mm256_and_si256(x, _mm256_set1_epi8(15));
     }
@@ -10591,12 +10640,27 @@ TQKV__OP __m256i tqkv__i_look_up_avx2(const tqkv_format format, const int k, con
     if (upper_bits == 1) upper = tqkv__i_take_bits_avx2(k, raw->upper);
     if (upper_bits == 2) upper = tqkv__i_take_pairs_avx2(k, raw->upper);
     if (bits == 3) x = _mm256_or_si256(x, _mm256_and_si256(upper, _mm256_set1_epi8(4)));
-    return tqkv__i_centroids_avx2(bits, chunk->books, x, _mm256_slli_epi16(upper, 7), _mm256_slli_epi16(upper, 6));
+    unit.both = tqkv__i_centroids_avx2(bits, chunk->books, x, _mm256_slli_epi16(upper, 7), _mm256_slli_epi16(upper, 6));
+    return unit;
 }
-TQKV__OP __m256i tqkv__i_load_row_avx2(const int8_t *p, int plane, int i)
+TQKV__OP void tqkv__i_store_unit_avx2(const tqkv_format format, tqkv__i_unit_avx2 x, int8_t *p)
 {
+    if (TQKV__KIND(format) == TQKV__GRID)
+        x.both = _mm256_xor_si256(_mm256_set1_epi8(-128), _mm256_set_m128i(x.second, x.first));
+    memcpy(p, &x.both, sizeof x.both);
+}
+TQKV__OP tqkv__i_row_avx2 tqkv__i_load_row_avx2(const tqkv_format format, const int8_t *p, int plane, int i)
+{
+    tqkv__i_row_avx2 row;
     (void)plane; /* of bytes */
-    return _mm256_loadu_si256((const __m256i *)(const void *)(p + 2 * i));
+    p += 2 * i;
+    if (TQKV__KIND(format) == TQKV__GRID) {
+        row.first = row.last = _mm256_loadu_si256((const __m256i *)(const void *)p);
+        return row;
+    }
+    row.first = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)p));
+    row.last = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)p + 16));
+    return row;
 }
 /* GCC 12 copies the sums of the intrinsic, and spills them. */
 TQKV__OP __m256i tqkv__i_dot_lanes_avx2(__m256i sums, __m256i words, __m256i integers)
@@ -10610,15 +10674,22 @@ TQKV__OP __m256i tqkv__i_dot_lanes_avx2(__m256i sums, __m256i words, __m256i int
     return sum;
 #endif
 }
-TQKV__OP tqkv__i_sum_avx2 tqkv__i_dot_avx2(tqkv__i_sum_avx2 sums, __m256i codes, __m256i row)
+TQKV__OP tqkv__i_sum_avx2 tqkv__i_dot_avx2(const tqkv_format format, tqkv__i_sum_avx2 sums, tqkv__i_unit_avx2 x,
+                                           tqkv__i_row_avx2 row)
 {
-    const __m128i first = _mm256_castsi256_si128(codes), second = _mm256_extracti128_si256(codes, 1);
-    sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_cvtepi8_epi16(first), row);
-    sums.second = tqkv__i_dot_lanes_avx2(sums.second, _mm256_cvtepi8_epi16(second), row);
+    const __m256i zero = _mm256_setzero_si256();
+    if (TQKV__KIND(format) == TQKV__GRID) {
+        sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_cvtepi8_epi16(x.first), row.first);
+        sums.second = tqkv__i_dot_lanes_avx2(sums.second, _mm256_cvtepi8_epi16(x.second), row.first);
+        return sums;
+    }
+    sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_unpacklo_epi8(x.both, zero), row.first);
+    sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_unpackhi_epi8(x.both, zero), row.last);
     return sums;
 }
-TQKV__OP __m256i tqkv__i_whole_avx2(tqkv__i_sum_avx2 sum)
+TQKV__OP __m256i tqkv__i_whole_avx2(const tqkv_format format, tqkv__i_sum_avx2 sum)
 {
+    if (TQKV__KIND(format) != TQKV__GRID) return sum.first;
     return _mm256_add_epi32(_mm256_permute2x128_si256(sum.first, sum.second, 0x20),
                             _mm256_permute2x128_si256(sum.first, sum.second, 0x31));
 }
@@ -10642,18 +10713,25 @@ TQKV__OP void tqkv__i_transpose_avx2(__m256i *x)
 /* Two bytes of four become words. */
 TQKV__OP void tqkv__i_key_lanes_avx2(const __m256i *x, __m256i *lanes)
 {
-    const __m256i twice = _mm256_setr_epi64x(0x0505040401010000, 0x0d0d0c0c09090808, 0x0505040401010000, 0x0d0d0c0c09090808);
+    const __m256i at = _mm256_setr_epi32((int)0x80018000, (int)0x80058004, (int)0x80098008, (int)0x800d800c,
+                                         (int)0x80018000, (int)0x80058004, (int)0x80098008, (int)0x800d800c);
     TQKV__UNROLL
-    for (int i = 0; i < 8; i++) {
-        const __m256i at = i % 2 ? _mm256_add_epi8(twice, _mm256_set1_epi8(2)) : twice;
-        lanes[i] = _mm256_srai_epi16(_mm256_shuffle_epi8(x[i / 2], at), 8);
-    }
+    for (int i = 0; i < 8; i++)
+        lanes[i] = _mm256_shuffle_epi8(x[i / 2], i % 2 ? _mm256_add_epi8(at, _mm256_set1_epi16(2)) : at);
 }
-TQKV__OP void tqkv__i_value_lanes_avx2(const __m256i *x, __m256i *lanes)
+/* A byte of each position becomes a word. */
+TQKV__OP void tqkv__i_value_lanes_avx2(const tqkv_format format, const tqkv__i_unit_avx2 *x, __m256i *lanes)
 {
-    const __m128i a = _mm256_castsi256_si128(*x), b = _mm256_extracti128_si256(*x, 1);
-    lanes[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
-    lanes[1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
+    if (TQKV__KIND(format) == TQKV__GRID) {
+        lanes[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x->first, x->second));
+        lanes[1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(x->first, x->second));
+        return;
+    }
+    const __m256i fours = _mm256_permutevar8x32_epi32(x->both, _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7));
+    const __m256i at = _mm256_setr_epi32((int)0x80048000, (int)0x80058001, (int)0x80068002, (int)0x80078003,
+                                         (int)0x80048000, (int)0x80058001, (int)0x80068002, (int)0x80078003);
+    lanes[0] = _mm256_shuffle_epi8(fours, at);
+    lanes[1] = _mm256_shuffle_epi8(fours, _mm256_add_epi8(at, _mm256_set1_epi16(8)));
 }
 TQKV__OP __m256i tqkv__i_sum_four_codes_avx2(const __m256i *x)
 {
@@ -10688,13 +10766,13 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
 #define TQKV__ISA_NAME        "avx2"
 #define TQKV__INTEGER_LANES   8
 #define TQKV__PRODUCTS        2
-#define TQKV__CODE_OFFSET     0
+#define TQKV__CODE_OFFSET     128
+#define TQKV__OFFSET_OF(format) (TQKV__KIND(format) != TQKV__GRID)
 #define TQKV__FEW_ROWS        4
 #define TQKV__LANES_ROWS      8
 #define TQKV__MANY_ROWS       4
 #define TQKV__MANY_VALUE_ROWS 4
 #define TQKV__SUM_REGISTERS   8
-#define TQKV__KEPT_ROWS       0
 #define TQKV__NEW
 #include "tqkv.h"
 #if defined(__GNUC__) && !defined(__clang__)

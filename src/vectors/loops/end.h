@@ -39,4 +39,5 @@
 #undef TQKV__LOOPS_OF_FORMAT
 #undef TQKV__LOOPS_ENTRY
 
-#undef TQKV__KEPT_ROWS
+#undef TQKV__OFFSET_OF
+#undef TQKV__ADD_LANES

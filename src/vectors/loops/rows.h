@@ -150,7 +150,7 @@ TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const flo
 /* The rows that are multiplied with a panel: their integers, and results. */
 typedef struct TQKV__I(product) {
     const int8_t *rows; /* of the first row; the next ones are row_floats floats on, like their units and offsets */
-    const float *units, *offsets;
+    const float *units, *offsets; /* offsets: NULL if codes are what they are */
     int row_floats;
     float *results; /* scores or sums, result_floats apart */
     int result_floats;
@@ -163,7 +163,7 @@ TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
 {
     p->rows += rows * p->row_floats * (int)sizeof(float);
     p->units += rows * p->row_floats;
-    p->offsets += rows * p->row_floats;
+    if (p->offsets) p->offsets += rows * p->row_floats;
     p->results += rows * p->result_floats;
 }
 
@@ -184,8 +184,8 @@ TQKV__OP TQKV__I(lane_sum) TQKV__I(no_lanes)(void)
 /* Returns the sums as floats, less what TQKV__CODE_OFFSET added to them. */
 TQKV__OP TQKV__VECTOR TQKV__I(sum_of_row)(const TQKV__I(product) * p, int r, TQKV__(codes) sum)
 {
-    int32_t offset;
-    memcpy(&offset, p->offsets + r * p->row_floats, sizeof offset);
+    int32_t offset = 0;
+    if (p->offsets) memcpy(&offset, p->offsets + r * p->row_floats, sizeof offset);
     return TQKV__S(to_floats)(TQKV__CODE_OFFSET ? TQKV__S(add_codes)(sum, TQKV__S(set_codes)(offset)) : sum);
 }
 
@@ -212,14 +212,15 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     for (int j = first; j < first + n; j += TQKV__INTEGER_LANES) {
         TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
+        TQKV__ROLLED
         for (int v = 0; v < 4; v++, TQKV__S(move)(a, keys ? 1 : TQKV__POSITIONS, &cursor)) {
             const TQKV__S(raw) raw =
                 TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], (keys ? 4 : 1) * a->stride);
             TQKV__UNROLL
             for (int k = 0; k < 4; k++, room += TQKV__BYTES) {
                 if (16 * k >= left) break;
-                const TQKV__(codes) x = TQKV__S(look_up)(format, k, &chunk, &raw);
-                memcpy(room, &x, sizeof x);
+                const TQKV__S(unit) x = TQKV__S(look_up)(format, k, &chunk, &raw);
+                TQKV__S(store_unit)(format, x, room);
             }
         }
     }
@@ -242,12 +243,12 @@ static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int,
 /* -- Scores of few rows -- */
 
 /* Loads 64 integers of each row. */
-TQKV__OP void TQKV__I(load_rows)(const int rows, const TQKV__I(product) * p, int dim, int d, TQKV__I(row) (*q)[4])
+TQKV__OP void TQKV__I(load_rows)(const tqkv_format format, const int rows, const TQKV__I(product) * p, int dim, int d, TQKV__I(row) (*q)[4])
 {
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++)
         q[i / 4][i % 4] =
-            TQKV__I(load_row)(p->rows + (size_t)(i / 4 * p->row_floats) * sizeof(float), dim, d + i % 4 * 16);
+            TQKV__I(load_row)(format, p->rows + (size_t)(i / 4 * p->row_floats) * sizeof(float), dim, d + i % 4 * 16);
 }
 
 /* Adds the products of a unit of positions with up to 64 dimensions. format and rows are constants. */
@@ -257,39 +258,35 @@ TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const 
     TQKV__UNROLL
     for (int k = 0; k < 4; k++) {
         if (16 * k >= left) break;
-        const TQKV__(codes) x = TQKV__S(look_up)(format, k, chunk, raw);
+        const TQKV__S(unit) x = TQKV__S(look_up)(format, k, chunk, raw);
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(sums[r], x, q[r][k]);
+        for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(format, sums[r], x, q[r][k]);
     }
 }
 
-/* Adds the products of the dimensions from d on, 64 or all: sums[row][u] for each unit. Four units are LANES positions;
-   lane i of unit v has position v + 4 i. */
+/* Adds the products of up to 64 dimensions from d on: sums[row][u] for each unit. Four units are LANES positions; lane
+   i of unit v has position v + 4 i. */
 TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
                                    const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
 {
-    const int end = TQKV__KEPT_ROWS && a->dim - d > TQKV__CHUNK ? d + TQKV__CHUNK : a->dim;
-    TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, end - d, a->centroids);
+    const int left = a->dim - d;
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
-    if (TQKV__KEPT_ROWS) TQKV__I(load_rows)(rows, p, a->dim, d, q);
+    TQKV__I(load_rows)(format, rows, p, a->dim, d, q);
     for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
         TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
+        TQKV__ROLLED
         for (int v = 0; v < 4; v++, u++, TQKV__S(move)(a, 1, &cursor)) {
+            const TQKV__S(raw) raw =
+                TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
             TQKV__I(sum) now[TQKV__FEW_ROWS];
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) now[r] = TQKV__I(no_sum)();
-            for (int e = d; e < end; e += TQKV__CHUNK) {
-                const uint8_t *at = cursor.fields[0] + (e - d) * TQKV__MAIN_BITS(format) / 8;
-                const uint8_t *upper = cursor.fields[1] + (e - d) * TQKV__UPPER_BITS(format) / 8;
-                if (!TQKV__KEPT_ROWS) chunk = TQKV__S(open_chunk)(format, end - e, a->centroids);
-                if (!TQKV__KEPT_ROWS) TQKV__I(load_rows)(rows, p, a->dim, e, q);
-                const TQKV__S(raw) raw = TQKV__S(open)(format, &chunk, at, upper, 4 * a->stride);
-                TQKV__I(dot_unit)(format, rows, &chunk, &raw, end - e, q, now);
-            }
+            TQKV__I(dot_unit)(format, rows, &chunk, &raw, left, q, now);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) {
-                const TQKV__(codes) whole = TQKV__I(whole)(now[r]);
-                sums[r][u] = TQKV__KEPT_ROWS && d ? TQKV__S(add_codes)(sums[r][u], whole) : whole;
+                const TQKV__(codes) whole = TQKV__I(whole)(format, now[r]);
+                sums[r][u] = d ? TQKV__S(add_codes)(sums[r][u], whole) : whole;
             }
         }
     }
@@ -309,8 +306,7 @@ TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, cons
 {
     TQKV__(codes) sums[TQKV__FEW_ROWS][TQKV__MOST_UNITS];
     const TQKV__S(panel) a = *panel; /* sums lie elsewhere */
-    for (int d = 0; d < a.dim; d += TQKV__KEPT_ROWS ? TQKV__CHUNK : a.dim)
-        TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
+    for (int d = 0; d < a.dim; d += TQKV__CHUNK) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
     TQKV__I(finish_scores)(p, rows, a.n, sums);
 }
 
@@ -380,20 +376,18 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
 /* -- Sums of values: a lane is a dimension. -- */
 
 /* Sixteens of dimensions whose sums fit in registers */
-#define TQKV__SIXTEENS(rows)                                                                                           \
-    ((rows)*TQKV__DIM_LANES * 4 <= TQKV__SUM_REGISTERS ? 4 : (rows)*TQKV__DIM_LANES * 2 <= TQKV__SUM_REGISTERS ? 2 : 1)
+#define TQKV__SIXTEENS(rows) ((rows)*TQKV__DIM_LANES * 2 <= TQKV__SUM_REGISTERS ? 2 : 1)
 
 /* Adds the sums of a pass to results[row][d] and on. */
-TQKV__OP void TQKV__I(add_sums)(const int rows, const int sixteens, const TQKV__I(product) * p, int d, int left,
-                                TQKV__I(lane_sum) (*sums)[4 * TQKV__DIM_LANES])
+TQKV__OP void TQKV__I(add_sums)(const int rows, const int vectors, const TQKV__I(product) * p, int d,
+                                TQKV__I(lane_sum) (*sums)[2 * TQKV__DIM_LANES])
 {
     TQKV__UNROLL
     for (int r = 0; r < rows; r++) {
         float *to = p->results + r * p->result_floats + d;
         const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
         TQKV__UNROLL
-        for (int i = 0; i < sixteens * TQKV__DIM_LANES; i++, to += TQKV__INTEGER_LANES) {
-            if (i * TQKV__INTEGER_LANES >= left) break;
+        for (int i = 0; i < vectors; i++, to += TQKV__INTEGER_LANES) {
             const TQKV__VECTOR sum = TQKV__I(sum_of_row)(p, r, TQKV__I(whole_lanes)(sums[r][i]));
             TQKV__(store)(to, TQKV__(fma)(sum, unit, TQKV__(load)(to)));
         }
@@ -401,10 +395,10 @@ TQKV__OP void TQKV__I(add_sums)(const int rows, const int sixteens, const TQKV__
 }
 
 /* Adds the products of TQKV__PRODUCTS positions, from the cursor or from lanes in tile. */
-TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, const int sixteens, int left,
+TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, const int sixteens,
                                      const TQKV__S(panel) * a, const TQKV__S(chunk) * chunk,
                                      const TQKV__S(cursor) * cursor, const int8_t *tile, const TQKV__I(repeated) * y,
-                                     TQKV__I(lane_sum) (*sums)[4 * TQKV__DIM_LANES])
+                                     TQKV__I(lane_sum) (*sums)[2 * TQKV__DIM_LANES])
 {
     TQKV__S(raw) raw[TQKV__UNITS];
     TQKV__UNROLL
@@ -415,15 +409,14 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
     }
     TQKV__UNROLL
     for (int k = 0; k < sixteens; k++) {
-        TQKV__(codes) x[TQKV__UNITS];
+        TQKV__S(unit) x[TQKV__UNITS];
         TQKV__I(lanes) lanes[TQKV__DIM_LANES];
-        if (16 * k >= left) break;
         if (format == TQKV__READY) {
             memcpy(lanes, tile + k * TQKV__DIM_LANES * TQKV__LANE_BYTES, sizeof lanes);
         } else {
             TQKV__UNROLL
             for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, chunk, &raw[i]);
-            TQKV__I(value_lanes)(x, lanes);
+            TQKV__I(value_lanes)(format, x, lanes);
         }
         TQKV__UNROLL
         for (int i = 0; i < rows * TQKV__DIM_LANES; i++) {
@@ -439,33 +432,35 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
 TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const int sixteens,
                                  const TQKV__S(panel) * a, int d, const TQKV__I(product) * p, const int8_t *tile)
 {
-    const int left = a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens, all = sixteens * TQKV__DIM_LANES;
-    const int step = format == TQKV__READY ? a->n : 16, tile_step = left / 16 * TQKV__DIM_LANES * TQKV__LANE_BYTES;
-    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
-    TQKV__I(lane_sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
+    const int all = sixteens * TQKV__DIM_LANES, step = format == TQKV__READY ? a->n : 16;
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, 16 * sixteens, a->centroids);
+    TQKV__I(lane_sum) sums[TQKV__FEW_ROWS][2 * TQKV__DIM_LANES];
     const int8_t *w = p->rows;
     TQKV__UNROLL
     for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_lanes)();
     for (int first = 0; first < a->n; first += step) {
         TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, first, 16, d);
-        for (int j = first; j < first + step; j += TQKV__PRODUCTS, tile += tile_step) {
+        TQKV__ROLLED
+        for (int j = first; j < first + step; j += TQKV__PRODUCTS, tile += all * TQKV__LANE_BYTES) {
             TQKV__I(repeated) y[TQKV__FEW_ROWS];
             TQKV__UNROLL
             for (int r = 0; r < rows; r++)
                 y[r] = TQKV__I(repeat)(w + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
-            TQKV__I(add_positions)(format, rows, sixteens, left, a, &chunk, &cursor, tile, y, sums);
+            TQKV__I(add_positions)(format, rows, sixteens, a, &chunk, &cursor, tile, y, sums);
             TQKV__S(move)(a, TQKV__PRODUCTS, &cursor);
         }
     }
-    TQKV__I(add_sums)(rows, sixteens, p, d, left, sums);
+    TQKV__I(add_sums)(rows, all, p, d, sums);
 }
 
 TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
                                 const TQKV__I(product) * p)
 {
     const TQKV__S(panel) a = *panel; /* results lie elsewhere */
-    for (int d = 0; d < a.dim; d += 16 * TQKV__SIXTEENS(rows))
+    int d = 0;
+    for (; d + 16 * TQKV__SIXTEENS(rows) <= a.dim; d += 16 * TQKV__SIXTEENS(rows))
         TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p, NULL);
+    if (d < a.dim) TQKV__I(add_chunk)(format, rows, 1, &a, d, p, NULL);
 }
 
 /* Finds the lanes of the dimensions [d, d + left) for all positions. tile: [n / TQKV__PRODUCTS][lanes] */
@@ -476,28 +471,31 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(value_tile)(const TQKV__S(panel)
     TQKV__S(decoders)[a->format](a, false, d, left, 0, a->n, room);
     for (int u = 0; u < units; u += TQKV__UNITS)
         for (int k = 0; k < sixteens; k++, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
-            TQKV__(codes) x[TQKV__UNITS];
+            TQKV__S(unit) x[TQKV__UNITS];
             TQKV__I(lanes) lanes[TQKV__DIM_LANES];
             TQKV__UNROLL
             for (int i = 0; i < TQKV__UNITS; i++)
-                memcpy(&x[i], room + ((u + i) * sixteens + k) * TQKV__BYTES, sizeof x[i]);
-            TQKV__I(value_lanes)(x, lanes);
+                x[i] = TQKV__S(load_unit)(room + ((u + i) * sixteens + k) * TQKV__BYTES);
+            TQKV__I(value_lanes)(TQKV__READY, x, lanes);
             memcpy(tile, lanes, sizeof lanes);
         }
 }
 
+#define TQKV__ADD_LANES(rows)                                                                                          \
+    (whole ? TQKV__I(add_chunk)(TQKV__READY, rows, TQKV__MANY_SIXTEENS, &a, d, &p, tile)                               \
+           : TQKV__I(add_chunk)(TQKV__READY, rows, 1, &a, d, &p, tile))
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) * panel, TQKV__I(product) p, int d,
-                                                           const int8_t *tile, int n_rows)
+                                                           bool whole, const int8_t *tile, int n_rows)
 {
     const TQKV__S(panel) a = *panel;
     for (int rows; n_rows > 0; n_rows -= rows, TQKV__I(advance)(&p, rows)) {
         rows = n_rows >= TQKV__MANY_VALUE_ROWS ? TQKV__MANY_VALUE_ROWS : n_rows >= 2 ? 2 : 1;
         if (rows == 1)
-            TQKV__I(add_chunk)(TQKV__READY, 1, TQKV__MANY_SIXTEENS, &a, d, &p, tile);
+            TQKV__ADD_LANES(1);
         else if (rows == 2)
-            TQKV__I(add_chunk)(TQKV__READY, 2, TQKV__MANY_SIXTEENS, &a, d, &p, tile);
+            TQKV__ADD_LANES(2);
         else
-            TQKV__I(add_chunk)(TQKV__READY, TQKV__MANY_VALUE_ROWS, TQKV__MANY_SIXTEENS, &a, d, &p, tile);
+            TQKV__ADD_LANES(TQKV__MANY_VALUE_ROWS);
     }
 }
 
@@ -512,15 +510,24 @@ typedef struct TQKV__I(loops) {
 #define TQKV__FEW_LOOPS(format, kind, book) (TQKV__HAS_INTEGERS(kind, book) && (format) != TQKV_TQ5_BYTES)
 #define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain)                                    \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a,                          \
-                                                                    const TQKV__I(product) * p, int rows)              \
+                                                                    const TQKV__I(product) * product, int rows)        \
     {                                                                                                                  \
+        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                              \
         if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format);                                          \
     }                                                                                                                  \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a,                            \
-                                                                  const TQKV__I(product) * p, int rows)                \
+                                                                  const TQKV__I(product) * product, int rows)          \
     {                                                                                                                  \
+        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                              \
         if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format);                                            \
     }
+TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const TQKV__I(product) * p)
+{
+    TQKV__I(product) product = *p;
+    if (!TQKV__OFFSET_OF(format)) product.offsets = NULL;
+    return product;
+}
+
 #define TQKV__BY_ROWS(loop, format)                                                                                    \
     (rows == 1   ? TQKV__I(loop)(format, 1, a, p)                                                                      \
      : rows == 2 ? TQKV__I(loop)(format, 2, a, p)                                                                      \
@@ -592,8 +599,9 @@ TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const 
         return;
     }
     for (int d = 0; d < panel->dim; d += STEP) {
-        TQKV__I(value_tile)(panel, d, panel->dim - d < STEP ? panel->dim - d : STEP, tile);
-        TQKV__I(add_lanes)(panel, *p, d, tile, n_rows);
+        const bool whole = panel->dim - d >= STEP;
+        TQKV__I(value_tile)(panel, d, whole ? STEP : 16, tile);
+        TQKV__I(add_lanes)(panel, *p, d, whole, tile, n_rows);
     }
 }
 
