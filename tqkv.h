@@ -7922,19 +7922,15 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
 /* Sixteens of dimensions whose sums fit in registers */
 #define TQKV__SIXTEENS(rows) ((rows)*TQKV__DIM_LANES * 2 <= TQKV__SUM_REGISTERS ? 2 : 1)
 
-/* Adds the sums of a pass to results[row][d] and on. */
-TQKV__OP void TQKV__I(add_sums)(const int rows, const int vectors, const TQKV__I(product) * p, int d,
-                                TQKV__I(lane_sum) (*sums)[2 * TQKV__DIM_LANES])
+/* Adds the sums of a pass to results[row][d] and on. Not inlined, because all loops have one. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors, int d,
+                                                          const TQKV__(codes) * sums)
 {
-    TQKV__UNROLL
     for (int r = 0; r < rows; r++) {
         float *to = p->results + r * p->result_floats + d;
         const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-        TQKV__UNROLL
-        for (int i = 0; i < vectors; i++, to += TQKV__INTEGER_LANES) {
-            const TQKV__VECTOR sum = TQKV__I(sum_of_row)(p, r, TQKV__I(whole_lanes)(sums[r][i]));
-            TQKV__(store)(to, TQKV__(fma)(sum, unit, TQKV__(load)(to)));
-        }
+        for (int i = 0; i < vectors; i++, to += TQKV__INTEGER_LANES)
+            TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, *sums++), unit, TQKV__(load)(to)));
     }
 }
 
@@ -7994,17 +7990,19 @@ TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const
             TQKV__S(move)(a, TQKV__PRODUCTS, &cursor);
         }
     }
-    TQKV__I(add_sums)(rows, all, p, d, sums);
+    TQKV__(codes) whole[TQKV__FEW_ROWS * 2 * TQKV__DIM_LANES];
+    TQKV__UNROLL
+    for (int i = 0; i < rows * all; i++) whole[i] = TQKV__I(whole_lanes)(sums[i / all][i % all]);
+    TQKV__I(add_sums)(p, rows, all, d, whole);
 }
 
+/* All whole passes of a panel */
 TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
                                 const TQKV__I(product) * p)
 {
     const TQKV__S(panel) a = *panel; /* results lie elsewhere */
-    int d = 0;
-    for (; d + 16 * TQKV__SIXTEENS(rows) <= a.dim; d += 16 * TQKV__SIXTEENS(rows))
+    for (int d = 0; d + 16 * TQKV__SIXTEENS(rows) <= a.dim; d += 16 * TQKV__SIXTEENS(rows))
         TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p, NULL);
-    if (d < a.dim) TQKV__I(add_chunk)(format, rows, 1, &a, d, p, NULL);
 }
 
 /* Finds the lanes of the dimensions [d, d + left) for all positions. tile: [n / TQKV__PRODUCTS][lanes] */
@@ -8138,11 +8136,10 @@ TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const 
 {
     enum { STEP = 16 * TQKV__MANY_SIXTEENS };
     TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * STEP / TQKV__INTEGER_LANES * TQKV__LANE_BYTES];
-    if (n_rows < TQKV__LANES_ROWS) {
-        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, *p, n_rows);
-        return;
-    }
-    for (int d = 0; d < panel->dim; d += STEP) {
+    const bool few = n_rows < TQKV__LANES_ROWS;
+    if (few) TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, *p, n_rows);
+    /* What few rows leave is half a pass. */
+    for (int d = few ? panel->dim / 32 * 32 : 0; d < panel->dim; d += STEP) {
         const bool whole = panel->dim - d >= STEP;
         TQKV__I(value_tile)(panel, d, whole ? STEP : 16, tile);
         TQKV__I(add_lanes)(panel, *p, d, whole, tile, n_rows);
