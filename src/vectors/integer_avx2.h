@@ -272,6 +272,7 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
 #define TQKV__MANY_ROWS       4
 #define TQKV__MANY_VALUE_ROWS 4
 #define TQKV__SUM_REGISTERS   8
+#define TQKV__LANES_ROWS_OF_BOOKS 3
 #define TQKV__NEW
 #include "loops.h"
 #if defined(__GNUC__) && !defined(__clang__)

@@ -218,6 +218,7 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_
 #define TQKV__MANY_ROWS        4 /* rows whose sums fit in registers: keys, */
 #define TQKV__MANY_VALUE_ROWS  4 /* and values */
 #define TQKV__SUM_REGISTERS    8
+#define TQKV__LANES_ROWS_OF_BOOKS 8
 #define TQKV__NEW
 #include "loops.h"
 #endif

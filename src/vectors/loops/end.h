@@ -41,3 +41,4 @@
 
 #undef TQKV__OFFSET_OF
 #undef TQKV__ADD_LANES
+#undef TQKV__LANES_ROWS_OF_BOOKS

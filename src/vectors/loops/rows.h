@@ -105,14 +105,16 @@ TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
 }
 #endif
 
-/* Rounds n floats times scale to integers, and returns -TQKV__CODE_OFFSET times their sum. A scale of 0 gives 0,
-   whatever the floats are. to: [n] */
-TQKV__OP int32_t TQKV__I(round_floats)(const float *x, int n, float scale, void *to)
+/* Rounds n floats to integers against the one whose bits are `largest`, and returns -TQKV__CODE_OFFSET times their sum.
+   Without a finite one all are 0. to: [n] */
+TQKV__OP int32_t TQKV__I(round_floats)(const float *x, int n, uint32_t largest, void *to)
 {
+    const float scale = tqkv__integer_scale(largest);
     TQKV__(codes) sum;
     memset(&sum, 0, sizeof sum);
     if (!(scale > 0.0f)) memset(to, 0, (size_t)n * sizeof(int16_t));
     if (!(scale > 0.0f)) return 0;
+    TQKV__UNROLL
     for (int i = 0; i < n; i += TQKV__INTEGER_LANES) {
         const TQKV__(codes) rounded = TQKV__S(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale));
         TQKV__I(store_integers)(to, i, n, rounded);
@@ -128,21 +130,30 @@ TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float
     int16_t *integers = (int16_t *)(void *)to;
     int32_t *offset = (int32_t *)(void *)(to + TQKV__QUERY_OFFSET(s->head_dim));
     for (int d = 0; d < s->head_dim; d += dim)
-        *offset++ = TQKV__I(round_floats)(query + d, dim, tqkv__integer_scale(largest), integers + d);
+        *offset++ = TQKV__I(round_floats)(query + d, dim, largest, integers + d);
     to[TQKV__QUERY_UNIT(s->head_dim)] = tqkv__integer_unit(largest, s->step);
 }
 
 /* Rounds the weights of a row times the norms of a panel. Weights from n on are another row's. */
-TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights, const float *factors,
-                                                int n, float *to)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights,
+                                                               const float *factors, int n, float *to)
 {
     TQKV__ALIGNED float x[TQKV__TILE];
+    TQKV__(codes) largest_of;
+    memset(&largest_of, 0, sizeof largest_of);
+    if (n < TQKV__TILE) {
+        memset(x, 0, sizeof x);
+        memcpy(x, weights, (size_t)n * sizeof *x);
+        weights = x;
+    }
     TQKV__UNROLL
-    for (int j = 0; j < TQKV__TILE; j += TQKV__INTEGER_LANES)
-        TQKV__(store)(x + j, TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j)));
-    if (n < TQKV__TILE) memset(x + n, 0, (size_t)(TQKV__TILE - n) * sizeof *x);
-    const uint32_t largest = TQKV__S(largest_bits)(x, TQKV__TILE);
-    const int32_t offset = TQKV__I(round_floats)(x, TQKV__TILE, tqkv__integer_scale(largest), to);
+    for (int j = 0; j < TQKV__TILE; j += TQKV__INTEGER_LANES) {
+        const TQKV__VECTOR scaled = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
+        largest_of = TQKV__(larger_bits)(largest_of, scaled);
+        TQKV__(store)(x + j, scaled);
+    }
+    const uint32_t largest = TQKV__S(largest_code)(largest_of);
+    const int32_t offset = TQKV__I(round_floats)(x, TQKV__TILE, largest, to);
     memcpy(to + TQKV__WEIGHTS_OFFSET, &offset, sizeof offset);
     to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
 }
@@ -397,6 +408,7 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
                                      TQKV__I(lane_sum) (*sums)[2 * TQKV__DIM_LANES])
 {
     TQKV__S(raw) raw[TQKV__UNITS];
+    const ptrdiff_t plane = (ptrdiff_t)(a->n / TQKV__PRODUCTS) * (TQKV__DIM_LANES * TQKV__LANE_BYTES);
     TQKV__UNROLL
     for (int i = 0; i < TQKV__UNITS; i++) {
         if (format == TQKV__READY) break;
@@ -408,7 +420,7 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
         TQKV__S(unit) x[TQKV__UNITS];
         TQKV__I(lanes) lanes[TQKV__DIM_LANES];
         if (format == TQKV__READY) {
-            memcpy(lanes, tile + k * TQKV__DIM_LANES * TQKV__LANE_BYTES, sizeof lanes);
+            memcpy(lanes, tile + k * plane, sizeof lanes);
         } else {
             TQKV__UNROLL
             for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, chunk, &raw[i]);
@@ -423,8 +435,8 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
 }
 
 /* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
-   on, straight from the codes or from lanes in tile: [n / TQKV__PRODUCTS][lanes]. format, rows and sixteens are
-   constants. */
+   on, straight from the codes or from lanes in tile: [sixteens][n / TQKV__PRODUCTS][lanes]. format, rows and sixteens
+   are constants. */
 TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const int sixteens,
                                  const TQKV__S(panel) * a, int d, const TQKV__I(product) * p, const int8_t *tile)
 {
@@ -437,7 +449,7 @@ TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const
     for (int first = 0; first < a->n; first += step) {
         TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, first, 16, d);
         TQKV__ROLLED
-        for (int j = first; j < first + step; j += TQKV__PRODUCTS, tile += all * TQKV__LANE_BYTES) {
+        for (int j = first; j < first + step; j += TQKV__PRODUCTS, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
             TQKV__I(repeated) y[TQKV__FEW_ROWS];
             TQKV__UNROLL
             for (int r = 0; r < rows; r++)
@@ -461,14 +473,14 @@ TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const 
         TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p, NULL);
 }
 
-/* Finds the lanes of the dimensions [d, d + left) for all positions. tile: [n / TQKV__PRODUCTS][lanes] */
+/* Finds the lanes of the dimensions [d, d + left) for all positions. tile: as add_chunk has it */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(value_tile)(const TQKV__S(panel) * a, int d, int left, int8_t *tile)
 {
     TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__CHUNK];
     const int sixteens = left / 16, units = a->n / TQKV__POSITIONS;
     TQKV__S(decoders)[a->format](a, false, d, left, 0, a->n, room);
-    for (int u = 0; u < units; u += TQKV__UNITS)
-        for (int k = 0; k < sixteens; k++, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
+    for (int k = 0; k < sixteens; k++)
+        for (int u = 0; u < units; u += TQKV__UNITS, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
             TQKV__S(unit) x[TQKV__UNITS];
             TQKV__I(lanes) lanes[TQKV__DIM_LANES];
             TQKV__UNROLL
@@ -511,13 +523,13 @@ typedef struct TQKV__I(loops) {
                                                                     const TQKV__I(product) * product, int rows)        \
     {                                                                                                                  \
         const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                              \
-        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format);                                          \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind);                                          \
     }                                                                                                                  \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a,                            \
                                                                   const TQKV__I(product) * product, int rows)          \
     {                                                                                                                  \
         const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                              \
-        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format);                                            \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format, kind);                                            \
     }
 TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const TQKV__I(product) * p)
 {
@@ -526,14 +538,22 @@ TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const T
     return product;
 }
 
-#define TQKV__BY_ROWS(loop, format)                                                                                    \
+#define TQKV__BY_ROWS(loop, format, kind)                                                                              \
     (rows == 1   ? TQKV__I(loop)(format, 1, a, p)                                                                      \
      : rows == 2 ? TQKV__I(loop)(format, 2, a, p)                                                                      \
-                 : TQKV__I(loop)(format, TQKV__FEW_ROWS, a, p))
+     : (kind) == TQKV__GRID || TQKV__LANES_ROWS_OF_BOOKS > 3                                                           \
+         ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, p)                                                                 \
+         : (void)0)
 TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
 
 #define TQKV__LOOPS_ENTRY(unused, format, ...) {TQKV__I(score_##format), TQKV__I(add_##format)},
 static const TQKV__I(loops) TQKV__I(loops_by_format)[] = {{NULL, NULL}, TQKV__FORMATS(TQKV__LOOPS_ENTRY, )};
+
+/* Whether so many rows are multiplied straight from the codes. */
+static bool TQKV__I(are_few)(tqkv_format format, int n_rows)
+{
+    return n_rows < (tqkv__format_of(format)->kind == TQKV__GRID ? TQKV__LANES_ROWS : TQKV__LANES_ROWS_OF_BOOKS);
+}
 
 /* Calls a loop for few rows. */
 TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, const TQKV__I(product) *, int),
@@ -551,7 +571,7 @@ TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, const TQKV_
 TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
 {
     TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
-    if (n_rows < TQKV__LANES_ROWS) {
+    if (TQKV__I(are_few)(panel->format, n_rows)) {
         TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].score, panel, *p, n_rows);
         return;
     }
@@ -590,15 +610,17 @@ TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int 
 /* Adds to the sums of a panel. */
 TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
 {
-    enum { STEP = 16 * TQKV__MANY_SIXTEENS };
-    TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * STEP / TQKV__INTEGER_LANES * TQKV__LANE_BYTES];
-    const bool few = n_rows < TQKV__LANES_ROWS;
+    enum { STEP = 16 * TQKV__MANY_SIXTEENS, PLANE = TQKV__TILE / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES };
+    TQKV__ALIGNED int8_t tile[TQKV__CHUNK / 16 * PLANE];
+    const bool few = TQKV__I(are_few)(panel->format, n_rows);
+    const int plane = panel->n / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES;
     if (few) TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, *p, n_rows);
     /* What few rows leave is half a pass. */
-    for (int d = few ? panel->dim / 32 * 32 : 0; d < panel->dim; d += STEP) {
-        const bool whole = panel->dim - d >= STEP;
-        TQKV__I(value_tile)(panel, d, whole ? STEP : 16, tile);
-        TQKV__I(add_lanes)(panel, *p, d, whole, tile, n_rows);
+    for (int d = few ? panel->dim / 32 * 32 : 0, left; d < panel->dim; d += left) {
+        left = panel->dim - d < TQKV__CHUNK ? panel->dim - d : TQKV__CHUNK;
+        TQKV__I(value_tile)(panel, d, left, tile);
+        for (int e = 0; e < left; e += STEP)
+            TQKV__I(add_lanes)(panel, *p, d + e, left - e >= STEP, tile + e / 16 * plane, n_rows);
     }
 }
 
