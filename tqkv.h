@@ -7627,8 +7627,10 @@ TQKV__OP TQKV__S(cursor)
     const size_t at = (size_t)(j < a->whole ? j : j - a->whole) * a->stride;
     const TQKV__S(cursor) cursor = {{fields[0] + at + d * TQKV__MAIN_BITS(format) / 8,
                                      fields[1] + at + d * TQKV__UPPER_BITS(format) / 8}};
-    if (a->ahead && d == 0 && format != TQKV__READY)
-        tqkv__prefetch(TQKV__L2, a->fields[0] + (size_t)j * a->stride + a->ahead, (size_t)positions * a->stride);
+    if (a->ahead && d == 0 && format != TQKV__READY) {
+        const uint8_t *next = a->fields[0] + (size_t)j * a->stride + a->ahead;
+        for (size_t i = 0; i < (size_t)positions * a->stride; i += 128) tqkv__prefetch(TQKV__L2, next + i, 128);
+    }
     return cursor;
 }
 
@@ -7931,25 +7933,29 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
 /* -- Sums of values: a lane is a dimension. -- */
 
 /* Sixteens of dimensions whose sums fit in registers */
-#define TQKV__SIXTEENS(rows) ((rows)*TQKV__DIM_LANES * 2 <= TQKV__SUM_REGISTERS ? 2 : 1)
+#define TQKV__SIXTEENS(rows)                                                                                           \
+    ((rows)*TQKV__MOST_SIXTEENS <= TQKV__SUM_SIXTEENS ? TQKV__MOST_SIXTEENS : TQKV__SUM_SIXTEENS / (rows))
 
-/* Adds the sums of a pass to results[row][d] and on. Not inlined, because all loops have one. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors, int d,
-                                                          const TQKV__(codes) * sums)
+/* Whether a pass may have less than its sixteens. */
+#define TQKV__ARE_PARTIAL(rows) (TQKV__PARTIAL && (rows) <= 2)
+
+/* Adds n of the sums of a pass, sums: [rows][vectors], to results[row][d] and on. Not inlined, because all loops have one. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors,
+                                                          int n, int d, const TQKV__(codes) * sums)
 {
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < rows; r++, sums += vectors) {
         float *to = p->results + r * p->result_floats + d;
         const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-        for (int i = 0; i < vectors; i++, to += TQKV__INTEGER_LANES)
-            TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, *sums++), unit, TQKV__(load)(to)));
+        for (int i = 0; i < n; i++, to += TQKV__INTEGER_LANES)
+            TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sums[i]), unit, TQKV__(load)(to)));
     }
 }
 
 /* Adds the products of TQKV__PRODUCTS positions, from the cursor or from lanes in tile. */
-TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, const int sixteens,
+TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, const int sixteens, int left,
                                      const TQKV__S(panel) * a, const TQKV__S(chunk) * chunk,
                                      const TQKV__S(cursor) * cursor, const int8_t *tile, const TQKV__I(repeated) * y,
-                                     TQKV__I(lane_sum) (*sums)[2 * TQKV__DIM_LANES])
+                                     TQKV__I(lane_sum) (*sums)[4 * TQKV__DIM_LANES])
 {
     TQKV__S(raw) raw[TQKV__UNITS];
     const ptrdiff_t plane = (ptrdiff_t)(a->n / TQKV__PRODUCTS) * (TQKV__DIM_LANES * TQKV__LANE_BYTES);
@@ -7963,6 +7969,7 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
     for (int k = 0; k < sixteens; k++) {
         TQKV__S(unit) x[TQKV__UNITS];
         TQKV__I(lanes) lanes[TQKV__DIM_LANES];
+        if (TQKV__ARE_PARTIAL(rows) && 16 * k >= left) break;
         if (format == TQKV__READY) {
             memcpy(lanes, tile + k * plane, sizeof lanes);
         } else {
@@ -7985,8 +7992,9 @@ TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const
                                  const TQKV__S(panel) * a, int d, const TQKV__I(product) * p, const int8_t *tile)
 {
     const int all = sixteens * TQKV__DIM_LANES, step = format == TQKV__READY ? a->n : 16;
-    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, 16 * sixteens, a->centroids);
-    TQKV__I(lane_sum) sums[TQKV__FEW_ROWS][2 * TQKV__DIM_LANES];
+    const int left = TQKV__ARE_PARTIAL(rows) && a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens;
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    TQKV__I(lane_sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
     const int8_t *w = p->rows;
     TQKV__UNROLL
     for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_lanes)();
@@ -7998,23 +8006,25 @@ TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const
             TQKV__UNROLL
             for (int r = 0; r < rows; r++)
                 y[r] = TQKV__I(repeat)(w + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
-            TQKV__I(add_positions)(format, rows, sixteens, a, &chunk, &cursor, tile, y, sums);
+            TQKV__I(add_positions)(format, rows, sixteens, left, a, &chunk, &cursor, tile, y, sums);
             TQKV__S(move)(a, TQKV__PRODUCTS, &cursor);
         }
     }
-    TQKV__(codes) whole[TQKV__FEW_ROWS * 2 * TQKV__DIM_LANES];
+    TQKV__(codes) whole[TQKV__FEW_ROWS * 4 * TQKV__DIM_LANES];
     TQKV__UNROLL
     for (int i = 0; i < rows * all; i++) whole[i] = TQKV__I(whole_lanes)(sums[i / all][i % all]);
-    TQKV__I(add_sums)(p, rows, all, d, whole);
+    TQKV__I(add_sums)(p, rows, all, left / 16 * TQKV__DIM_LANES, d, whole);
 }
 
-/* All whole passes of a panel */
 TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
                                 const TQKV__I(product) * p)
 {
+    const int step = 16 * TQKV__SIXTEENS(rows);
     const TQKV__S(panel) a = *panel; /* results lie elsewhere */
-    for (int d = 0; d + 16 * TQKV__SIXTEENS(rows) <= a.dim; d += 16 * TQKV__SIXTEENS(rows))
+    int d = 0;
+    for (; d + (TQKV__ARE_PARTIAL(rows) ? 16 : step) <= a.dim; d += step)
         TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p, NULL);
+    if (!TQKV__ARE_PARTIAL(rows) && d < a.dim) TQKV__I(add_chunk)(format, rows, 1, &a, d, p, NULL);
 }
 
 /* Finds the lanes of the dimensions [d, d + left) for all positions. tile: as add_chunk has it */
@@ -8156,11 +8166,12 @@ TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const 
 {
     enum { STEP = 16 * TQKV__MANY_SIXTEENS, PLANE = TQKV__TILE / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES };
     TQKV__ALIGNED int8_t tile[TQKV__CHUNK / 16 * PLANE];
-    const bool few = TQKV__I(are_few)(panel->format, n_rows);
     const int plane = panel->n / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES;
-    if (few) TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, *p, n_rows);
-    /* What few rows leave is half a pass. */
-    for (int d = few ? panel->dim / 32 * 32 : 0, left; d < panel->dim; d += left) {
+    if (TQKV__I(are_few)(panel->format, n_rows)) {
+        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, *p, n_rows);
+        return;
+    }
+    for (int d = 0, left; d < panel->dim; d += left) {
         left = panel->dim - d < TQKV__CHUNK ? panel->dim - d : TQKV__CHUNK;
         TQKV__I(value_tile)(panel, d, left, tile);
         for (int e = 0; e < left; e += STEP)
@@ -8819,7 +8830,7 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__FEW_ROWS
 #undef TQKV__MANY_ROWS
 #undef TQKV__MANY_VALUE_ROWS
-#undef TQKV__SUM_REGISTERS
+#undef TQKV__SUM_SIXTEENS
 #undef TQKV__POSITIONS
 #undef TQKV__KEY_LANES
 #undef TQKV__DIM_LANES
@@ -8832,6 +8843,9 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 #undef TQKV__OFFSET_OF
 #undef TQKV__ADD_LANES
 #undef TQKV__LANES_ROWS_OF_BOOKS
+#undef TQKV__MOST_SIXTEENS
+#undef TQKV__PARTIAL
+#undef TQKV__ARE_PARTIAL
 #endif
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
@@ -10514,8 +10528,10 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_
 #define TQKV__LANES_ROWS       8 /* from so many rows on, tiles are turned */
 #define TQKV__MANY_ROWS        4 /* rows whose sums fit in registers: keys, */
 #define TQKV__MANY_VALUE_ROWS  4 /* and values */
-#define TQKV__SUM_REGISTERS    8
+#define TQKV__SUM_SIXTEENS 8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
+#define TQKV__MOST_SIXTEENS 4 /* of one row */
 #define TQKV__LANES_ROWS_OF_BOOKS 8
+#define TQKV__PARTIAL 1 /* passes of sums may be partial */
 #define TQKV__NEW
 #include "tqkv.h"
 #endif
@@ -10793,8 +10809,10 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
 #define TQKV__LANES_ROWS      8
 #define TQKV__MANY_ROWS       4
 #define TQKV__MANY_VALUE_ROWS 4
-#define TQKV__SUM_REGISTERS   8
+#define TQKV__SUM_SIXTEENS 4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
+#define TQKV__MOST_SIXTEENS 2 /* of one row */
 #define TQKV__LANES_ROWS_OF_BOOKS 3
+#define TQKV__PARTIAL 0 /* passes of sums may be partial */
 #define TQKV__NEW
 #include "tqkv.h"
 #if defined(__GNUC__) && !defined(__clang__)

@@ -271,8 +271,10 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
 #define TQKV__LANES_ROWS      8
 #define TQKV__MANY_ROWS       4
 #define TQKV__MANY_VALUE_ROWS 4
-#define TQKV__SUM_REGISTERS   8
+#define TQKV__SUM_SIXTEENS 4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
+#define TQKV__MOST_SIXTEENS 2 /* of one row */
 #define TQKV__LANES_ROWS_OF_BOOKS 3
+#define TQKV__PARTIAL 0 /* passes of sums may be partial */
 #define TQKV__NEW
 #include "loops.h"
 #if defined(__GNUC__) && !defined(__clang__)

@@ -217,8 +217,10 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_
 #define TQKV__LANES_ROWS       8 /* from so many rows on, tiles are turned */
 #define TQKV__MANY_ROWS        4 /* rows whose sums fit in registers: keys, */
 #define TQKV__MANY_VALUE_ROWS  4 /* and values */
-#define TQKV__SUM_REGISTERS    8
+#define TQKV__SUM_SIXTEENS 8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
+#define TQKV__MOST_SIXTEENS 4 /* of one row */
 #define TQKV__LANES_ROWS_OF_BOOKS 8
+#define TQKV__PARTIAL 1 /* passes of sums may be partial */
 #define TQKV__NEW
 #include "loops.h"
 #endif
