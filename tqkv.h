@@ -6914,484 +6914,6 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,        TQ
 
 #ifdef TQKV__INTEGER_LANES
 
-#ifndef TQKV__NEW
-/* >>k-integer: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions. A lane of
-   32 bits adds up TQKV__PRODUCTS products: two of words, to which the bytes are widened, or four or eight of bytes with
-   the high and the low bytes of an integer, in two sums. What a set brings besides its floats, with TQKV__(codes) for a
-   vector of TQKV__INTEGER_LANES lanes, as TQKV__S(name) if it has nothing to do with products, else as TQKV__I(name):
-
-     load_books, look_up        codes to bytes, TQKV__STEP of them
-     open, dot, whole           bytes of a key as dot takes them; products added to a sum; the sum in one integer a lane
-     interleave                 bytes of TQKV__PRODUCTS values to lanes, a dimension of all in each
-     round_codes, store_words   floats to integers, lanes to the 16 bits in which products find them, from `i` on
-     load_row, repeat           those of a vector of dimensions, those of TQKV__PRODUCTS positions in each lane
-     transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has integers
-     lanes, repeated, dot_lanes, whole_lanes   as codes, row, dot, whole, for lanes of eight products
-     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_nibbles,
-                                or with load_quarters, order_fields and look_up_fields, and with dot_bytes         */
-
-#define TQKV__VECTOR TQKV__(vector)
-/* Integers that decode_codes writes and that interleave reads of a row; rows of integers are padded to that. */
-#define TQKV__STEP        (4 * TQKV__INTEGER_LANES)
-#define TQKV__PADDED(dim) (((dim) + TQKV__STEP - 1) / TQKV__STEP * TQKV__STEP)
-#define TQKV__BYTES       (4 * TQKV__INTEGER_LANES) /* of a vector, of lanes: */
-#define TQKV__LANE_BYTES  ((int)sizeof(TQKV__I(lanes)))
-#define TQKV__WORDS       ((TQKV__PRODUCTS == 2 ? 2 : 4) * TQKV__INTEGER_LANES) /* multiplied with a vector of codes */
-/* Keys that are decoded together. */
-#define TQKV__KEYS_AT_ONCE 16
-#define TQKV__MOST_KEYS_AT_ONCE                                                                                        \
-    (2 * TQKV__INTEGER_LANES > TQKV__KEYS_AT_ONCE ? 2 * TQKV__INTEGER_LANES : TQKV__KEYS_AT_ONCE)
-#ifndef TQKV__LANES_ROWS
-#define TQKV__LANES_ROWS 8
-#endif
-
-TQKV__OP TQKV__I(sum) TQKV__I(no_sum)(void)
-{
-    TQKV__I(sum) zero;
-    memset(&zero, 0, sizeof zero);
-    return zero;
-}
-
-TQKV__OP TQKV__(codes) TQKV__I(load_codes)(const void *p)
-{
-    TQKV__(codes) x;
-    memcpy(&x, p, sizeof x);
-    return x;
-}
-
-#if TQKV__PRODUCTS < 8
-typedef TQKV__(codes) TQKV__I(lanes);
-typedef TQKV__I(row) TQKV__I(repeated);
-#define TQKV__DOT_LANES   TQKV__I(dot)
-#define TQKV__WHOLE_LANES TQKV__I(whole)
-#else
-#define TQKV__DOT_LANES   TQKV__I(dot_lanes)
-#define TQKV__WHOLE_LANES TQKV__I(whole_lanes)
-#endif
-
-TQKV__OP TQKV__I(lanes) TQKV__I(load_lanes)(const void *p)
-{
-    TQKV__I(lanes) x;
-    memcpy(&x, p, sizeof x);
-    return x;
-}
-
-#ifndef TQKV__DECODED /* true: another set of the same name has the decoders, and what takes floats */
-
-/* Decodes `left` of the integers of n rows, at most TQKV__STEP; p, upper: the fields of the first row, to: as wide as
-   `stride` */
-TQKV__OP void TQKV__S(decode_step)(const tqkv_format format, const TQKV__(codes) * books, int left, size_t row_bytes,
-                                   const uint8_t *p, const uint8_t *upper, int n, int8_t *to, int stride)
-{
-    for (int j = 0; j < n; j++, p += row_bytes, upper += row_bytes, to += stride) {
-        const TQKV__(codes) bytes = TQKV__S(look_up)(format, books, left, p, upper);
-        memcpy(to, &bytes, sizeof bytes);
-    }
-}
-
-/* Decodes the integers [first, first + dim) of n rows; row: the first one, to: [n][TQKV__PADDED(dim)] */
-TQKV__OP void TQKV__S(decode_integers)(const tqkv_format format, const tqkv__stream *s, const uint8_t *row, int first,
-                                       int n, int dim, int8_t *to)
-{
-    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    const uint8_t *p = row + first * main / 8, *upper = row + (s->head_dim * main + first * upper_bits) / 8;
-    TQKV__(codes) books[4];
-    TQKV__S(load_books)(TQKV__BOOK_BITS(format), s->centroids, books);
-    for (int d = 0; d < dim; d += TQKV__STEP) {
-        const uint8_t *at = p + d * main / 8, *upper_at = upper + d * upper_bits / 8;
-        const int left = dim - d, padded = TQKV__PADDED(dim);
-        if (left >= TQKV__STEP)
-            TQKV__S(decode_step)(format, books, TQKV__STEP, s->row_bytes, at, upper_at, n, to + d, padded);
-        else if (left == 16 || TQKV__STEP <= 32)
-            TQKV__S(decode_step)(format, books, 16, s->row_bytes, at, upper_at, n, to + d, padded);
-        else
-            TQKV__S(decode_step)(format, books, left, s->row_bytes, at, upper_at, n, to + d, padded);
-    }
-}
-
-#define TQKV__DECODE_INTEGERS(unused, format, name, kind, main, upper, book, plain)                                    \
-    TQKV__TARGET static void TQKV__S(integers_##format)(const tqkv__stream *s, const uint8_t *row, int first, int n,   \
-                                                        int dim, int8_t *to)                                           \
-    {                                                                                                                  \
-        if ((kind) == TQKV__BOOK && (book) <= 6) /* others are not called */                                           \
-            TQKV__S(decode_integers)(format, s, row, first, n, dim, to);                                               \
-    }
-TQKV__FORMATS(TQKV__DECODE_INTEGERS, )
-
-typedef void (*TQKV__S(decoder))(const tqkv__stream *, const uint8_t *, int, int, int, int8_t *);
-#define TQKV__DECODER_OF(unused, format, ...) TQKV__S(integers_##format),
-static const TQKV__S(decoder) TQKV__S(decoders)[] = {NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
-
-/* Where products find the integers of positions. */
-typedef struct TQKV__S(source) {
-    const int8_t *codes;
-    size_t stride;   /* of positions */
-    ptrdiff_t ahead; /* to those of the next tile, if they are read in place */
-} TQKV__S(source);
-
-/* Copies dim integers of a row, and zeros behind them; to: [padded]. Sizes that the compiler knows take no calls. */
-TQKV__OP void TQKV__S(copy_integers)(const uint8_t *row, int dim, int padded, int8_t *to)
-{
-    for (int d = 0; d < dim; d += 16) memcpy(to + d, row + d, 16);
-    for (int d = dim; d < padded; d += 16) memset(to + d, 0, 16);
-}
-
-/* Returns the integers [first, first + dim) of `n` slots from that of the segment's position j on. I8 is read in place
-   where that goes. room: [n rounded up to slices][TQKV__PADDED(dim)] */
-TQKV__TARGET static TQKV__S(source)
-    TQKV__S(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int j, int n, int first,
-                           int dim, int8_t *room)
-{
-    const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot + j);
-    const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    const int padded = TQKV__PADDED(dim), rows = (n + TQKV__KEYS_AT_ONCE - 1) / TQKV__KEYS_AT_ONCE * TQKV__KEYS_AT_ONCE;
-    const TQKV__S(source) in_place = {(const int8_t *)row + first, s->row_bytes, ahead};
-    const TQKV__S(source) decoded = {room, (size_t)padded, 0};
-    if (s->kind == TQKV__GRID && n == rows) return in_place;
-    for (int i = 0; i < n; i += TQKV__KEYS_AT_ONCE, row += TQKV__KEYS_AT_ONCE * s->row_bytes) {
-        const int now = n - i < TQKV__KEYS_AT_ONCE ? n - i : TQKV__KEYS_AT_ONCE;
-        int8_t *to = room + i * padded;
-        if (first == 0) tqkv__prefetch(TQKV__L2, row + ahead, (size_t)now * s->row_bytes);
-        if (s->kind != TQKV__GRID) TQKV__S(decoders)[s->format](s, row, first, now, dim, to);
-        if (s->kind == TQKV__GRID)
-            for (int k = 0; k < now; k++)
-                TQKV__S(copy_integers)(row + (size_t)k * s->row_bytes + first, dim, padded, to + k * padded);
-    }
-    if (n < rows) memset(room + n * padded, 0, (size_t)((rows - n) * padded)); /* their products are not used */
-    return decoded;
-}
-
-/* Returns the largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
-TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
-{
-    TQKV__(codes) largest;
-    memset(&largest, 0, sizeof largest);
-    for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
-    return TQKV__S(largest_code)(largest);
-}
-#endif
-
-/* Integers of a panel of a query, padded to whole vectors */
-#define TQKV__QUERY_PANEL(dim) (((dim) + TQKV__WORDS - 1) / TQKV__WORDS * TQKV__WORDS)
-#define TQKV__WEIGHTS_UNIT     (TQKV__TILE / 2)
-
-#ifndef TQKV__ROUNDED /* true: the integers of another set lie in the same order */
-
-/* Rounds n floats times scale to integers; a scale of 0 gives 0, whatever the floats are. to: [n] */
-TQKV__OP void TQKV__I(round_floats)(const float *x, int n, float scale, int16_t *to)
-{
-    if (!(scale > 0.0f)) memset(to, 0, (size_t)n * sizeof *to);
-    if (scale > 0.0f)
-        for (int i = 0; i < n; i += TQKV__INTEGER_LANES)
-            TQKV__I(store_words)(to, i, TQKV__S(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale)));
-}
-
-/* Rounds a query to integers, each panel's padded with zeros to whole vectors. Its unit stands where the last value
-   would. query, to: [head_dim] */
-TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float *query, float *to)
-{
-    const int dim = s->panel_dim, size = TQKV__QUERY_PANEL(dim);
-    const uint32_t largest = TQKV__S(largest_bits)(query, s->head_dim);
-    int16_t *words = (int16_t *)(void *)to;
-    for (int d = 0; d < s->head_dim; d += dim, words += size) {
-        TQKV__I(round_floats)(query + d, dim, tqkv__integer_scale(largest), words);
-        memset(words + dim, 0, (size_t)(size - dim) * sizeof *words);
-    }
-    to[s->head_dim - 1] = tqkv__integer_unit(largest, s->step);
-}
-
-/* Rounds the weights of a row times the norms of a panel as integers; behind them, at TQKV__WEIGHTS_UNIT, their unit.
-   Weights from n on are another row's. */
-TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights, const float *factors,
-                                                int n, float *to)
-{
-    enum { VECTORS = TQKV__TILE / TQKV__INTEGER_LANES };
-    TQKV__ALIGNED float room[TQKV__TILE];
-    TQKV__VECTOR x[VECTORS];
-    TQKV__(codes) largest_of;
-    memset(&largest_of, 0, sizeof largest_of);
-    if (n < TQKV__TILE) {
-        memset(room, 0, sizeof room);
-        memcpy(room, weights, (size_t)n * sizeof *room);
-        weights = room;
-    }
-    TQKV__UNROLL
-    for (int i = 0; i < VECTORS; i++) {
-        const int j = i * TQKV__INTEGER_LANES;
-        x[i] = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
-        largest_of = TQKV__(larger_bits)(largest_of, x[i]);
-    }
-    const uint32_t largest = TQKV__S(largest_code)(largest_of);
-    const float scale = tqkv__integer_scale(largest);
-    if (scale > 0.0f) {
-        TQKV__UNROLL
-        for (int i = 0; i < VECTORS; i++) {
-            const TQKV__(codes) rounded = TQKV__S(round_codes)(x[i] * TQKV__(set1)(scale));
-            TQKV__I(store_words)((int16_t *)(void *)to, i * TQKV__INTEGER_LANES, rounded);
-        }
-    } else {
-        memset(to, 0, TQKV__TILE * sizeof(int16_t));
-    }
-    to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
-}
-#endif
-
-/* A product of a tile: integers of positions, and the rows that they are multiplied with. */
-typedef struct TQKV__I(product) {
-    TQKV__S(source) at;
-    int n, dim;
-    const int16_t *rows; /* integers of the first row, and its unit; those of the next are row_floats floats apart */
-    const float *units;
-    int row_floats;
-    float *results; /* scores or sums, result_floats apart */
-    int result_floats;
-    const float *factors; /* of positions, scores only */
-    bool add;             /* to the scores */
-} TQKV__I(product);
-
-/* Finds fours[row]: the products of four positions with a row, summed over the lanes. rows: a constant */
-TQKV__OP void TQKV__I(score_four)(const int rows, const TQKV__I(product) * p, const int8_t *codes,
-                                  TQKV__(codes) * fours, int distance)
-{
-    const int16_t *q = p->rows;
-    const size_t stride = p->at.stride;
-    TQKV__I(sum) sums[TQKV__PRODUCT_ROWS][4];
-    TQKV__(codes) x[4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__I(no_sum)();
-    for (int d = 0; d < p->dim; d += TQKV__WORDS, q += TQKV__WORDS) {
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++)
-            if (d % 64 == 0)
-                tqkv__prefetch(TQKV__L2, (const uint8_t *)codes + d + (ptrdiff_t)((size_t)i * stride) + p->at.ahead, 1);
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++) x[i] = TQKV__I(open)(codes + d + (size_t)i * stride, p->dim - d);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            const TQKV__I(row) y = TQKV__I(load_row)(q + 2 * r * p->row_floats);
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++) sums[r][i] = TQKV__I(dot)(sums[r][i], x[i], y);
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++) x[i] = TQKV__I(whole)(sums[r][i]);
-        fours[r * distance] = TQKV__S(sum_four_codes)(x);
-    }
-}
-
-/* Writes scores of row r and the positions from j on, from the sums of their products */
-TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV__(codes) sum)
-{
-    float *to = p->results + r * TQKV__TILE + j;
-    const TQKV__VECTOR factor = TQKV__(load)(p->factors + j) * TQKV__(set1)(p->units[r * p->row_floats]);
-    const TQKV__VECTOR before = p->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
-    TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(sum), factor, before));
-}
-
-/* Finds results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row, LANES positions at a
-   time */
-TQKV__OP void TQKV__I(score_rows_of)(const int rows, const TQKV__I(product) * p)
-{
-    for (int j = 0; j < p->n; j += TQKV__INTEGER_LANES) {
-        TQKV__(codes) fours[TQKV__PRODUCT_ROWS * TQKV__INTEGER_LANES / 4];
-        for (int i = 0; i < TQKV__INTEGER_LANES / 4; i++) {
-            const int8_t *codes = p->at.codes + (size_t)(j + 4 * i) * p->at.stride;
-            TQKV__I(score_four)(rows, p, codes, fours + i, TQKV__INTEGER_LANES / 4);
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++)
-            TQKV__I(add_scores)(p, r, j, TQKV__S(sum_codes_across)(fours + r * TQKV__INTEGER_LANES / 4));
-    }
-}
-
-/* Goes on to the next rows. */
-TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
-{
-    p->rows += 2 * rows * p->row_floats;
-    p->units += rows * p->row_floats;
-    p->results += rows * p->result_floats;
-}
-
-TQKV__TARGET static void TQKV__I(score_integers)(TQKV__I(product) p, int n_rows)
-{
-    for (int left = n_rows, now; left > 0; left -= now) {
-        now = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
-        if (now == 1)
-            TQKV__I(score_rows_of)(1, &p);
-        else if (now == 2)
-            TQKV__I(score_rows_of)(2, &p);
-        else
-            TQKV__I(score_rows_of)(TQKV__PRODUCT_ROWS, &p);
-        TQKV__I(advance)(&p, now);
-    }
-}
-
-/* Does what score_rows_of does for the positions of two vectors, which are lanes of tile: [dim /
-   TQKV__PRODUCTS][2][TQKV__LANE_BYTES] */
-TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p, const int8_t *tile)
-{
-    const int size = 2 * p->row_floats, half = rows > 4 ? rows / 2 : rows; /* two addresses need fewer offsets */
-    const int16_t *q[2] = {p->rows, p->rows + (rows - half) * size};
-    TQKV__I(sum) sums[2 * TQKV__PRODUCT_ROWS][2];
-    TQKV__UNROLL
-    for (int i = 0; i < 2 * rows; i++) sums[i / 2][i % 2] = TQKV__I(no_sum)();
-    for (int d = 0; d < p->dim; d += TQKV__PRODUCTS, tile += 2 * TQKV__LANE_BYTES) {
-        const TQKV__I(lanes) a = TQKV__I(load_lanes)(tile), b = TQKV__I(load_lanes)(tile + TQKV__LANE_BYTES);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            const TQKV__I(repeated) y = TQKV__I(repeat)(q[r / half] + (ptrdiff_t)(r % half) * size + d);
-            sums[r][0] = TQKV__DOT_LANES(sums[r][0], a, y);
-            sums[r][1] = TQKV__DOT_LANES(sums[r][1], b, y);
-        }
-    }
-    TQKV__UNROLL
-    for (int i = 0; i < 2 * rows; i++)
-        TQKV__I(add_scores)(p, i / 2, i % 2 * TQKV__INTEGER_LANES, TQKV__WHOLE_LANES(sums[i / 2][i % 2]));
-}
-
-/* Does what score_integers does for many rows: turning the positions into lanes takes less time than adding up the
-   lanes of each sum. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p, int n_rows)
-{
-    TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
-    for (int v = 0; v < 2; v++) {
-        const int first = v * TQKV__INTEGER_LANES < p.n ? v * TQKV__INTEGER_LANES : 0;
-        for (int d = 0; d < p.dim; d += 16) {
-            TQKV__I(lanes) x[16 / TQKV__PRODUCTS];
-            const int8_t *at = p.at.codes + (size_t)first * p.at.stride + d;
-            if (p.at.ahead && d % 64 == 0)
-                for (int j = 0; j < TQKV__INTEGER_LANES; j++)
-                    tqkv__prefetch(TQKV__L2, (const uint8_t *)at + (ptrdiff_t)j * (ptrdiff_t)p.at.stride + p.at.ahead,
-                                   1);
-            TQKV__I(transpose)(at, p.at.stride, x);
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__PRODUCTS; i++)
-                memcpy(tile + (2 * (d / TQKV__PRODUCTS + i) + v) * TQKV__LANE_BYTES, &x[i], sizeof x[i]);
-        }
-    }
-    for (int left = n_rows, rows; left > 0; left -= rows) {
-        rows = left >= 2 * TQKV__PRODUCT_ROWS ? 2 * TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
-        if (rows == 1)
-            TQKV__I(score_lanes_of)(1, &p, tile);
-        else if (rows == 2)
-            TQKV__I(score_lanes_of)(2, &p, tile);
-        else
-            TQKV__I(score_lanes_of)(2 * TQKV__PRODUCT_ROWS, &p, tile);
-        TQKV__I(advance)(&p, rows);
-    }
-}
-
-/* Opens the scores of panel b, but for its codes and the number of positions. factors: [panels][TQKV__TILE] */
-TQKV__OP void TQKV__I(open_scores)(const tqkv__stream *s, int b, const float *q, bool add, const float *factors,
-                                   float *scores, TQKV__I(product) * p)
-{
-    p->dim = s->panel_dim;
-    p->rows = (const int16_t *)(const void *)q + b * TQKV__QUERY_PANEL(s->panel_dim);
-    p->units = q + s->head_dim - 1;
-    p->row_floats = s->head_dim;
-    p->results = scores;
-    p->result_floats = TQKV__TILE;
-    p->factors = factors + b * TQKV__TILE;
-    p->add = add || b > 0;
-}
-
-/* Opens TQKV__STEP dimensions of TQKV__PRODUCTS positions, interleaved; asks for those of the next tile. */
-TQKV__OP void TQKV__I(open_group)(const int8_t *at, size_t stride, ptrdiff_t ahead, int left, TQKV__I(lanes) * x)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < TQKV__PRODUCTS; i++)
-        tqkv__prefetch(TQKV__L2, (const uint8_t *)at + i * (ptrdiff_t)stride + ahead, 1);
-    TQKV__I(interleave)(at, stride, left, x);
-}
-
-/* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for TQKV__STEP dimensions from `first`
-   on, or only for the half of them that the first two vectors hold. ready: it is interleaved in tile. rows, ready,
-   vectors: constants */
-TQKV__OP void TQKV__I(add_vectors_of)(const int rows, const bool ready, const int vectors, const TQKV__I(product) * p,
-                                      int first, const int8_t *tile)
-{
-    const int16_t *w = p->rows;
-    const int8_t *at = p->at.codes + first;
-    TQKV__I(sum) sums[TQKV__PRODUCT_ROWS][4];
-    TQKV__I(lanes) x[4];
-    TQKV__(codes) whole[4];
-    TQKV__UNROLL
-    for (int i = 0; i < vectors * rows; i++) sums[i / vectors][i % vectors] = TQKV__I(no_sum)();
-    for (int j = 0; j < p->n; j += TQKV__PRODUCTS, w += TQKV__PRODUCTS, at += TQKV__PRODUCTS * p->at.stride) {
-        if (ready) {
-            TQKV__UNROLL
-            for (int v = 0; v < vectors; v++) x[v] = TQKV__I(load_lanes)(tile + v * TQKV__LANE_BYTES);
-            tile += 4 * TQKV__LANE_BYTES;
-        } else {
-            TQKV__I(open_group)(at, p->at.stride, p->at.ahead, p->dim - first, x);
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            const TQKV__I(repeated) y = TQKV__I(repeat)(w + 2 * r * p->row_floats);
-            TQKV__UNROLL
-            for (int v = 0; v < vectors; v++) sums[r][v] = TQKV__DOT_LANES(sums[r][v], x[v], y);
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        float *to = p->results + r * p->result_floats + first;
-        const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-        TQKV__UNROLL
-        for (int v = 0; v < 4; v++) whole[v] = TQKV__WHOLE_LANES(v < vectors ? sums[r][v] : TQKV__I(no_sum)());
-        TQKV__S(natural_order)(whole);
-        TQKV__UNROLL
-        for (int v = 0; v < vectors; v++, to += TQKV__INTEGER_LANES)
-            if (first + v * TQKV__INTEGER_LANES < p->dim)
-                TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(whole[v]), unit, TQKV__(load)(to)));
-    }
-}
-
-TQKV__OP void TQKV__I(add_rows_of)(const int rows, const bool ready, const TQKV__I(product) * p, int first,
-                                   const int8_t *tile)
-{
-    if (TQKV__STEP > 16 && p->dim - first <= TQKV__STEP / 2)
-        TQKV__I(add_vectors_of)(rows, ready, 2, p, first, tile);
-    else
-        TQKV__I(add_vectors_of)(rows, ready, 4, p, first, tile);
-}
-
-/* Adds to the sums of all rows for TQKV__STEP dimensions from d on, whose positions they share interleaved. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int n_rows)
-{
-    TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * 4 * TQKV__LANE_BYTES];
-    for (int j = 0; j < p.n; j += TQKV__PRODUCTS) {
-        TQKV__I(lanes) x[4];
-        TQKV__I(open_group)(p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, p.at.ahead, p.dim - d, x);
-        memcpy(tile + j / TQKV__PRODUCTS * 4 * TQKV__LANE_BYTES, x, sizeof x);
-    }
-    for (int left = n_rows, rows; left > 0; left -= rows) {
-        rows = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
-        if (rows == 1)
-            TQKV__I(add_rows_of)(1, true, &p, d, tile);
-        else if (rows == 2)
-            TQKV__I(add_rows_of)(2, true, &p, d, tile);
-        else
-            TQKV__I(add_rows_of)(TQKV__PRODUCT_ROWS, true, &p, d, tile);
-        TQKV__I(advance)(&p, rows);
-    }
-}
-
-/* Adds a panel; few rows interleave the positions for themselves. */
-TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n_rows)
-{
-    for (int d = 0; d < p->dim; d += TQKV__STEP) {
-        if (n_rows == 1)
-            TQKV__I(add_rows_of)(1, false, p, d, NULL);
-        else if (n_rows == 2)
-            TQKV__I(add_rows_of)(2, false, p, d, NULL);
-        else
-            TQKV__I(add_interleaved)(*p, d, n_rows);
-    }
-}
-#endif
-
 /* >>k-halves: halves in integer attention. They are multiplied as floats, in one order for all sets: 16 sums of a key's
    products, added up as sum_16 does; values position after position. */
 
@@ -7541,7 +7063,6 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *
 }
 #endif
 
-#ifdef TQKV__NEW
 /* >>k-rows: the loops of >>integer. A vector of codes is bytes: 16 dimensions, in their order, of each of
    TQKV__POSITIONS positions. A lane of 32 bits adds up TQKV__PRODUCTS products, either of words or of bytes; bytes are
    multiplied with the high and with the low byte of an integer. What a set brings, as TQKV__S(name) if it has nothing
@@ -7884,7 +7405,6 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(key_tile)(const TQKV__S(panel) *
                 TQKV__UNROLL
                 for (int v = 0; v < 4; v++)
                     memcpy(&x[v], room + ((4 * lanes + v) * sixteens + k) * TQKV__BYTES, sizeof x[v]);
-                TQKV__S(transpose)(x);
                 TQKV__I(key_lanes)(x, y);
                 TQKV__UNROLL
                 for (int i = 0; i < TQKV__KEY_LANES; i++)
@@ -8088,6 +7608,7 @@ typedef struct TQKV__I(loops) {
 TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const TQKV__I(product) * p)
 {
     TQKV__I(product) product = *p;
+    (void)format;
     if (!TQKV__OFFSET_OF(format)) product.offsets = NULL;
     return product;
 }
@@ -8095,7 +7616,7 @@ TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const T
 #define TQKV__BY_ROWS(loop, format, kind)                                                                              \
     (rows == 1   ? TQKV__I(loop)(format, 1, a, p)                                                                      \
      : rows == 2 ? TQKV__I(loop)(format, 2, a, p)                                                                      \
-     : (kind) == TQKV__GRID || TQKV__LANES_ROWS_OF_BOOKS > 3                                                           \
+     : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || TQKV__LANES_ROWS_OF_BOOKS > 3)                                   \
          ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, p)                                                                 \
          : (void)0)
 TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
@@ -8213,639 +7734,40 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
                                                  {TQKV__ISA_NAME, TQKV__INTEGER_LANES, 1, &TQKV__(codec),
                                                   TQKV__(reorder), TQKV__I(integer_score_tile), TQKV__(softmax_tile),
                                                   TQKV__(end_piece), TQKV__I(integer_value_tile), TQKV__(sum_heads)}};
-#else
-/* >>k-integer-few: one and two rows of integers, straight from the codes; a set with tables of bytes in registers has
-   them. */
-
-#if TQKV__LOOKED_UP
-/* Few rows multiply codes that become bytes only in registers. An integer of a row is 256 times its high byte plus its
-   low one, both signed, and has two sums. Codes are c + 128, because the products want one factor unsigned; sums begin
-   with -128 times that of the other. A vector has 64 bytes in one of three orders, where p are positions and d
-   dimensions:
-
-     nibbles: one position, as its fields are stored. Nibble 0 is the lower code of each byte, nibble 1 the upper one.
-       byte         0     1     2  ...    63
-       nibble 0    d0    d2    d4  ...  d126
-       nibble 1    d1    d3    d5  ...  d127
-
-     quarters, for scores: sixteen k of 64 dimensions, d16k to d16k+15, of four positions
-       byte         0 to 15   16 to 31   32 to 47   48 to 63
-                    p0        p1         p2         p3
-
-     quarters, for sums ("lanes"): the same 64 codes, the positions of a dimension side by side
-       byte         0 to 3    4 to 7     ...        60 to 63
-                    p0 to p3 of d16k     ...        of d16k+15     */
-
-/* -- Nibbles -- */
-
-/* Dimensions in both nibbles of a vector of codes */
-#define TQKV__NIBBLES (2 * TQKV__BYTES)
-
-/* Nibbles are for TQ4 with fewer rows than take lanes, two at a time, for TQ5 with two and TQ6 with one, where they
-   fill more than half a vector. Four rows of 80 dimensions take less time in quarters. */
-static bool TQKV__I(takes_nibbles)(const tqkv__stream *s, int n, int n_rows)
-{
-    const int most = s->upper_bits ? 3 - s->upper_bits : s->panel_dim > 80 ? TQKV__LANES_ROWS - 1 : 2;
-    return n_rows <= most && n % TQKV__KEYS_AT_ONCE == 0 && s->main_bits == 4 && s->panel_dim > TQKV__BYTES;
-}
-
-/* The integers of a row of queries by nibbles: bytes[][0] their high bytes, [1] their low ones; starts: the first sums
-   of both */
-typedef struct TQKV__I(nibble_query) {
-    int8_t bytes[TQKV__PANEL / TQKV__BYTES][2][TQKV__BYTES];
-    TQKV__(codes) starts[2];
-} TQKV__I(nibble_query);
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_nibble_query)(const int16_t *words, int dim,
-                                                                   TQKV__I(nibble_query) * to)
-{
-    to->starts[0] = to->starts[1] = TQKV__I(no_sum)();
-    for (int d = 0; d < dim; d += TQKV__NIBBLES)
-        for (int nibble = 0; nibble < 2; nibble++) {
-            TQKV__(codes) a[2], b[2];
-            TQKV__I(split)(words + d, dim - d, a);
-            TQKV__I(split)(words + d + TQKV__BYTES, dim - d - TQKV__BYTES, b);
-            TQKV__UNROLL
-            for (int i = 0; i < 2; i++) {
-                const TQKV__(codes) x = TQKV__I(nibbles_of)(nibble, a[i], b[i]);
-                memcpy(to->bytes[d / TQKV__BYTES + nibble][i], &x, sizeof x);
-                to->starts[i] = TQKV__I(less_bytes)(to->starts[i], x);
-            }
-        }
-}
-
-/* The stored codes of a tile's positions, for all dimensions of a panel or for 64 of them or what is left */
-typedef struct TQKV__I(stored) {
-    const uint8_t *fields[2]; /* main ones, upper ones */
-    uint32_t masks[2];        /* a bit for each 16 bits of 64 fields */
-    size_t stride;
-    ptrdiff_t ahead; /* to the next tile, 0: not asked for */
-    const int8_t *centroids;
-    int n, left; /* positions, dimensions */
-} TQKV__I(stored);
-
-/* Opens the codes of dimensions [first + d, first + dim), at most 64 of them. */
-TQKV__OP TQKV__I(stored)
-    TQKV__I(open_stored)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first, int d, int dim)
-{
-    const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
-    const int left = dim - d < 64 ? dim - d : 64, main = s->main_bits, upper = s->upper_bits;
-    const TQKV__I(stored) p = {{row + (first + d) * main / 8, row + (s->head_dim * main + (first + d) * upper) / 8},
-                               {((uint32_t)1 << left * main / 16) - 1, ((uint32_t)1 << left * upper / 16) - 1},
-                               s->row_bytes,
-                               first + d == 0 ? (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes : 0,
-                               s->centroids,
-                               segment->n,
-                               left};
-    return p;
-}
-
-/* Opens all dimensions of a panel: its packed codes are walked by lines, each of which asks for that of the next
-   tile. */
-TQKV__OP TQKV__I(stored)
-    TQKV__I(open_stored_panel)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first)
-{
-    TQKV__I(stored) p = TQKV__I(open_stored)(s, kv_head, segment, first, 0, s->panel_dim);
-    p.ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    p.left = s->panel_dim;
-    return p;
-}
-
-/* Asks for the codes of four positions that lie as far ahead as the panel says. */
-TQKV__OP void TQKV__I(ask_ahead)(const tqkv_format format, const TQKV__I(stored) * p, const uint8_t *main_at,
-                                 const uint8_t *upper_at)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        tqkv__prefetch(TQKV__L2, main_at + (ptrdiff_t)((size_t)i * p->stride) + p->ahead, 1);
-        if (TQKV__UPPER_BITS(format))
-            tqkv__prefetch(TQKV__L2, upper_at + (ptrdiff_t)((size_t)i * p->stride) + p->ahead, 1);
-    }
-}
-
-/* Finds sums[row][i]: the products of four positions from 4 i on with one or two rows, in the lanes that
-   sum_codes_across adds up */
-TQKV__OP void TQKV__I(dot_nibbles)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
-                                   const TQKV__I(nibble_query) * query, TQKV__(codes) (*sums)[TQKV__TILE / 4])
-{
-    const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
-    const size_t stride = p->stride;
-    const uint8_t *row = p->fields[0], *upper = p->fields[1];
-    for (int four = 0; four < p->n / 4; four++, row += 4 * stride, upper += 4 * stride) {
-        TQKV__(codes) high[2][4], low[2][4];
-        TQKV__UNROLL
-        for (int i = 0; i < 4 * rows; i++) {
-            high[i / 4][i % 4] = query[i / 4].starts[0];
-            low[i / 4][i % 4] = query[i / 4].starts[1];
-        }
-        for (int d = 0; d < p->left; d += TQKV__NIBBLES) {
-            const uint8_t *main_at = row + d / 2, *upper_at = upper + d * TQKV__UPPER_BITS(format) / 8;
-            TQKV__I(ask_ahead)(format, p, main_at, upper_at);
-            TQKV__UNROLL
-            for (int nibble = 0; nibble < 2; nibble++) {
-                TQKV__UNROLL
-                for (int i = 0; i < 4; i++) {
-                    const TQKV__(codes) x = TQKV__I(load_nibbles)(
-                        format, nibble, book, p->left - d, main_at + (size_t)i * stride, upper_at + (size_t)i * stride);
-                    TQKV__UNROLL
-                    for (int r = 0; r < rows; r++) {
-                        const int8_t(*y)[TQKV__BYTES] = query[r].bytes[d / TQKV__BYTES + nibble];
-                        high[r][i] = TQKV__I(dot_bytes)(high[r][i], x, TQKV__I(load_codes)(y[0]));
-                        low[r][i] = TQKV__I(dot_bytes)(low[r][i], x, TQKV__I(load_codes)(y[1]));
-                    }
-                }
-            }
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++) high[r][i] = TQKV__I(join)(high[r][i], low[r][i]);
-            sums[r][four] = TQKV__S(sum_four_codes)(high[r]);
-        }
-    }
-}
-
-/* The pairs macro(format, rows) are those where this takes less time than words, or than storing the bytes first
-   (D=128, one core of a Zen 5: TQ4 0.78 of it, TQ5 0.77, with one row TQ6 0.68; two rows of TQ4 after two 0.88 of four
-   at once) */
-#define TQKV__BY_NIBBLES(macro)                                                                                        \
-    macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2) macro(TQKV_TQ6, 1)
-
-/* Functions of their own, because loops that share one spill. The copy tells the compiler that sums lie elsewhere. */
-#define TQKV__DOT_NIBBLES(format, rows)                                                                                \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(dot_nibbles_##format##_##rows)(                                    \
-        const TQKV__I(stored) * p, const TQKV__I(nibble_query) * query, TQKV__(codes)(*sums)[TQKV__TILE / 4])          \
-    {                                                                                                                  \
-        const TQKV__I(stored) copy = *p;                                                                               \
-        TQKV__I(dot_nibbles)(format, rows, &copy, query, sums);                                                        \
-    }
-TQKV__BY_NIBBLES(TQKV__DOT_NIBBLES)
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_nibbles)(const tqkv__stream *s, int kv_head,
-                                                               const tqkv__segment *segment, int first, int rows,
-                                                               const TQKV__I(product) * p)
-{
-    const TQKV__I(stored) panel = TQKV__I(open_stored_panel)(s, kv_head, segment, first);
-    TQKV__I(nibble_query) query[2];
-    TQKV__(codes) sums[2][TQKV__TILE / 4];
-    for (int r = 0; r < rows; r++) TQKV__I(open_nibble_query)(p->rows + 2 * r * p->row_floats, p->dim, &query[r]);
-#define TQKV__SCORE_NIBBLES(which, n)                                                                                  \
-    if (s->format == which && rows == n) TQKV__I(dot_nibbles_##which##_##n)(&panel, query, sums);
-    TQKV__BY_NIBBLES(TQKV__SCORE_NIBBLES)
-    for (int j = 0; j < p->n; j += 16)
-        for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_codes_across)(sums[r] + j / 4));
-}
-
-/* -- Quarters: no size leaves lanes empty. -- */
-
-/* Quarters are for TQ2 and TQ4 with fewer rows than take lanes, for TQ3 and TQ5 with two, where nibbles are not. More
-   rows of more dimensions share bytes. */
-static bool TQKV__I(takes_quarters)(const tqkv__stream *s, int n, int n_rows)
-{
-    int most = 0;
-    if (s->format == TQKV_TQ2 || s->format == TQKV_TQ4) most = s->panel_dim > 80 ? 2 : TQKV__LANES_ROWS - 1;
-    if (s->format == TQKV_TQ3 || s->format == TQKV_TQ5) most = s->panel_dim > 128 ? 1 : 2;
-    return n_rows <= most && n % TQKV__KEYS_AT_ONCE == 0;
-}
-
-/* The integers of a row of queries, 16 of them in each quarter: bytes[][0] their high bytes, [1] their low ones; start:
-   the first sums */
-typedef struct TQKV__I(quarter_query) {
-    int8_t bytes[TQKV__PANEL / 16][2][TQKV__BYTES];
-    TQKV__(codes) start;
-} TQKV__I(quarter_query);
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_quarter_query)(const int16_t *words, int dim,
-                                                                    TQKV__I(quarter_query) * to)
-{
-    TQKV__(codes) starts[2] = {TQKV__I(no_sum)(), TQKV__I(no_sum)()};
-    for (int d = 0; d < dim; d += TQKV__BYTES) {
-        TQKV__(codes) bytes[2];
-        TQKV__I(split)(words + d, dim - d, bytes);
-        TQKV__UNROLL
-        for (int i = 0; i < 8; i++) {
-            const TQKV__(codes) x = TQKV__I(repeat_quarter)(bytes[i % 2], i / 2);
-            memcpy(to->bytes[d / 16 + i / 2][i % 2], &x, sizeof x);
-            starts[i % 2] = TQKV__I(less_bytes)(starts[i % 2], x);
-        }
-    }
-    to->start = TQKV__I(join)(starts[0], starts[1]);
-}
-
-/* Looks up a sixteen of four positions; raw, fields: what was loaded with an earlier one. */
-TQKV__OP TQKV__(codes) TQKV__I(look_up_sixteen)(const tqkv_format format, const bool lanes, const int sixteen,
-                                                TQKV__(codes) book, const TQKV__I(stored) * p, size_t at, size_t stride,
-                                                TQKV__(codes) (*raw)[2], TQKV__(codes) * fields)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < 2; i++) {
-        const int bits = i ? TQKV__UPPER_BITS(format) : TQKV__MAIN_BITS(format);
-        if (!bits) break;
-        if (sixteen == 0) TQKV__I(load_quarters)(bits, p->masks[i], p->fields[i] + at, stride, raw[i]);
-        if (sixteen == 0 || (sixteen == 2 && (lanes || bits == 4)))
-            fields[i] = TQKV__I(order_fields)(bits, lanes, sixteen, raw[i]);
-    }
-    return TQKV__I(look_up_fields)(format, lanes, sixteen, fields, book);
-}
-
-/* Finds sums[row][v]: the products of the positions v, v + 4, v + 8 and v + 12 of 16 with a row, in a quarter each, for
-   64 dimensions */
-TQKV__OP void TQKV__I(dot_quarters)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
-                                    const TQKV__I(quarter_query) * query, int d, TQKV__(codes) (*sums)[TQKV__TILE / 4])
-{
-    const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
-    for (int v = 0; v < p->n / 4; v++) {
-        const size_t at = (size_t)(v / 4 * 16 + v % 4) * p->stride;
-        TQKV__(codes) high[4], low[4], raw[2][2], fields[2];
-        if (p->ahead)
-            tqkv__prefetch(TQKV__L2, p->fields[0] + (ptrdiff_t)((size_t)v * 4 * p->stride) + p->ahead, 4 * p->stride);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            high[r] = TQKV__I(no_sum)();
-            low[r] = sums[r][v];
-        }
-        TQKV__UNROLL
-        for (int k = 0; k < 4; k++) {
-            if (k * 16 >= p->left) break;
-            const TQKV__(codes) x = TQKV__I(look_up_sixteen)(format, false, k, book, p, at, 4 * p->stride, raw, fields);
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) {
-                const int8_t(*y)[TQKV__BYTES] = query[r].bytes[d / 16 + k];
-                high[r] = TQKV__I(dot_bytes)(high[r], x, TQKV__I(load_codes)(y[0]));
-                low[r] = TQKV__I(dot_bytes)(low[r], x, TQKV__I(load_codes)(y[1]));
-            }
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) sums[r][v] = TQKV__I(join)(high[r], low[r]);
-    }
-}
-
-/* macro(format, rows) */
-#define TQKV__BY_QUARTERS(macro)                                                                                       \
-    macro(TQKV_TQ2, 1) macro(TQKV_TQ2, 2) macro(TQKV_TQ3, 1) macro(TQKV_TQ3, 2) macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2)  \
-        macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2)
-#define TQKV__BY_FOUR_ROWS(macro) macro(TQKV_TQ2, 4) macro(TQKV_TQ4, 4) /* scores alone: values have four sums a row */
-
-#define TQKV__DOT_QUARTERS(format, rows)                                                                               \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(dot_quarters_##format##_##rows)(                                   \
-        const TQKV__I(stored) * p, const TQKV__I(quarter_query) * query, int d, TQKV__(codes)(*sums)[TQKV__TILE / 4])  \
-    {                                                                                                                  \
-        const TQKV__I(stored) copy = *p;                                                                               \
-        TQKV__I(dot_quarters)(format, rows, &copy, query, d, sums);                                                    \
-    }
-TQKV__BY_QUARTERS(TQKV__DOT_QUARTERS)
-TQKV__BY_FOUR_ROWS(TQKV__DOT_QUARTERS)
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stream *s, int kv_head,
-                                                                const tqkv__segment *segment, int first, int rows,
-                                                                const TQKV__I(product) * p)
-{
-    TQKV__I(quarter_query) query[4];
-    TQKV__(codes) sums[4][TQKV__TILE / 4];
-    for (int r = 0; r < rows; r++) {
-        TQKV__I(open_quarter_query)(p->rows + 2 * r * p->row_floats, p->dim, &query[r]);
-        for (int v = 0; v < p->n / 4; v++) sums[r][v] = query[r].start;
-    }
-    for (int d = 0; d < p->dim; d += 64) {
-        const TQKV__I(stored) stored = TQKV__I(open_stored)(s, kv_head, segment, first, d, p->dim);
-#define TQKV__SCORE_QUARTERS(which, n)                                                                                 \
-    if (s->format == which && rows == n) TQKV__I(dot_quarters_##which##_##n)(&stored, query, d, sums);
-        TQKV__BY_QUARTERS(TQKV__SCORE_QUARTERS)
-        TQKV__BY_FOUR_ROWS(TQKV__SCORE_QUARTERS)
-    }
-    for (int j = 0; j < p->n; j += 16)
-        for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / 4));
-}
-
-/* Finds the scores of a panel with few rows. p: without positions */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s, int kv_head,
-                                                           const tqkv__segment *segment, int first, int n_rows,
-                                                           TQKV__I(product) * p)
-{
-    const bool nibbles = TQKV__I(takes_nibbles)(s, segment->n, n_rows);
-    p->n = segment->n;
-    for (int left = n_rows, now; left > 0; left -= now) {
-        now = !nibbles && left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        if (nibbles)
-            TQKV__I(score_nibbles)(s, kv_head, segment, first, now, p);
-        else
-            TQKV__I(score_quarters)(s, kv_head, segment, first, now, p);
-        TQKV__I(advance)(p, now);
-    }
-}
-
-/* The weights of a row as bytes, and -128 times their sum */
-typedef struct TQKV__I(byte_weights) {
-    int8_t bytes[2][TQKV__TILE];
-    int32_t start;
-} TQKV__I(byte_weights);
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_byte_weights)(const int16_t *words, TQKV__I(byte_weights) * to)
-{
-    to->start = TQKV__I(split_weights)(words, to->bytes);
-}
-
-/* Finds the sums of one nibble of a vector of codes: dword i of quarter l of results[t] is that of byte 16 l + 4 t +
-   i. */
-TQKV__OP void TQKV__I(sum_nibbles)(const tqkv_format format, const int nibble, const int rows,
-                                   const TQKV__I(stored) * p, const TQKV__I(byte_weights) * weights,
-                                   TQKV__(codes) (*results)[4])
-{
-    const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
-    const uint8_t *row = p->fields[0], *upper = p->fields[1];
-    TQKV__(codes) high[2][4], low[2][4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++) {
-        high[i / 4][i % 4] = TQKV__I(no_sum)();
-        low[i / 4][i % 4] = TQKV__I(set_lanes)(weights[i / 4].start);
-    }
-    for (int j = 0; j < p->n; j += 4) {
-        TQKV__(codes) x[4];
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++) {
-            const size_t at = (size_t)(j + i) * p->stride;
-            if (nibble == 0) tqkv__prefetch(TQKV__L2, row + at + p->ahead, 1);
-            if (nibble == 0 && TQKV__UPPER_BITS(format)) tqkv__prefetch(TQKV__L2, upper + at + p->ahead, 1);
-            x[i] = TQKV__I(load_nibbles)(format, nibble, book, p->left, row + at, upper + at);
-        }
-        TQKV__I(interleave_four)(x);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            const TQKV__(codes) y = TQKV__I(repeat_four)(weights[r].bytes[0] + j);
-            const TQKV__(codes) z = TQKV__I(repeat_four)(weights[r].bytes[1] + j);
-            TQKV__UNROLL
-            for (int t = 0; t < 4; t++) {
-                high[r][t] = TQKV__I(dot_bytes)(high[r][t], x[t], y);
-                low[r][t] = TQKV__I(dot_bytes)(low[r][t], x[t], z);
-            }
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        TQKV__UNROLL
-        for (int t = 0; t < 4; t++) results[r][t] = TQKV__I(join)(high[r][t], low[r][t]);
-    }
-}
-
-/* Adds the sums of both nibbles of a vector of codes to row r. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibble_sums)(const TQKV__I(product) * p, int r, int d,
-                                                                 const TQKV__(codes) * even, const TQKV__(codes) * odd)
-{
-    TQKV__(codes) x[8];
-    float *to = p->results + r * p->result_floats + d;
-    const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-    TQKV__I(order_nibbles)(even, odd, x);
-    TQKV__UNROLL
-    for (int i = 0; i < 8; i++, to += TQKV__INTEGER_LANES)
-        if (d + i * TQKV__INTEGER_LANES < p->dim)
-            TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(x[i]), unit, TQKV__(load)(to)));
-}
-
-/* sums[nibble][row]: of the first vector of codes of p */
-#define TQKV__SUM_NIBBLES(format, rows)                                                                                \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(sum_nibbles_##format##_##rows)(                                    \
-        const TQKV__I(stored) * p, const TQKV__I(byte_weights) * weights, TQKV__(codes)(*sums)[2][4])                  \
-    {                                                                                                                  \
-        const TQKV__I(stored) copy = *p;                                                                               \
-        TQKV__I(sum_nibbles)(format, 0, rows, &copy, weights, sums[0]);                                                \
-        TQKV__I(sum_nibbles)(format, 1, rows, &copy, weights, sums[1]);                                                \
-    }
-TQKV__BY_NIBBLES(TQKV__SUM_NIBBLES)
-
-/* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibbles)(const tqkv__stream *s, int kv_head,
-                                                             const tqkv__segment *segment, int first, int rows,
-                                                             const TQKV__I(product) * p)
-{
-    TQKV__I(stored) panel = TQKV__I(open_stored_panel)(s, kv_head, segment, first);
-    TQKV__I(byte_weights) weights[2];
-    TQKV__(codes) sums[2][2][4];
-    for (int r = 0; r < rows; r++) TQKV__I(open_byte_weights)(p->rows + 2 * r * p->row_floats, &weights[r]);
-    for (int d = 0; d < p->dim; d += TQKV__NIBBLES, panel.left -= TQKV__NIBBLES) {
-#define TQKV__ADD_NIBBLES(which, n)                                                                                    \
-    if (s->format == which && rows == n) TQKV__I(sum_nibbles_##which##_##n)(&panel, weights, sums);
-        TQKV__BY_NIBBLES(TQKV__ADD_NIBBLES)
-        for (int r = 0; r < rows; r++) TQKV__I(add_nibble_sums)(p, r, d, sums[0][r], sums[1][r]);
-        panel.fields[0] += TQKV__NIBBLES / 2;
-        panel.fields[1] += TQKV__NIBBLES * s->upper_bits / 8;
-    }
-}
-
-/* Finds sums[row][k] = sum_j weights[row][j] * codes[j][d], for the 16 dimensions of sixteen k */
-TQKV__OP void TQKV__I(sum_quarters)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
-                                    const TQKV__I(byte_weights) * weights, TQKV__(codes) (*sums)[4])
-{
-    const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
-    TQKV__(codes) high[2][4], low[2][4], raw[2][2], fields[2];
-    TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++) {
-        high[i / 4][i % 4] = TQKV__I(no_sum)();
-        low[i / 4][i % 4] = TQKV__I(set_lanes)(weights[i / 4].start);
-    }
-    for (int j = 0; j < p->n; j += 4) {
-        const size_t at = (size_t)j * p->stride;
-        if (p->ahead) tqkv__prefetch(TQKV__L2, p->fields[0] + (ptrdiff_t)at + p->ahead, 4 * p->stride);
-        TQKV__UNROLL
-        for (int k = 0; k < 4; k++) {
-            if (k * 16 >= p->left) break;
-            const TQKV__(codes) x = TQKV__I(look_up_sixteen)(format, true, k, book, p, at, p->stride, raw, fields);
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) {
-                high[r][k] = TQKV__I(dot_bytes)(high[r][k], x, TQKV__I(repeat_four)(weights[r].bytes[0] + j));
-                low[r][k] = TQKV__I(dot_bytes)(low[r][k], x, TQKV__I(repeat_four)(weights[r].bytes[1] + j));
-            }
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        TQKV__UNROLL
-        for (int k = 0; k < 4; k++) sums[r][k] = TQKV__I(join)(high[r][k], low[r][k]);
-    }
-}
-
-#define TQKV__SUM_QUARTERS(format, rows)                                                                               \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(sum_quarters_##format##_##rows)(                                   \
-        const TQKV__I(stored) * p, const TQKV__I(byte_weights) * weights, TQKV__(codes)(*sums)[4])                     \
-    {                                                                                                                  \
-        const TQKV__I(stored) copy = *p;                                                                               \
-        TQKV__I(sum_quarters)(format, rows, &copy, weights, sums);                                                     \
-    }
-TQKV__BY_QUARTERS(TQKV__SUM_QUARTERS)
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_quarters)(const tqkv__stream *s, int kv_head,
-                                                              const tqkv__segment *segment, int first, int rows,
-                                                              const TQKV__I(product) * p)
-{
-    TQKV__I(byte_weights) weights[2];
-    TQKV__(codes) sums[2][4];
-    for (int r = 0; r < rows; r++) TQKV__I(open_byte_weights)(p->rows + 2 * r * p->row_floats, &weights[r]);
-    for (int d = 0; d < p->dim; d += 64) {
-        const TQKV__I(stored) stored = TQKV__I(open_stored)(s, kv_head, segment, first, d, p->dim);
-#define TQKV__ADD_QUARTERS(which, n)                                                                                   \
-    if (s->format == which && rows == n) TQKV__I(sum_quarters_##which##_##n)(&stored, weights, sums);
-        TQKV__BY_QUARTERS(TQKV__ADD_QUARTERS)
-        for (int r = 0; r < rows; r++) {
-            float *to = p->results + r * p->result_floats + d;
-            const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-            for (int k = 0; k * 16 < stored.left; k++, to += 16)
-                TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(sums[r][k]), unit, TQKV__(load)(to)));
-        }
-    }
-}
-
-/* Adds to the sums of a panel with few rows. p: without p.at */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, int kv_head,
-                                                         const tqkv__segment *segment, int first, int n_rows,
-                                                         TQKV__I(product) * p)
-{
-    const bool nibbles = TQKV__I(takes_nibbles)(s, segment->n, n_rows);
-    for (int left = n_rows, now; left > 0; left -= now) {
-        now = left >= 2 ? 2 : 1;
-        if (nibbles)
-            TQKV__I(add_nibbles)(s, kv_head, segment, first, now, p);
-        else
-            TQKV__I(add_quarters)(s, kv_head, segment, first, now, p);
-        TQKV__I(advance)(p, now);
-    }
-}
-#endif
-
-/* >>k-integer-tiles: the scores and the sums of a tile in integers. */
-
-TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                                     const float *q, int n_rows, bool add, float *scores)
-{
-    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__ALIGNED int8_t room[TQKV__MOST_KEYS_AT_ONCE * TQKV__PANEL];
-    const bool lanes = n_rows >= TQKV__LANES_ROWS;
-    const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__KEYS_AT_ONCE;
-    const int dim = s->panel_dim, head_dim = s->head_dim;
-    if (s->kind == TQKV__HALF) {
-        TQKV__S(score_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, q, n_rows, add, scores);
-        return;
-    }
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
-    for (int b = 0; b < head_dim / dim; b++) {
-        TQKV__I(product) p;
-#if TQKV__LOOKED_UP
-        if (TQKV__I(takes_nibbles)(s, segment->n, n_rows) || TQKV__I(takes_quarters)(s, segment->n, n_rows)) {
-            TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
-            TQKV__I(score_few)(s, kv_head, segment, b * dim, n_rows, &p);
-            continue;
-        }
-#endif
-        for (int j = 0; j < segment->n; j += step) {
-            p.n = segment->n - j < step ? segment->n - j : step;
-            TQKV__I(open_scores)(s, b, q, add, factors + j, scores + j, &p);
-            p.at = TQKV__S(open_integers)(s, kv_head, segment, j, p.n, b * dim, dim, room);
-            if (lanes)
-                TQKV__I(score_lanes)(p, n_rows);
-            else
-                TQKV__I(score_integers)(p, n_rows);
-        }
-    }
-}
-
-/* Opens the sums of panel b, but for its codes. */
-TQKV__OP void TQKV__I(open_sums)(const tqkv__stream *s, int b, int n, const float *weights, int n_rows,
-                                 const float *factors, float *scaled, float *out, TQKV__I(product) * p)
-{
-    if (b * s->panel_dim % s->norm_dim == 0)
-        for (int at = 0; at < n_rows * TQKV__TILE; at += TQKV__TILE)
-            TQKV__I(round_weights)(s, weights + at, factors + b * TQKV__TILE, n, scaled + at);
-    p->n = n;
-    p->dim = s->panel_dim;
-    p->rows = (const int16_t *)(const void *)scaled;
-    p->units = scaled + TQKV__WEIGHTS_UNIT;
-    p->row_floats = TQKV__TILE;
-    p->results = out + b * s->panel_dim;
-    p->result_floats = s->head_dim;
-    p->factors = NULL;
-    p->add = true;
-}
-
-TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                                     const float *weights, int n_rows, float *scaled, float *out)
-{
-    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__PANEL];
-    const int dim = s->panel_dim, head_dim = s->head_dim;
-    if (s->kind == TQKV__HALF) {
-        TQKV__S(add_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, weights, n_rows, out);
-        return;
-    }
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, false, factors);
-    for (int b = 0; b < head_dim / dim; b++) {
-        TQKV__I(product) p;
-        TQKV__I(open_sums)(s, b, segment->n, weights, n_rows, factors, scaled, out, &p);
-#if TQKV__LOOKED_UP
-        if (TQKV__I(takes_nibbles)(s, segment->n, n_rows) || TQKV__I(takes_quarters)(s, segment->n, n_rows)) {
-            TQKV__I(add_few)(s, kv_head, segment, b * dim, n_rows, &p);
-            continue;
-        }
-#endif
-        p.at = TQKV__S(open_integers)(s, kv_head, segment, 0, segment->n, b * dim, dim, room);
-        TQKV__I(add_integers)(&p, n_rows);
-    }
-}
-
-static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
-                                                 TQKV__I(round_query),
-                                                 {TQKV__ISA_NAME, TQKV__INTEGER_LANES, 1, &TQKV__(codec),
-                                                  TQKV__(reorder), TQKV__I(integer_score_tile), TQKV__(softmax_tile),
-                                                  TQKV__(end_piece), TQKV__I(integer_value_tile), TQKV__(sum_heads)}};
-#endif
 
 #endif /* TQKV__INTEGER_LANES */
 
 #if defined(TQKV__LANES) || defined(TQKV__INTEGER_LANES)
 /* The macros that a set defines, and two that depend on it. Those of the loops are the same for all. */
 #undef TQKV__
+#undef TQKV__CODE_OFFSET
 #undef TQKV__COLUMNS
 #undef TQKV__DECODED
 #undef TQKV__DECODED_SCORE_ROWS
-#undef TQKV__DOT_LANES
+#undef TQKV__FEW_ROWS
 #undef TQKV__I
 #undef TQKV__INTEGER_LANES
 #undef TQKV__ISA_NAME
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
-#undef TQKV__LOOKED_UP
+#undef TQKV__LANES_ROWS_OF_BOOKS
+#undef TQKV__MANY_ROWS
+#undef TQKV__MANY_VALUE_ROWS
 #undef TQKV__MATRIX_ROWS
 #undef TQKV__MIX_SHORT_SUBROWS
+#undef TQKV__MOST_SIXTEENS
 #undef TQKV__NIBBLE_STRIP
+#undef TQKV__OFFSET_OF
+#undef TQKV__PARTIAL
 #undef TQKV__PRODUCTS
-#undef TQKV__PRODUCT_ROWS
-#undef TQKV__ROUNDED
 #undef TQKV__ROWS
 #undef TQKV__S
 #undef TQKV__SCORE_ROWS
 #undef TQKV__STRIP_TOGETHER
 #undef TQKV__SUMS
-#undef TQKV__TARGET
-#undef TQKV__WHOLE_LANES
-#undef TQKV__WIDTH
-#undef TQKV__NEW
-#undef TQKV__CODE_OFFSET
-#undef TQKV__FEW_ROWS
-#undef TQKV__MANY_ROWS
-#undef TQKV__MANY_VALUE_ROWS
 #undef TQKV__SUM_SIXTEENS
-#undef TQKV__POSITIONS
-#undef TQKV__KEY_LANES
-#undef TQKV__DIM_LANES
-#undef TQKV__UNITS
-#undef TQKV__SIXTEENS
-#undef TQKV__BY_ROWS
-#undef TQKV__LOOPS_OF_FORMAT
-#undef TQKV__LOOPS_ENTRY
-
-#undef TQKV__OFFSET_OF
-#undef TQKV__ADD_LANES
-#undef TQKV__LANES_ROWS_OF_BOOKS
-#undef TQKV__MOST_SIXTEENS
-#undef TQKV__PARTIAL
-#undef TQKV__ARE_PARTIAL
+#undef TQKV__TARGET
+#undef TQKV__WIDTH
 #endif
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
@@ -10483,8 +9405,9 @@ TQKV__OP void tqkv__i_transpose_avx512(__m512i *x)
     x[2] = _mm512_unpacklo_epi64(b, d);
     x[3] = _mm512_unpackhi_epi64(b, d);
 }
-TQKV__OP void tqkv__i_key_lanes_avx512(const __m512i *x, __m512i *lanes)
+TQKV__OP void tqkv__i_key_lanes_avx512(__m512i *x, __m512i *lanes)
 {
+    tqkv__i_transpose_avx512(x);
     TQKV__UNROLL
     for (int i = 0; i < 4; i++) lanes[i] = x[i];
 }
@@ -10532,7 +9455,6 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_
 #define TQKV__MOST_SIXTEENS 4 /* of one row */
 #define TQKV__LANES_ROWS_OF_BOOKS 8
 #define TQKV__PARTIAL 1 /* passes of sums may be partial */
-#define TQKV__NEW
 #include "tqkv.h"
 #endif
 
@@ -10748,8 +9670,9 @@ TQKV__OP void tqkv__i_transpose_avx2(__m256i *x)
     x[3] = _mm256_unpackhi_epi64(b, d);
 }
 /* Two bytes of four become words. */
-TQKV__OP void tqkv__i_key_lanes_avx2(const __m256i *x, __m256i *lanes)
+TQKV__OP void tqkv__i_key_lanes_avx2(__m256i *x, __m256i *lanes)
 {
+    tqkv__i_transpose_avx2(x);
     const __m256i at = _mm256_setr_epi32((int)0x80018000, (int)0x80058004, (int)0x80098008, (int)0x800d800c,
                                          (int)0x80018000, (int)0x80058004, (int)0x80098008, (int)0x800d800c);
     TQKV__UNROLL
@@ -10813,7 +9736,6 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
 #define TQKV__MOST_SIXTEENS 2 /* of one row */
 #define TQKV__LANES_ROWS_OF_BOOKS 3
 #define TQKV__PARTIAL 0 /* passes of sums may be partial */
-#define TQKV__NEW
 #include "tqkv.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -10826,13 +9748,34 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
 
 #define TQKV__TARGET
 
-typedef uint32x4_t tqkv__i_sum_neon, tqkv__i_row_neon;
+/* Codes are looked up where they lie. */
+typedef struct tqkv__i_raw_neon {
+    const uint8_t *at, *upper;
+} tqkv__i_raw_neon;
+typedef struct tqkv__i_chunk_neon {
+    uint32x4_t books[4];
+} tqkv__i_chunk_neon;
+typedef struct tqkv__i_row_neon {
+    int16x8_t first, last;
+} tqkv__i_row_neon;
+typedef uint32x4_t tqkv__i_unit_neon, tqkv__i_sum_neon, tqkv__i_lanes_neon, tqkv__i_repeated_neon, tqkv__i_lane_sum_neon;
 
-TQKV__OP void tqkv__i_load_books_neon(const int bits, const int8_t *centroids, uint32x4_t *books)
+TQKV__OP tqkv__i_chunk_neon tqkv__i_open_chunk_neon(const tqkv_format format, int left, const int8_t *centroids)
 {
+    tqkv__i_chunk_neon chunk;
+    (void)left;
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
-        if (i == 0 || i < (1 << bits) / 16) books[i] = vreinterpretq_u32_s8(vld1q_s8(centroids + 16 * i));
+        if (TQKV__KIND(format) == TQKV__BOOK && (i == 0 || i < (1 << TQKV__BOOK_BITS(format)) / 16))
+            chunk.books[i] = vreinterpretq_u32_s8(vld1q_s8(centroids + 16 * i));
+    return chunk;
+}
+TQKV__OP tqkv__i_raw_neon tqkv__i_open_neon(const tqkv_format format, const tqkv__i_chunk_neon *chunk, const uint8_t *p,
+                                            const uint8_t *upper, size_t stride)
+{
+    const tqkv__i_raw_neon raw = {p, upper};
+    (void)format, (void)chunk, (void)stride; /* of one position */
+    return raw;
 }
 /* The next 16 codes of a field, a byte each, from bit `to` of it on; other bits may be set. */
 TQKV__OP uint8x16_t tqkv__i_field_neon(const int bits, const int to, const uint8_t *p)
@@ -10850,18 +9793,19 @@ TQKV__OP uint8x16_t tqkv__i_field_neon(const int bits, const int to, const uint8
     const uint8x16_t spread = vqtbl1q_u8(vcombine_u8(vcreate_u8(bytes), vdup_n_u8(0)), vld1q_u8(at));
     return vshlq_u8(spread, vld1q_s8(shift));
 }
-TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const uint32x4_t *books, int left, const uint8_t *p,
-                                         const uint8_t *upper)
+TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const int k, const tqkv__i_chunk_neon *chunk,
+                                         const tqkv__i_raw_neon *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
-    uint8x16_t index = tqkv__i_field_neon(main, 0, p), found;
+    uint8x16_t index = tqkv__i_field_neon(main, 0, raw->at + 2 * k * main), found;
     uint8x16x4_t book;
-    (void)left; /* always 16 */
+    if (TQKV__KIND(format) == TQKV__GRID) return vreinterpretq_u32_u8(index);
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) book.val[i] = vreinterpretq_u8_u32(books[i < (1 << bits) / 16 ? i : 0]);
+    for (int i = 0; i < 4; i++) book.val[i] = vreinterpretq_u8_u32(chunk->books[i < (1 << bits) / 16 ? i : 0]);
     const uint8x16x2_t half = {{book.val[0], book.val[1]}};
     if (upper_bits)
-        index = vbslq_u8(vdupq_n_u8((uint8_t)((1 << main) - 1)), index, tqkv__i_field_neon(upper_bits, main, upper));
+        index = vbslq_u8(vdupq_n_u8((uint8_t)((1 << main) - 1)), index,
+                         tqkv__i_field_neon(upper_bits, main, raw->upper + 2 * k * upper_bits));
     index = vandq_u8(index, vdupq_n_u8((uint8_t)((1 << bits) - 1)));
     if (bits == 6)
         found = vqtbl4q_u8(book, index);
@@ -10871,63 +9815,98 @@ TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const uint32x
         found = vqtbl1q_u8(book.val[0], index);
     return vreinterpretq_u32_u8(found);
 }
-TQKV__OP uint32x4_t tqkv__i_open_neon(const int8_t *p, int left)
+TQKV__OP void tqkv__i_store_unit_neon(const tqkv_format format, uint32x4_t x, int8_t *p)
 {
-    (void)left;
-    return vreinterpretq_u32_s16(vmovl_s8(vld1_s8(p)));
+    (void)format;
+    memcpy(p, &x, sizeof x);
+}
+TQKV__OP uint32x4_t tqkv__i_load_unit_neon(const int8_t *p) { return vreinterpretq_u32_s8(vld1q_s8(p)); }
+TQKV__OP tqkv__i_row_neon tqkv__i_load_row_neon(const tqkv_format format, const int8_t *p, int plane, int i)
+{
+    const int16_t *words = (const int16_t *)(const void *)p + i;
+    const tqkv__i_row_neon row = {vld1q_s16(words), vld1q_s16(words + 8)};
+    (void)format, (void)plane; /* of bytes */
+    return row;
 }
 /* Lane i adds up the products of words i and i + 4. */
-TQKV__OP uint32x4_t tqkv__i_dot_neon(uint32x4_t sums, uint32x4_t codes, uint32x4_t integers)
+TQKV__OP uint32x4_t tqkv__i_dot_words_neon(uint32x4_t sums, int16x8_t x, int16x8_t y)
 {
-    const int16x8_t x = vreinterpretq_s16_u32(codes), y = vreinterpretq_s16_u32(integers);
     const int32x4_t low = vmlal_s16(vreinterpretq_s32_u32(sums), vget_low_s16(x), vget_low_s16(y));
     return vreinterpretq_u32_s32(vmlal_high_s16(low, x, y));
 }
-TQKV__OP uint32x4_t tqkv__i_whole_neon(uint32x4_t sum) { return sum; }
-#define tqkv__i_load_row_neon tqkv__i_load_codes_neon
-TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int16_t *p)
+TQKV__OP uint32x4_t tqkv__i_dot_neon(const tqkv_format format, uint32x4_t sums, uint32x4_t codes, tqkv__i_row_neon row)
 {
-    return vreinterpretq_u32_s16(vcombine_s16(vld1_dup_s16(p), vld1_dup_s16(p + 1)));
+    const int8x16_t x = vreinterpretq_s8_u32(codes);
+    (void)format;
+    sums = tqkv__i_dot_words_neon(sums, vmovl_s8(vget_low_s8(x)), row.first);
+    return tqkv__i_dot_words_neon(sums, vmovl_high_s8(x), row.last);
 }
-TQKV__OP void tqkv__i_interleave_neon(const int8_t *p, size_t stride, int left, uint32x4_t *x)
+TQKV__OP uint32x4_t tqkv__i_dot_lanes_neon(uint32x4_t sums, uint32x4_t lanes, uint32x4_t integers)
 {
-    (void)left;
-    const uint32x4_t a = vreinterpretq_u32_s8(vld1q_s8(p)), b = vreinterpretq_u32_s8(vld1q_s8(p + stride));
-    const int8x16_t low = vreinterpretq_s8_u32(vzip1q_u32(a, b)), high = vreinterpretq_s8_u32(vzip2q_u32(a, b));
-    x[0] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
-    x[1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
-    x[2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
-    x[3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
+    return tqkv__i_dot_words_neon(sums, vreinterpretq_s16_u32(lanes), vreinterpretq_s16_u32(integers));
 }
-TQKV__OP void tqkv__i_transpose_neon(const int8_t *p, size_t stride, uint32x4_t *x)
+TQKV__OP uint32x4_t tqkv__i_whole_neon(const tqkv_format format, uint32x4_t sum)
 {
-    int8x16_t rows[4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) rows[i] = vld1q_s8(p + (size_t)i * stride);
+    (void)format;
+    return sum;
+}
+TQKV__OP uint32x4_t tqkv__i_whole_lanes_neon(uint32x4_t sum) { return sum; }
+TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int8_t *p, int plane, int i)
+{
+    const int16_t *words = (const int16_t *)(const void *)p + i;
+    (void)plane;
+    return vreinterpretq_u32_s16(vcombine_s16(vld1_dup_s16(words), vld1_dup_s16(words + 1)));
+}
+/* Four positions of four dimensions */
+TQKV__OP void tqkv__i_transpose_neon(const uint32x4_t *x, uint32x4_t *four)
+{
     TQKV__UNROLL
     for (int half = 0; half < 2; half++) {
-        const int8x16_t a = half ? vzip2q_s8(rows[0], rows[1]) : vzip1q_s8(rows[0], rows[1]);
-        const int8x16_t b = half ? vzip2q_s8(rows[2], rows[3]) : vzip1q_s8(rows[2], rows[3]);
-        const uint16x8_t c = vreinterpretq_u16_s8(a), d = vreinterpretq_u16_s8(b);
-        const int8x16_t low = vreinterpretq_s8_u16(vzip1q_u16(c, d)), high = vreinterpretq_s8_u16(vzip2q_u16(c, d));
-        x[4 * half] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
-        x[4 * half + 1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
-        x[4 * half + 2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
-        x[4 * half + 3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
+        const uint32x4_t a = half ? vzip2q_u32(x[0], x[2]) : vzip1q_u32(x[0], x[2]);
+        const uint32x4_t b = half ? vzip2q_u32(x[1], x[3]) : vzip1q_u32(x[1], x[3]);
+        four[2 * half] = vzip1q_u32(a, b);
+        four[2 * half + 1] = vzip2q_u32(a, b);
     }
 }
-TQKV__OP void tqkv__i_natural_order_neon(uint32x4_t *x) { (void)x; }
+/* Four positions of a dimension, then of the next one */
+TQKV__OP void tqkv__i_key_lanes_neon(const uint32x4_t *x, uint32x4_t *lanes)
+{
+    uint32x4_t four[4];
+    tqkv__i_transpose_neon(x, four);
+    const uint32_t columns[4] = {0x0c080400, 0x0d090501, 0x0e0a0602, 0x0f0b0703};
+    const uint8x16_t at = vreinterpretq_u8_u32(vld1q_u32(columns));
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        const int8x16_t ordered = vreinterpretq_s8_u8(vqtbl1q_u8(vreinterpretq_u8_u32(four[i]), at));
+        lanes[2 * i] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(ordered)));
+        lanes[2 * i + 1] = vreinterpretq_u32_s16(vmovl_high_s8(ordered));
+    }
+}
+/* Four dimensions of a position, then of the next one */
+TQKV__OP void tqkv__i_value_lanes_neon(const tqkv_format format, const uint32x4_t *x, uint32x4_t *lanes)
+{
+    const int8x16_t low = vreinterpretq_s8_u32(vzip1q_u32(x[0], x[1]));
+    const int8x16_t high = vreinterpretq_s8_u32(vzip2q_u32(x[0], x[1]));
+    (void)format;
+    lanes[0] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
+    lanes[1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
+    lanes[2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
+    lanes[3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
+}
 TQKV__OP uint32x4_t tqkv__i_sum_four_codes_neon(const uint32x4_t *x)
 {
     return vpaddq_u32(vpaddq_u32(x[0], x[1]), vpaddq_u32(x[2], x[3]));
 }
-TQKV__OP uint32x4_t tqkv__i_sum_codes_across_neon(const uint32x4_t *x) { return *x; }
 TQKV__OP float32x4_t tqkv__i_to_floats_neon(uint32x4_t x) { return vcvtq_f32_s32(vreinterpretq_s32_u32(x)); }
 TQKV__OP uint32x4_t tqkv__i_round_codes_neon(float32x4_t x) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(x)); }
-TQKV__OP void tqkv__i_store_words_neon(int16_t *p, int i, uint32x4_t x)
+TQKV__OP void tqkv__i_store_integers_neon(void *to, int i, int n, uint32x4_t x)
 {
-    vst1_s16(p + i, vmovn_s32(vreinterpretq_s32_u32(x)));
+    (void)n;
+    vst1_s16((int16_t *)to + i, vmovn_s32(vreinterpretq_s32_u32(x)));
 }
+TQKV__OP uint32x4_t tqkv__i_add_codes_neon(uint32x4_t x, uint32x4_t y) { return vaddq_u32(x, y); }
+TQKV__OP uint32x4_t tqkv__i_set_codes_neon(int32_t x) { return vdupq_n_u32((uint32_t)x); }
+TQKV__OP int32_t tqkv__i_sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
 TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); }
 
 #define TQKV__(name)        tqkv__##name##_neon
@@ -10936,8 +9915,16 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 #define TQKV__ISA_NAME      "neon"
 #define TQKV__INTEGER_LANES 4
 #define TQKV__PRODUCTS      2
-#define TQKV__PRODUCT_ROWS  4
-#define TQKV__LOOKED_UP     0
+#define TQKV__CODE_OFFSET     0
+#define TQKV__OFFSET_OF(format) false
+#define TQKV__LANES_ROWS_OF_BOOKS 3
+#define TQKV__PARTIAL         0
+#define TQKV__MOST_SIXTEENS   2
+#define TQKV__FEW_ROWS        4
+#define TQKV__LANES_ROWS      8
+#define TQKV__MANY_ROWS       4
+#define TQKV__MANY_VALUE_ROWS 4
+#define TQKV__SUM_SIXTEENS    4
 #include "tqkv.h"
 
 /* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed.
@@ -10961,7 +9948,8 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 
 typedef struct tqkv__i_bytes {
     uint32x4_t high, low;
-} tqkv__i_sum_dotprod, tqkv__i_row_dotprod;
+} tqkv__i_sum_dotprod, tqkv__i_lane_sum_dotprod, tqkv__i_row_dotprod, tqkv__i_repeated_dotprod;
+typedef uint32x4_t tqkv__i_lanes_dotprod;
 
 /* sums + the products of each lane's four bytes. Compilers hide the intrinsic where the file is for an older target. */
 TQKV__OP uint32x4_t tqkv__i_dot_bytes(uint32x4_t sums, uint32x4_t x, uint32x4_t y)
@@ -10969,15 +9957,27 @@ TQKV__OP uint32x4_t tqkv__i_dot_bytes(uint32x4_t sums, uint32x4_t x, uint32x4_t 
     __asm__("sdot\t%0.4s, %1.16b, %2.16b" : "+w"(sums) : "w"(x), "w"(y));
     return sums;
 }
-TQKV__OP tqkv__i_sum_dotprod tqkv__i_dot_dotprod(tqkv__i_sum_dotprod sums, uint32x4_t codes, tqkv__i_row_dotprod row)
+TQKV__OP tqkv__i_sum_dotprod tqkv__i_dot_lanes_dotprod(tqkv__i_sum_dotprod sums, uint32x4_t codes,
+                                                       tqkv__i_row_dotprod row)
 {
     sums.high = tqkv__i_dot_bytes(sums.high, codes, row.high);
     sums.low = tqkv__i_dot_bytes(sums.low, codes, row.low);
     return sums;
 }
-TQKV__OP uint32x4_t tqkv__i_whole_dotprod(tqkv__i_sum_dotprod sums)
+TQKV__OP tqkv__i_sum_dotprod tqkv__i_dot_dotprod(const tqkv_format format, tqkv__i_sum_dotprod sums, uint32x4_t codes,
+                                                 tqkv__i_row_dotprod row)
+{
+    (void)format;
+    return tqkv__i_dot_lanes_dotprod(sums, codes, row);
+}
+TQKV__OP uint32x4_t tqkv__i_whole_lanes_dotprod(tqkv__i_sum_dotprod sums)
 {
     return vaddq_u32(vshlq_n_u32(sums.high, 8), sums.low);
+}
+TQKV__OP uint32x4_t tqkv__i_whole_dotprod(const tqkv_format format, tqkv__i_sum_dotprod sums)
+{
+    (void)format;
+    return tqkv__i_whole_lanes_dotprod(sums);
 }
 /* Splits four integers into their high bytes, then their low ones. */
 TQKV__OP int8x8_t tqkv__i_split_dotprod(uint32x4_t x)
@@ -10985,45 +9985,32 @@ TQKV__OP int8x8_t tqkv__i_split_dotprod(uint32x4_t x)
     const int16x4_t words = vmovn_s32(vreinterpretq_s32_u32(x));
     return vmovn_s16(vcombine_s16(vrshr_n_s16(words, 8), words));
 }
-TQKV__OP void tqkv__i_store_words_dotprod(int16_t *p, int i, uint32x4_t x)
+/* The high bytes of n integers, then their low ones */
+TQKV__OP void tqkv__i_store_integers_dotprod(void *to, int i, int n, uint32x4_t x)
 {
-    vst1_s8((int8_t *)(void *)(p + i), tqkv__i_split_dotprod(x));
+    const uint32x2_t bytes = vreinterpret_u32_s8(tqkv__i_split_dotprod(x));
+    vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + i), bytes, 0);
+    vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + n + i), bytes, 1);
 }
-TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const int16_t *p)
+TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const tqkv_format format, const int8_t *p, int plane, int i)
 {
-    const uint32x4x2_t x = vld2q_u32((const uint32_t *)(const void *)p);
-    const tqkv__i_row_dotprod row = {x.val[0], x.val[1]};
+    const tqkv__i_row_dotprod row = {vreinterpretq_u32_s8(vld1q_s8(p + i)),
+                                     vreinterpretq_u32_s8(vld1q_s8(p + plane + i))};
+    (void)format;
     return row;
 }
-TQKV__OP tqkv__i_row_dotprod tqkv__i_repeat_dotprod(const int16_t *p)
+TQKV__OP tqkv__i_row_dotprod tqkv__i_repeat_dotprod(const int8_t *p, int plane, int i)
 {
-    const uint32_t *lanes = (const uint32_t *)(const void *)p;
-    const tqkv__i_row_dotprod row = {vld1q_dup_u32(lanes), vld1q_dup_u32(lanes + 1)};
+    const tqkv__i_row_dotprod row = {vld1q_dup_u32((const uint32_t *)(const void *)(p + i)),
+                                     vld1q_dup_u32((const uint32_t *)(const void *)(p + plane + i))};
     return row;
 }
-TQKV__OP uint32x4_t tqkv__i_open_dotprod(const int8_t *p, int left)
+#define tqkv__i_key_lanes_dotprod tqkv__i_transpose_neon
+TQKV__OP void tqkv__i_value_lanes_dotprod(const tqkv_format format, const uint32x4_t *units, uint32x4_t *x)
 {
-    (void)left;
-    return vreinterpretq_u32_s8(vld1q_s8(p));
-}
-TQKV__OP void tqkv__i_transpose_dotprod(const int8_t *p, size_t stride, uint32x4_t *x)
-{
-    uint32x4_t rows[4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u32_s8(vld1q_s8(p + (size_t)i * stride));
-    TQKV__UNROLL
-    for (int half = 0; half < 2; half++) {
-        const uint32x4_t a = half ? vzip2q_u32(rows[0], rows[2]) : vzip1q_u32(rows[0], rows[2]);
-        const uint32x4_t b = half ? vzip2q_u32(rows[1], rows[3]) : vzip1q_u32(rows[1], rows[3]);
-        x[2 * half] = vzip1q_u32(a, b);
-        x[2 * half + 1] = vzip2q_u32(a, b);
-    }
-}
-TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int left, uint32x4_t *x)
-{
-    (void)left;
-    const int8x16_t a = vld1q_s8(p), b = vld1q_s8(p + stride), c = vld1q_s8(p + 2 * stride),
-                    d = vld1q_s8(p + 3 * stride);
+    const int8x16_t a = vreinterpretq_s8_u32(units[0]), b = vreinterpretq_s8_u32(units[1]),
+                    c = vreinterpretq_s8_u32(units[2]), d = vreinterpretq_s8_u32(units[3]);
+    (void)format;
     const uint16x8_t ab = vreinterpretq_u16_s8(vzip1q_s8(a, b)), cd = vreinterpretq_u16_s8(vzip1q_s8(c, d));
     const uint16x8_t ab_high = vreinterpretq_u16_s8(vzip2q_s8(a, b)), cd_high = vreinterpretq_u16_s8(vzip2q_s8(c, d));
     x[0] = vreinterpretq_u32_u16(vzip1q_u16(ab, cd));
@@ -11038,9 +10025,17 @@ TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int lef
 #define TQKV__ISA_NAME      "neon"
 #define TQKV__INTEGER_LANES 4
 #define TQKV__PRODUCTS      4
-#define TQKV__PRODUCT_ROWS  2
-#define TQKV__LOOKED_UP     0
 #define TQKV__DECODED       1
+#define TQKV__CODE_OFFSET     0
+#define TQKV__OFFSET_OF(format) false
+#define TQKV__LANES_ROWS_OF_BOOKS 3
+#define TQKV__PARTIAL         0
+#define TQKV__MOST_SIXTEENS   2
+#define TQKV__FEW_ROWS        2
+#define TQKV__LANES_ROWS      8
+#define TQKV__MANY_ROWS       4
+#define TQKV__MANY_VALUE_ROWS 2
+#define TQKV__SUM_SIXTEENS    2
 #include "tqkv.h"
 
 #if defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 10
@@ -11055,7 +10050,7 @@ TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int lef
 #define TQKV__TARGET __attribute__((target(TQKV__ARM_BASE "+dotprod+i8mm")))
 #endif
 
-typedef tqkv__i_sum_dotprod tqkv__i_sum_i8mm; /* of lanes: the first two, high and low in turns; the others */
+typedef tqkv__i_sum_dotprod tqkv__i_sum_i8mm, tqkv__i_lane_sum_i8mm; /* of lanes: the first two, high and low in turns; the others */
 typedef tqkv__i_row_dotprod tqkv__i_row_i8mm;
 typedef uint32x4_t tqkv__i_repeated_i8mm;
 typedef struct tqkv__i_lanes_i8mm {
@@ -11078,41 +10073,31 @@ TQKV__OP uint32x4_t tqkv__i_whole_lanes_i8mm(tqkv__i_sum_i8mm sums)
 {
     return vaddq_u32(vshlq_n_u32(vuzp1q_u32(sums.high, sums.low), 8), vuzp2q_u32(sums.high, sums.low));
 }
-/* Stores the high bytes of eight integers, then their low ones. */
-TQKV__OP void tqkv__i_store_words_i8mm(int16_t *p, int i, uint32x4_t x)
+#define tqkv__i_store_integers_i8mm tqkv__i_store_integers_dotprod
+#define tqkv__i_load_row_i8mm       tqkv__i_load_row_dotprod
+#define tqkv__i_dot_i8mm            tqkv__i_dot_dotprod
+#define tqkv__i_whole_i8mm          tqkv__i_whole_dotprod
+TQKV__OP uint32x4_t tqkv__i_repeat_i8mm(const int8_t *p, int plane, int i)
 {
-    const uint32x2_t bytes = vreinterpret_u32_s8(tqkv__i_split_dotprod(x));
-    uint32_t *to = (uint32_t *)(void *)(p + i / 8 * 8) + i % 8 / 4;
-    vst1_lane_u32(to, bytes, 0);
-    vst1_lane_u32(to + 2, bytes, 1);
+    return vreinterpretq_u32_s8(vcombine_s8(vld1_s8(p + i), vld1_s8(p + plane + i)));
 }
-TQKV__OP tqkv__i_row_i8mm tqkv__i_load_row_i8mm(const int16_t *p)
-{
-    const uint64x2x2_t x = vld2q_u64((const uint64_t *)(const void *)p);
-    const tqkv__i_row_i8mm row = {vreinterpretq_u32_u64(x.val[0]), vreinterpretq_u32_u64(x.val[1])};
-    return row;
-}
-TQKV__OP uint32x4_t tqkv__i_repeat_i8mm(const int16_t *p) { return vld1q_u32((const uint32_t *)(const void *)p); }
-#define tqkv__i_open_i8mm  tqkv__i_open_dotprod
-#define tqkv__i_dot_i8mm   tqkv__i_dot_dotprod
-#define tqkv__i_whole_i8mm tqkv__i_whole_dotprod
-TQKV__OP void tqkv__i_transpose_i8mm(const int8_t *p, size_t stride, tqkv__i_lanes_i8mm *x)
+TQKV__OP void tqkv__i_key_lanes_i8mm(const uint32x4_t *units, tqkv__i_lanes_i8mm *x)
 {
     uint64x2_t rows[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u64_s8(vld1q_s8(p + (size_t)i * stride));
+    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u64_u32(units[i]);
     x[0].first = vreinterpretq_u32_u64(vzip1q_u64(rows[0], rows[1]));
     x[0].last = vreinterpretq_u32_u64(vzip1q_u64(rows[2], rows[3]));
     x[1].first = vreinterpretq_u32_u64(vzip2q_u64(rows[0], rows[1]));
     x[1].last = vreinterpretq_u32_u64(vzip2q_u64(rows[2], rows[3]));
 }
 /* Each round makes the highest bit of a register's number the lowest of a byte's. */
-TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, tqkv__i_lanes_i8mm *x)
+TQKV__OP void tqkv__i_value_lanes_i8mm(const tqkv_format format, const uint32x4_t *units, tqkv__i_lanes_i8mm *x)
 {
     int8x16_t from[8], to[8];
-    (void)left;
+    (void)format;
     TQKV__UNROLL
-    for (int i = 0; i < 8; i++) to[i] = vld1q_s8(p + (size_t)i * stride);
+    for (int i = 0; i < 8; i++) to[i] = vreinterpretq_s8_u32(units[i]);
     TQKV__UNROLL
     for (int round = 0; round < 3; round++) {
         TQKV__UNROLL
@@ -11134,10 +10119,17 @@ TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, 
 #define TQKV__ISA_NAME      "neon"
 #define TQKV__INTEGER_LANES 4
 #define TQKV__PRODUCTS      8
-#define TQKV__PRODUCT_ROWS  2
-#define TQKV__LANES_ROWS    4
-#define TQKV__LOOKED_UP     0
 #define TQKV__DECODED       1
+#define TQKV__CODE_OFFSET     0
+#define TQKV__OFFSET_OF(format) false
+#define TQKV__LANES_ROWS_OF_BOOKS 3
+#define TQKV__PARTIAL         0
+#define TQKV__MOST_SIXTEENS   2
+#define TQKV__FEW_ROWS        2
+#define TQKV__LANES_ROWS      4
+#define TQKV__MANY_ROWS       4
+#define TQKV__MANY_VALUE_ROWS 2
+#define TQKV__SUM_SIXTEENS    2
 #include "tqkv.h"
 #endif
 #endif

@@ -210,8 +210,9 @@ TQKV__OP void tqkv__i_transpose_avx2(__m256i *x)
     x[3] = _mm256_unpackhi_epi64(b, d);
 }
 /* Two bytes of four become words. */
-TQKV__OP void tqkv__i_key_lanes_avx2(const __m256i *x, __m256i *lanes)
+TQKV__OP void tqkv__i_key_lanes_avx2(__m256i *x, __m256i *lanes)
 {
+    tqkv__i_transpose_avx2(x);
     const __m256i at = _mm256_setr_epi32((int)0x80018000, (int)0x80058004, (int)0x80098008, (int)0x800d800c,
                                          (int)0x80018000, (int)0x80058004, (int)0x80098008, (int)0x800d800c);
     TQKV__UNROLL
@@ -275,7 +276,6 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
 #define TQKV__MOST_SIXTEENS 2 /* of one row */
 #define TQKV__LANES_ROWS_OF_BOOKS 3
 #define TQKV__PARTIAL 0 /* passes of sums may be partial */
-#define TQKV__NEW
 #include "loops.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop

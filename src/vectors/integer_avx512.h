@@ -172,8 +172,9 @@ TQKV__OP void tqkv__i_transpose_avx512(__m512i *x)
     x[2] = _mm512_unpacklo_epi64(b, d);
     x[3] = _mm512_unpackhi_epi64(b, d);
 }
-TQKV__OP void tqkv__i_key_lanes_avx512(const __m512i *x, __m512i *lanes)
+TQKV__OP void tqkv__i_key_lanes_avx512(__m512i *x, __m512i *lanes)
 {
+    tqkv__i_transpose_avx512(x);
     TQKV__UNROLL
     for (int i = 0; i < 4; i++) lanes[i] = x[i];
 }
@@ -221,6 +222,5 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_
 #define TQKV__MOST_SIXTEENS 4 /* of one row */
 #define TQKV__LANES_ROWS_OF_BOOKS 8
 #define TQKV__PARTIAL 1 /* passes of sums may be partial */
-#define TQKV__NEW
 #include "loops.h"
 #endif

@@ -29,19 +29,9 @@
 
 #ifdef TQKV__INTEGER_LANES
 
-#ifndef TQKV__NEW
-#include "loops/integer.h"
-#endif
-
 #include "loops/halves.h"
 
-#ifdef TQKV__NEW
 #include "loops/rows.h"
-#else
-#include "loops/integer_few.h"
-
-#include "loops/integer_tiles.h"
-#endif
 
 #endif /* TQKV__INTEGER_LANES */
 

@@ -340,7 +340,6 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(key_tile)(const TQKV__S(panel) *
                 TQKV__UNROLL
                 for (int v = 0; v < 4; v++)
                     memcpy(&x[v], room + ((4 * lanes + v) * sixteens + k) * TQKV__BYTES, sizeof x[v]);
-                TQKV__S(transpose)(x);
                 TQKV__I(key_lanes)(x, y);
                 TQKV__UNROLL
                 for (int i = 0; i < TQKV__KEY_LANES; i++)
@@ -544,6 +543,7 @@ typedef struct TQKV__I(loops) {
 TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const TQKV__I(product) * p)
 {
     TQKV__I(product) product = *p;
+    (void)format;
     if (!TQKV__OFFSET_OF(format)) product.offsets = NULL;
     return product;
 }
@@ -551,7 +551,7 @@ TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const T
 #define TQKV__BY_ROWS(loop, format, kind)                                                                              \
     (rows == 1   ? TQKV__I(loop)(format, 1, a, p)                                                                      \
      : rows == 2 ? TQKV__I(loop)(format, 2, a, p)                                                                      \
-     : (kind) == TQKV__GRID || TQKV__LANES_ROWS_OF_BOOKS > 3                                                           \
+     : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || TQKV__LANES_ROWS_OF_BOOKS > 3)                                   \
          ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, p)                                                                 \
          : (void)0)
 TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
