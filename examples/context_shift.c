@@ -4,8 +4,8 @@
  * each with its own turned query, and a merge. Beside it the usual way: decode the keys, turn them, encode them again.
  * Both have the centre and the scale of the first CONTEXT keys.
  *   context_shift [LAYER]    the error of both over 32 shifts, with keys, values and queries of a pretrained model
- * "same codes in double": the distance from attention in double over the decoded codes, |out - exact| / |exact|. The
- * other errors are relMSE, as in real_kv.c, against the original floats; "recomputed" encodes the remaining keys
+ * "same codes in double": the largest distance of an output from attention in double over the decoded codes, |out - exact|
+ * / |exact|: attention's own error, and what its integer centroids differ from decoded ones. The other errors are relMSE, as in real_kv.c, against the original floats; "recomputed" encodes the remaining keys
  * afresh. Values are F16, so that only the error of the keys counts. */
 #include "tqkv.h"
 #include "capture_file.h"
@@ -146,7 +146,7 @@ static void attend(const context *c, const float *q, int n, float *out)
             check(tqkv_attend_partial(&a, turned, 0, c->segments[0].count, out, max, sum), "attend");
         } else {
             check(tqkv_attend_partial(&a, turned, first, c->segments[i].count, slice, slice_max, slice_sum), "attend");
-            check(tqkv_attend_merge(&a, out, max, sum, slice, slice_max, slice_sum), "merge");
+            check(tqkv_attend_merge(&a, out, max, sum, &a, slice, slice_max, slice_sum), "merge");
         }
         free(turned);
     }

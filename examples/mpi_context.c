@@ -4,6 +4,7 @@
  *   mpirun -n 4 build/mpi_context [POSITIONS]
  *   mpirun -n 4 build/mpi_context --fail RANK    the cache of one rank is too small: all ranks stop with its error
  *   mpirun -n 4 build/mpi_context --kill RANK    one rank dies: mpirun ends the others
+ *   mpirun -n 4 build/mpi_context --preset 1     caches that learn: 0 is TQKV_SAFE, 1 TQKV_SMALL, 2 TQKV_TINY
  * What a rank sends does not depend on the length of the context: one row of sums a query head. A failure travels in
  * these rows, so no rank waits for one that gave up. Read merge_heads and attend_together first. */
 #define _POSIX_C_SOURCE 200809L
@@ -48,8 +49,8 @@ static void merge_heads(void *in, void *in_out, int *n_rows, MPI_Datatype *type)
     head_sums *to = (head_sums *)in_out;
     (void)type;
     for (int i = 0; i < *n_rows; i++) {
-        tqkv_result result =
-            tqkv_attend_merge(&one_row, to[i].out, &to[i].max, &to[i].sum, from[i].out, &from[i].max, &from[i].sum);
+        tqkv_result result = tqkv_attend_merge(&one_row, to[i].out, &to[i].max, &to[i].sum, &one_row, from[i].out,
+                                               &from[i].max, &from[i].sum);
         int32_t failure = result == TQKV_OK ? from[i].failure : 16 * (own_rank + 1) + (int32_t)result;
         if (failure > to[i].failure) to[i].failure = failure;
     }
@@ -59,7 +60,7 @@ static void merge_open(void)
 {
     MPI_Comm_rank(MPI_COMM_WORLD, &own_rank);
     one_head = (tqkv_store){.format = TQKV_TQ4, .head_dim = DIM, .n_kv_heads = 1, .capacity = 1};
-    one_row = (tqkv_attention){.keys = &one_head, .values = &one_head};
+    one_row = (tqkv_attention){.keys = &one_head, .values = &one_head, .n_heads = 1, .n_queries = 1};
     MPI_Type_contiguous(sizeof(head_sums), MPI_BYTE, &row_type); /* ranks of one byte order */
     MPI_Type_commit(&row_type);
     MPI_Op_create(merge_heads, 1, &merge_op);
@@ -77,8 +78,7 @@ static int32_t attend_together(share *s, const float *q, float *out)
     static float own[HEADS * DIM], max[HEADS], sum[HEADS];
     static head_sums rows[HEADS], merged[HEADS];
     double start = MPI_Wtime();
-    tqkv_attention a = {.n_heads = HEADS, .keys = tqkv_cache_keys(s->cache), .values = tqkv_cache_values(s->cache)};
-    a.end = tqkv_cache_end(s->cache); /* all of them are before the query */
+    tqkv_attention a = tqkv_cache_view(s->cache); /* all of its positions are before the query */
     if (!s->failure) note(s, tqkv_attend_partial(&a, q, 0, (int)a.end, own, max, sum));
     memset(rows, 0, sizeof rows);
     for (int h = 0; h < HEADS; h++) {
@@ -136,15 +136,20 @@ static void append(share *s, int64_t first, int64_t end)
 
 typedef struct options {
     int n_positions, fail, kill; /* ranks, or -1 */
+    int preset;                  /* or -1 */
 } options;
 
 static void open_share(share *s, const options *o)
 {
     int first = (int)((int64_t)o->n_positions * s->rank / s->n_ranks);
     int end = (int)((int64_t)o->n_positions * (s->rank + 1) / s->n_ranks);
-    tqkv_cache_desc desc = {.head_dim = DIM, .n_kv_heads = KV_HEADS, .n_heads = HEADS};
-    desc.capacity = end - first + TOKENS;
-    if (s->rank == o->fail) desc.capacity = end - first + 1; /* full after one token */
+    tqkv_cache_desc desc = {0};
+    if (o->preset >= 0) desc = tqkv_cache_preset((tqkv_preset)o->preset);
+    desc.head_dim = DIM;
+    desc.n_kv_heads = KV_HEADS;
+    desc.n_heads = HEADS;
+    desc.capacity = end - first + TOKENS + (o->preset < 0 ? 0 : 4096); /* a quarter is for what a cache learns from */
+    if (s->rank == o->fail) desc.capacity = end - first + 1;           /* full after one token */
     note(s, tqkv_cache_create(&desc, &s->cache));
     append(s, first, end);
 }
@@ -190,12 +195,14 @@ static bool same_on_all(const share *s, const float *outs)
     return least == most;
 }
 
-/* Prints a line for each rank. Returns whether the outputs are those of one rank, to 2e-6, and the same everywhere. */
-static bool report(const share *s, const float *outs, const float *alone)
+/* Prints a line for each rank. Returns whether the outputs are those of one rank, to 3e-4, and the same everywhere. By a
+ * preset each share has learned on its own: they differ by the formats' errors. */
+static bool report(const share *s, const options *o, const float *outs, const float *alone)
 {
+    static const double limits[4] = {3e-4, 0.2, 0.4, 0.8};
     static double times[2 * MAX_RANKS];
     double own[2] = {s->attending, s->merging}, error = s->rank == 0 ? difference(alone, outs) : 0.0;
-    bool same = same_on_all(s, outs), good = same && error <= 2e-6;
+    bool same = same_on_all(s, outs), good = same && error <= limits[o->preset + 1];
     MPI_Gather(own, 2, MPI_DOUBLE, times, 2, MPI_DOUBLE, 0, s->ranks);
     for (int i = 0; s->rank == 0 && i < s->n_ranks; i++)
         printf("%5d %5d %12.3f %12.3f\n", s->n_ranks, i, 1e3 * times[2 * i] / (TOKENS - 1),
@@ -223,7 +230,7 @@ static bool run_on(int n_ranks, const options *o, float *alone)
             fprintf(stderr, "mpi_context: rank %d: %s\n", failure / 16 - 1,
                     tqkv_result_string((tqkv_result)(failure % 16)));
         if (n_ranks == 1) memcpy(alone, outs, sizeof outs);
-        good = !failure && report(&s, outs, alone);
+        good = !failure && report(&s, o, outs, alone);
         tqkv_cache_destroy(s.cache);
         MPI_Comm_free(&s.ranks);
     }
@@ -231,29 +238,32 @@ static bool run_on(int n_ranks, const options *o, float *alone)
     return good;
 }
 
-/* Whether a run of one rank gave what tqkv_cache_attend gives. */
+/* Whether a run of one rank gave what tqkv_cache_attend gives: with a centre, which a preset learns, but for last
+ * bits. */
 static bool whole_is(const options *o, const float *alone)
 {
-    static float q[HEADS * DIM], out[HEADS * DIM];
+    static float q[HEADS * DIM], outs[TOKENS * HEADS * DIM];
     share s = {.n_ranks = 1};
-    bool good = true;
-    options whole = {o->n_positions, -1, -1};
+    options whole = {o->n_positions, -1, -1, o->preset};
     open_share(&s, &whole);
     for (int t = 0; t < TOKENS; t++) {
         append(&s, o->n_positions + t, o->n_positions + t + 1);
         fill((uint64_t)t + 77, q, HEADS * DIM);
-        note(&s, tqkv_cache_attend(s.cache, q, 1, out));
-        good = good && !s.failure && memcmp(out, alone + t * HEADS * DIM, sizeof out) == 0;
+        note(&s, tqkv_cache_attend(s.cache, q, 1, outs + t * HEADS * DIM));
     }
+    bool good = !s.failure && (o->preset < 0 ? memcmp(outs, alone, sizeof outs) == 0 : difference(outs, alone) <= 3e-4);
     tqkv_cache_destroy(s.cache);
     return good;
 }
 
 static bool parse(options *o, int argc, char **argv)
 {
-    *o = (options){16384, -1, -1};
+    *o = (options){16384, -1, -1, -1};
     for (int i = 1; i < argc; i++) {
-        int *number = strcmp(argv[i], "--fail") == 0 ? &o->fail : strcmp(argv[i], "--kill") == 0 ? &o->kill : NULL;
+        int *number = strcmp(argv[i], "--fail") == 0     ? &o->fail
+                      : strcmp(argv[i], "--kill") == 0   ? &o->kill
+                      : strcmp(argv[i], "--preset") == 0 ? &o->preset
+                                                         : NULL;
         char *rest;
         if (number && ++i == argc) return false;
         errno = 0;
@@ -261,7 +271,7 @@ static bool parse(options *o, int argc, char **argv)
         if (errno || *rest || rest == argv[i] || value < (number ? 0 : 1) || value > 1 << 28) return false;
         *(number ? number : &o->n_positions) = (int)value;
     }
-    return true;
+    return o->preset <= (int)TQKV_TINY;
 }
 
 int main(int argc, char **argv)
@@ -273,17 +283,19 @@ int main(int argc, char **argv)
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &size);
     if (!parse(&o, argc, argv) || size > MAX_RANKS) {
-        if (rank == 0) fprintf(stderr, "usage: mpirun -n RANKS mpi_context [POSITIONS] [--fail RANK] [--kill RANK]\n");
+        if (rank == 0)
+            fprintf(stderr,
+                    "usage: mpirun -n RANKS mpi_context [POSITIONS] [--fail RANK] [--kill RANK] [--preset 0|1|2]\n");
         MPI_Finalize();
         return 2;
     }
     merge_open();
     if (rank == 0)
-        printf("%d positions of %d heads of %d, keys i8, values tq4; %d query heads; %d new tokens\n"
+        printf("%d positions of %d heads of %d; %d query heads; %d new tokens\n"
                "a rank sends %zu bytes a token and step of the reduction, whatever the number of positions\n"
                "ranks  rank    attend ms merge+wait ms\n",
                o.n_positions, KV_HEADS, DIM, HEADS, TOKENS, HEADS * sizeof(head_sums));
-    whole = (options){o.n_positions, -1, -1};
+    whole = (options){o.n_positions, -1, -1, o.preset};
     bool good = run_on(1, &whole, alone);
     if (rank == 0 && !whole_is(&o, alone)) {
         fprintf(stderr, "mpi_context: one rank does not give what one cache gives\n");

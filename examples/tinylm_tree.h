@@ -69,7 +69,7 @@ static void attend_window(session *s, const tqkv_attention *all, const guess_tre
         if (from >= inner) continue;
         check(tqkv_attend_partial(&b, s->q + node * row, from, (int)(inner - from), s->up, level_max, level_sum),
               "slice");
-        check(tqkv_attend_merge(&b, s->wide + node * row, max + head, sum + head, s->up, level_max, level_sum),
+        check(tqkv_attend_merge(&b, s->wide + node * row, max + head, sum + head, &b, s->up, level_max, level_sum),
               "merge");
     }
     check(tqkv_attend_finish(&a, s->wide, max, sum), "finish");

@@ -15,14 +15,15 @@ struct merge_task {
     device uchar *out;                 // [n_queries][n_heads][D], with strides
     device float *max, *sum;           // [n_rows]: of the slice that is written
     device const float *src_max, *src_sum; // [n_rows]: of the slice that is read
-    threadgroup float *shared;         // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
-    uint row, type;                    // type: of the output
-    float sink;                        // in powers of two; -INFINITY: none. It is added to the denominator only
-    bool from_slice, to_slice, rotate; // from one to another: it is added; rotate, unrotate: change its basis before
-    bool unrotate;
+    threadgroup float *shared;  // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
+    uint row, type;             // type: of the output
+    float sink;                 // in powers of two; -INFINITY: none. It is added to the denominator only
+    bool from_slice, to_slice;  // from one to another: it is added
+    bool rotate;                // the sums, for a slice: the values are not
+    bool unrotate;              // the result
     bool shifted;               // the keys have a centre, which adds partial_state of the row to all scores
     bool scaled;                // the output is multiplied by the scales of the values' channels
-    bool centered, rotated;     // the values have a centre, and it is rotated before it is added
+    bool centered, rotated;     // the values' centre is added, and rotated before that
     bool center_scaled;         // and divided by the scales before that
     device const float *center; // [n_kv_heads][D]
     device const float *scale;  // the same, of the channels
@@ -42,7 +43,8 @@ inline void open_merge_item(constant tqkv__batch_item &item, thread merge_task &
 
 // The sums of a row over some positions, the values across the lanes: E neighbours a lane. Where 32 does not divide D
 // the upper lanes repeat the lower ones. Only the rotation needs the layout of load_row.
-#define MERGE_VALUES(D) ((D) / TQKV__NORM_LANES(D))
+#define MERGE_LANES(D)  ((D) % 32 == 0 ? 32 : 16)
+#define MERGE_VALUES(D) ((D) / MERGE_LANES(D))
 template <int D>
 struct row_sums {
     float maximum, sum, out[MERGE_VALUES(D)];
@@ -173,7 +175,7 @@ inline void add_sections(constant tqkv__merge_args &args, thread const merge_tas
         add_partials<D>(args, task, range, row);
     }
     threadgroup float *own = task.shared + task.simdgroup * uint(D + 4);
-    if (task.lane < uint(TQKV__NORM_LANES(D))) {
+    if (task.lane < uint(MERGE_LANES(D))) {
         TQKV_UNROLL
         for (int i = 0; i < E; i++) own[int(task.lane) * E + i] = row.out[i];
     }
@@ -208,7 +210,7 @@ inline void spread_row(thread const merge_task &task, thread const row_sums<D> &
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D), E = MERGE_VALUES(D);
     to.maximum = row.maximum;
     to.sum = row.sum;
-    if (TQKV__HAS_MATRIX(D) && task.lane < uint(TQKV__NORM_LANES(D))) {
+    if (TQKV__HAS_MATRIX(D) && task.lane < uint(MERGE_LANES(D))) {
         TQKV_UNROLL
         for (int i = 0; i < E; i++) task.shared[int(task.lane) * E + i] = row.out[i];
     }
@@ -228,8 +230,6 @@ inline void add_slice(thread const merge_task &task, uint part, thread spread_su
     row.sum = task.src_sum[task.row];
     load_row<D>(task.partial_out + first, part, row.x);
     if (!task.to_slice) return;
-    if (task.rotate) rotate_row<D>(row.x, part);
-    if (task.unrotate) unrotate_row<D>(row.x, part, signs_of_row<D>(part));
     float before = maximum_of_slice(task.max[task.row]), sum = task.sum[task.row], x[TQKV_LANE_VALUES(D)];
     load_typed_row<D>(uint(TQKV_TYPE_F32), task.out, first, part, x);
     simdgroup_barrier(mem_flags::mem_device); // before some lane overwrites what another has yet to load
@@ -277,7 +277,8 @@ inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &
     }
     float weight = task.to_slice ? row.sum : divide_row<D>(task, row);
     uint kv_head = task.row % uint(args.n_heads) / uint(args.group);
-    if (task.unrotate && !task.to_slice) unrotate_row<D>(row.x, part, signs);
+    if (task.rotate && row.sum != 0.0f) rotate_row<D>(row.x, part); // rotated, half of the zeros would be negative
+    if (task.unrotate) unrotate_row<D>(row.x, part, signs);
     if (task.scaled) multiply_channels<D>(task.scale, kv_head, part, row.x);
     if (task.centered)
         add_center<D>(task.center, task.scale, kv_head, task.center_scaled, task.rotated, weight, part, row.x);

@@ -248,7 +248,7 @@ static tqkv_result partial(world *w)
 }
 static tqkv_result merge(world *w)
 {
-    return tqkv_attend_merge(w->a, w->out, w->max, w->sum, w->other_out, w->other_max, w->other_sum);
+    return tqkv_attend_merge(w->a, w->out, w->max, w->sum, w->a, w->other_out, w->other_max, w->other_sum);
 }
 static tqkv_result finish(world *w) { return tqkv_attend_finish(w->a, w->out, w->max, w->sum); }
 static tqkv_result create(world *w) { return tqkv_cache_create(w->d, w->result); }

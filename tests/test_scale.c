@@ -183,39 +183,45 @@ typedef struct merged {
     float out[HEADS * D], max[HEADS], sum[HEADS];
 } merged;
 
-/* Slices merge if the values' scales hold the same numbers, wherever they lie; otherwise nothing is written. */
+/* Slices merge if the values' scales, and their centres, hold the same numbers, wherever they lie; otherwise nothing is
+ * written. */
 static void check_merge(const void *parameters)
 {
     (void)parameters;
     float *rows = test_rows(7, DATA_GAUSSIAN, TOKENS * HEADS, D), *q = test_rows(8, DATA_GAUSSIAN, HEADS, D);
     float *scales[3] = {test_scales(9, HEADS, D, 8.0), test_scales(9, HEADS, D, 8.0), test_scales(9, HEADS, D, 8.0)};
     const scale_row row = {TQKV_TQ5, D, false, false, false}, halves = {TQKV_F16, D, false, false, false};
-    tqkv_store stores[4] = {make_store(&row), make_store(&halves), make_store(&row), make_store(&row)};
+    float *center = test_rows(10, DATA_GAUSSIAN, HEADS, D);
+    tqkv_store stores[5] = {make_store(&row), make_store(&halves), make_store(&row), make_store(&row),
+                            make_store(&row)};
     merged to, from, kept;
     tqkv_attention a, other;
     scales[2][HEADS * D - 1] *= 2.0f;
     memset(&a, 0, sizeof a);
     memset(&to, 0, sizeof to);
-    for (int i = 0; i < 4; i++) {
-        stores[i].channel_scale = i < 3 ? scales[i] : NULL;
+    for (int i = 0; i < 5; i++) {
+        stores[i].channel_scale = i < 3 ? scales[i] : i < 4 ? NULL : scales[0];
+        stores[i].center = i < 4 ? NULL : center;
         CHECK_RESULT(tqkv_encode(&stores[i], rows, TOKENS, 0), TQKV_OK);
     }
     a.keys = a.values = &stores[0];
+    a.n_heads = HEADS;
+    a.n_queries = 1;
     a.end = TOKENS;
     CHECK_RESULT(tqkv_attend_partial(&a, q, 0, 4, to.out, to.max, to.sum), TQKV_OK);
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 5; i++) {
         other = a;
         other.keys = other.values = &stores[i];
         CHECK_RESULT(tqkv_attend_partial(&other, q, 4, 5, from.out, from.max, from.sum), TQKV_OK);
         kept = to;
-        const tqkv_result r =
-            tqkv_attend_merge_slice(&a, kept.out, kept.max, kept.sum, &other, from.out, from.max, from.sum);
+        const tqkv_result r = tqkv_attend_merge(&a, kept.out, kept.max, kept.sum, &other, from.out, from.max, from.sum);
         CHECK(r == (i < 2 ? TQKV_OK : TQKV_INVALID_ARGUMENT), "slice %d: %s", i, tqkv_result_string(r));
         CHECK(i < 2 || !memcmp(&kept, &to, sizeof to), "slice %d: a refused merge wrote", i);
     }
-    for (int i = 0; i < 4; i++) test_store_free(&stores[i]);
+    for (int i = 0; i < 5; i++) test_store_free(&stores[i]);
     for (int i = 0; i < 3; i++) free(scales[i]);
     free(rows);
+    free(center);
     free(q);
 }
 

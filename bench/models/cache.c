@@ -43,7 +43,7 @@ static tqkv_cache_desc models_desc(const char *keys, const char *values)
    which the cache learns; -1: as the preset says, else 0. halves: 1 keeps the keys as halves, 2 the values. */
 const char *models_cache_create(const char *keys, const char *values, int head_dim, int value_dim, int n_kv_heads,
                                 int n_heads, int capacity, int window, float scale, int exact_first, int exact_last,
-                                int calibrate, int integers, int halves, tqkv_cache **out)
+                                int calibrate, int halves, tqkv_cache **out)
 {
     models_reason[0] = '\0';
     tqkv_cache_desc desc = models_desc(keys, values);
@@ -61,7 +61,6 @@ const char *models_cache_create(const char *keys, const char *values, int head_d
     /* A text shorter than the ends of a preset. */
     if (capacity < desc.exact_first + desc.exact_last) desc.capacity = desc.exact_first + desc.exact_last;
     if (calibrate >= 0) desc.calibrate = calibrate;
-    desc.arithmetic = integers ? TQKV_INTEGER : TQKV_FLOAT;
     if (halves & 1) desc.key_format = TQKV_F16;
     if (halves & 2) desc.value_format = TQKV_F16;
     return models_failed(tqkv_cache_create(&desc, out));
@@ -118,6 +117,40 @@ const char *models_learn(const float *keys, const float *queries, int n, int n_k
     return models_failed(tqkv_calibrate(&shape, keys, n, queries, n_heads, n, TQKV_PAIRS_NONE, center, channel_scale));
 }
 
+/* Bits of a value of head_dim, norms included; 0 where there is no such store. */
+double models_format_bits(const char *format, int head_dim)
+{
+    tqkv_store one;
+    memset(&one, 0, sizeof one);
+    one.format = tqkv_format_from_name(format);
+    one.head_dim = head_dim;
+    one.n_kv_heads = one.capacity = 1;
+    return 8.0 * (double)(tqkv_codes_size(&one) + tqkv_norms_size(&one)) / head_dim;
+}
+
+/* What the format adds to rows, against what differs between positions: the mean over the heads of tqkv_measure's error.
+   rows: [n][n_kv_heads][head_dim]; center, channel_scale: [n_kv_heads][head_dim], or NULL */
+const char *models_error(const char *format, const float *rows, int n, int n_kv_heads, int head_dim,
+                         const float *center, const float *channel_scale, double *error)
+{
+    models_reason[0] = '\0';
+    tqkv_store shape;
+    memset(&shape, 0, sizeof shape);
+    shape.format = tqkv_format_from_name(format);
+    shape.head_dim = head_dim;
+    shape.n_kv_heads = n_kv_heads;
+    shape.capacity = 1;
+    shape.center = center;
+    shape.channel_scale = channel_scale;
+    tqkv_quality *heads = (tqkv_quality *)calloc((size_t)n_kv_heads, sizeof *heads);
+    if (!heads) return tqkv_result_string(TQKV_OUT_OF_MEMORY);
+    const tqkv_result result = tqkv_measure(&shape, rows, n, heads);
+    *error = 0;
+    for (int h = 0; h < n_kv_heads; h++) *error += heads[h].error / n_kv_heads;
+    free(heads);
+    return models_failed(result);
+}
+
 /* Of a profile's bytes. */
 uint64_t models_hash(const void *bytes, size_t n) { return XXH3_64bits(bytes, n); }
 
@@ -148,6 +181,13 @@ int models_profile_layer(const profile *p, int index, int n_kv_heads, int head_d
     memcpy(center, layer->center, size);
     memcpy(channel_scale, layer->channel_scale, size);
     return 1;
+}
+
+/* The name of a layer's format of keys, or of values; NULL without a plan. */
+const char *models_profile_format(const profile *p, int index, int is_key)
+{
+    const tqkv_format format = is_key ? p->layers[index].key_format : p->layers[index].value_format;
+    return format == TQKV_FORMAT_DEFAULT ? NULL : tqkv_format_name(format);
 }
 
 void models_profile_close(profile *p)

@@ -19,6 +19,9 @@ FUNCTIONS = {
     "models_profile_open": (REASON, NAME, ctypes.POINTER(CACHE)),
     "models_profile_layers": (COUNT, CACHE),
     "models_profile_layer": (COUNT, CACHE, *[COUNT] * 3, FLOATS, FLOATS),
+    "models_profile_format": (REASON, CACHE, COUNT, COUNT),
+    "models_format_bits": (ctypes.c_double, NAME, COUNT),
+    "models_error": (REASON, NAME, FLOATS, *[COUNT] * 3, *[ctypes.c_void_p] * 2, ctypes.POINTER(ctypes.c_double)),
     "models_profile_close": (None, CACHE),
     "models_hash": (ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t),
 }
@@ -46,8 +49,20 @@ class Library:
                                             keys.shape[1], queries.shape[1], keys.shape[2], center, scale))
         return center, scale
 
+    def format_bits(self, name, head_dim):
+        """Bits of a value, norms included."""
+        return self.shared.models_format_bits(name.encode(), head_dim)
+
+    def error(self, name, rows, learned=(None, None)):
+        """What a format adds to rows [n][n_kv_heads][head_dim] with such a centre and scale, against what differs between them."""
+        found = ctypes.c_double()
+        self.check(self.shared.models_error(name.encode(), np.ascontiguousarray(rows), *rows.shape,
+                                            *(None if x is None else x.ctypes.data for x in learned), ctypes.byref(found)))
+        return found.value
+
     def read_profile(self, path, n_layers, n_kv_heads, head_dim):
-        """Centre and scale of each layer, as examples/profile.h reads them."""
+        """Centre and scale of each layer, as examples/profile.h reads them, and its formats: the names of keys' and values', or
+        None."""
         handle = ctypes.c_void_p()
         reason = self.shared.models_profile_open(str(path).encode(), ctypes.byref(handle))
         if reason is not None:
@@ -58,7 +73,8 @@ class Library:
                 center, scale = (np.empty((n_kv_heads, head_dim), np.float32) for _ in range(2))
                 if n != n_layers or not self.shared.models_profile_layer(handle, index, n_kv_heads, head_dim, center, scale):
                     raise Unfit(f"{path}: the profile is of a model of another shape")
-                layers.append((center, scale))
+                keys, values = (self.shared.models_profile_format(handle, index, is_key) for is_key in (1, 0))
+                layers.append((center, scale, keys and (keys.decode(), values.decode())))
             return layers
         finally:
             self.shared.models_profile_close(handle)
@@ -70,14 +86,14 @@ class Library:
 class Cache:
     """A tqkv_cache of one layer; to be used in a with statement."""
 
-    def __init__(self, library, shape, keys, values, exact, calibrate, integers, halves=""):
+    def __init__(self, library, shape, keys, values, exact, calibrate, halves=""):
         """shape: a Shape; keys, values: names of formats; exact: positions at the
         beginning and at the end; calibrate: positions to learn from; -1: as a preset has it, else 0. halves: "keys" or
         "values" keeps these as halves."""
         self.library, self.shape, self.handle = library, shape, ctypes.c_void_p()
         library.check(library.shared.models_cache_create(
             keys.encode(), values.encode(), shape.head_dim, shape.value_dim, shape.n_kv_heads, shape.n_heads,
-            shape.n_tokens, shape.window, shape.scale, *exact, calibrate, integers,
+            shape.n_tokens, shape.window, shape.scale, *exact, calibrate,
             ("", "keys", "values").index(halves), ctypes.byref(self.handle)))
 
     def __enter__(self):

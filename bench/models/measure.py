@@ -4,21 +4,27 @@
 A forward pass in float32 over a text; the keys and values of every layer go through the caches named. One line each:
 
     model NAME layers N heads H/K of D ppl X
-    cache NAME bits X kl X median X p99 X ppl X flips X
+    cache NAME bits X kl X median X p99 X p999 X ppl X flips X
 
-With --layers CACHE also what each layer loses where all others, and its own other stream, are exact:
+With --plan BITS the formats of each layer's keys and values that lose least at so many bits a value, by what each loses alone:
+
+    plan layer N keys FORMAT values FORMAT
+    plan bits X kl X                          kl: by that calculation
+
+The cache `plan` has them. With --layers CACHE also what each layer loses where all others, and its own other stream, are exact:
 
     layer N keys|values cache NAME kl X share X flips X
 
 share: of the sum of all these lines' kl.
 
 bits: of a cached value, without what is kept exactly beside the codes; kl: KL(floats || cache), nats a token, mean over
-the positions, then the median and the 99th percentile; ppl: perplexity; flips: the share of positions whose likeliest
+the positions, then the median, the 99th percentile and the 99.9th; ppl: perplexity; flips: the share of positions whose likeliest
 token is another. A table for people comes last.
 """
 import argparse
 import os
 import sys
+import warnings
 
 # Each thread takes a cache of its own. Read when numpy is loaded.
 for library in ("OPENBLAS", "OMP", "MKL", "VECLIB_MAXIMUM"):
@@ -27,6 +33,7 @@ for library in ("OPENBLAS", "OMP", "MKL", "VECLIB_MAXIMUM"):
 import caches
 import forward
 import library
+import plans
 import profiles
 import run
 import tokens as tokeniser
@@ -42,6 +49,8 @@ def arguments():
     parser.add_argument("--tokens", type=int, default=1024, help="so many of its first tokens (default: 1024)")
     parser.add_argument("--caches", default="", help="names with commas between them; see below")
     parser.add_argument("--layers", metavar="CACHE", help="the keys, and the values, of one layer at a time through this cache")
+    parser.add_argument("--plan", type=float, metavar="BITS", help="choose formats by layer; --profile writes them, too")
+    parser.add_argument("--layers-of", metavar="TEXT", help="the text on which the plan is chosen (default: that of --text)")
     parser.add_argument("--profile", metavar="OUT.gguf", help="write centre and scale of each layer's keys, learned from the text")
     parser.add_argument("--use", metavar="PROFILE.gguf", help="give these to the caches, which then learn nothing themselves")
     parser.add_argument("--chunk", type=int, default=512, help="tokens appended and attended at a time (default: 512)")
@@ -90,15 +99,15 @@ def print_lines(model, perplexity, variants, scores):
           f"{model.n_heads}/{model.n_kv_heads} of {model.head_dim} ppl {perplexity:.4f}")
     for v, s in zip(variants, scores):
         print(f"cache {v.name} bits {sum(v.bits) / len(v.bits):.4g} kl {s.kl:.4g} median {s.median:.4g} p99 {s.p99:.4g} "
-              f"ppl {s.perplexity:.4f} flips {s.flips:.4f}")
+              f"p999 {s.p999:.4g} ppl {s.perplexity:.4f} flips {s.flips:.4f}")
 
 
 def print_table(perplexity, variants, scores):
     width = max(len(v.name) for v in variants)
-    print(f"\n{'':{width}}  bits  KL, mean    median   99th of 100  perplexity  other likeliest token")
-    print(f"{'floats':{width}}  {'32':>4}  {'':33}{perplexity:10.3f}")
+    print(f"\n{'':{width}}  bits  KL, mean    median   99th of 100  999th of 1000  perplexity  other likeliest token")
+    print(f"{'floats':{width}}  {'32':>4}  {'':48}{perplexity:10.3f}")
     for v, s in zip(variants, scores):
-        print(f"{v.name:{width}}  {sum(v.bits) / len(v.bits):4.2f}  {s.kl:8.5f}  {s.median:8.5f}  {s.p99:11.5f}  "
+        print(f"{v.name:{width}}  {sum(v.bits) / len(v.bits):4.2f}  {s.kl:8.5f}  {s.median:8.5f}  {s.p99:11.5f}  {s.p999:13.5f}  "
               f"{s.perplexity:10.3f}  {100 * s.flips:.2f}%")
 
 
@@ -109,25 +118,67 @@ def print_layers(variants, scores):
         print(f"layer {layer} {kind.part} cache {v.name} kl {s.kl:.4g} share {max(s.kl, 0.0) / total:.4f} flips {s.flips:.4f}")
 
 
+def open_variants(options, n_layers, plan):
+    """The caches of --caches, and the layers of --layers."""
+    kinds = [caches.parse(name) for name in options.caches.split(",") if name]
+    if plan is None and any(kind.keys == caches.PLAN for kind in kinds):
+        raise forward.Unfit("the cache plan needs --plan, or --use with a profile that has one")
+    variants = [run.planned(kind, plan) if kind.keys == caches.PLAN else run.everywhere(kind, n_layers) for kind in kinds]
+    return variants, run.layer_by_layer(caches.parse(options.layers), n_layers) if options.layers else []
+
+
+def make_plan(options, model, shared):
+    """Formats by layer: {layer: (of keys, of values)}."""
+    if options.tokens < plans.LEAST_TOKENS:
+        raise forward.Unfit(f"--plan: at least {plans.LEAST_TOKENS} tokens are needed, not {options.tokens}")
+    tokens = read_tokens(model, options.layers_of or options.text, options.tokens)
+    dims = {"keys": model.head_dim, "values": model.value_dim}
+    bits = {part: {name: shared.format_bits(name, dim) for name in plans.FORMATS} for part, dim in dims.items()}
+    least = sum(bits[part][plans.FORMATS[0]] * dims[part] for part in dims) / sum(dims.values())
+    if options.plan < least:
+        raise forward.Unfit(f"--plan {options.plan:g}: {plans.FORMATS[0]} takes {least:g} bits")
+    variants = run.layer_by_layer(caches.parse(plans.REFERENCE), model.n_layers)
+    errors = {}
+
+    def look(layer, rows):
+        learned = shared.learn(rows[0], rows[1])
+        errors[layer, "keys"] = {name: shared.error(name, rows[1], learned) for name in plans.FORMATS}
+        errors[layer, "values"] = {name: shared.error(name, rows[2]) for name in plans.FORMATS}
+
+    _, scores = run.Run(model, tokens, shared, None, options.chunk, Progress()).measure(variants, look)
+    parts = [(layer, kind.part) for v in variants for layer, kind in v.kinds.items()]
+    streams = [plans.Stream(layer, part, s.kl, errors[layer, part], bits[part], model.n_kv_heads * dims[part])
+               for (layer, part), s in zip(parts, scores)]
+    chosen = plans.choose(streams, options.plan)
+    plan = plans.by_layer(streams, chosen)
+    for layer, (keys, values) in plan.items():
+        print(f"plan layer {layer} keys {keys} values {values}")
+    print(f"plan bits {plans.bits_of(streams, chosen):.4g} kl {sum(map(plans.loss, streams, chosen)):.4g}")
+    return plan
+
+
 def main():
     options = arguments()
-    apart = options.layers and caches.parse(options.layers)
-    kinds = [caches.parse(name) for name in options.caches.split(",") if name]
+    for name in [*options.caches.split(","), options.layers]:
+        if name:
+            caches.parse(name)
     shared = library.Library(options.library)
     model = forward.Model(options.model)
     tokens = read_tokens(model, options.text, options.tokens)
     if options.chunk < 1:
         raise forward.Unfit(f"--chunk {options.chunk}: at least 1 is needed")
-    variants = [run.everywhere(kind, model.n_layers) for kind in kinds]
     used = options.use and shared.read_profile(options.use, model.n_layers, model.n_kv_heads, model.head_dim)
-    layers = run.layer_by_layer(apart, model.n_layers) if apart else []
+    plan = {i: layer[2] for i, layer in enumerate(used)} if used and used[0][2] else None
+    if options.plan is not None:
+        plan = make_plan(options, model, shared)
+    variants, layers = open_variants(options, model.n_layers, plan)
     one = run.Run(model, tokens, shared, used, options.chunk, Progress())
     learned = {}
-    perplexity, scores = one.measure(variants + layers, lambda layer, q, k: learned.update({layer: shared.learn(q, k)})
+    perplexity, scores = one.measure(variants + layers, lambda layer, rows: learned.update({layer: shared.learn(*rows[:2])})
                                      if options.profile else None)
     if options.profile:
         profiles.write(options.profile, os.path.basename(model.path), [learned[i] for i in range(model.n_layers)],
-                       shared.hash)
+                       shared.hash, plan)
     print_lines(model, perplexity, variants, scores)
     print_layers(layers, scores[len(variants):])
     if variants:
@@ -135,6 +186,8 @@ def main():
 
 
 if __name__ == "__main__":
+    # What overflows ends in figures that are no numbers, which have an error of their own.
+    warnings.simplefilter("ignore", RuntimeWarning)
     try:
         main()
     except forward.Unfit as unfit:

@@ -29,8 +29,9 @@ ISAS = {"": "AVX-512", "_avx2": "AVX2"}
 
 
 class Score:
-    def __init__(self, bits, kl, median, p99, ppl, flips):
-        self.bits, self.kl, self.median, self.p99, self.ppl, self.flips = map(float, (bits, kl, median, p99, ppl, flips))
+    def __init__(self, bits, kl, median, p99, p999, ppl, flips):
+        numbers = (bits, kl, median, p99, p999 or "nan", ppl, flips)
+        self.bits, self.kl, self.median, self.p99, self.p999, self.ppl, self.flips = map(float, numbers)
 
 
 class Run:
@@ -39,7 +40,7 @@ class Run:
     def __init__(self, path):
         text = path.read_text(encoding="utf-8")
         model = re.search(r"^model (\S+) layers (\d+) heads (\d+)/(\d+) of (\d+) ppl (\S+)$", text, re.M)
-        rows = re.findall(r"^cache (\S+) bits (\S+) kl (\S+) median (\S+) p99 (\S+) ppl (\S+) flips (\S+)$", text, re.M)
+        rows = re.findall(r"^cache (\S+) bits (\S+) kl (\S+) median (\S+) p99 (\S+)(?: p999 (\S+))? ppl (\S+) flips (\S+)$", text, re.M)
         if not model or not rows:
             raise SystemExit(f"{path}: no line of a model, or none of caches")
         self.name, self.layers, self.heads, self.kv_heads, self.dim, ppl = model.groups()
@@ -123,9 +124,6 @@ def parts_of_small(f):
         f"{number(f.kl('tq5/tq3' + ENDS))} without centre and scale, {number(f.kl('tq5/tq3'))} without all of it; whole, "
         f"{number(f.kl('tq5/tq3' + LIKE_PRESETS))}. Its keys have no large channels; in those that have some centre and scale "
         "decide ([figures](formats.md#keys-with-a-constant-part-and-large-channels)).",
-        f"Integers change little: `safe` {number(f.kl('safe:integer'))} for {number(f.kl('i8/tq4' + LIKE_PRESETS))}, `small` "
-        f"{number(f.kl('small:integer'))} for {number(f.kl('tq5/tq3' + LIKE_PRESETS))}, `tiny` {number(f.kl('tiny:integer'))} for "
-        f"{number(f.kl('tq3/tq2' + LIKE_PRESETS))}.",
     ]
 
 

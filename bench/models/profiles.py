@@ -9,14 +9,17 @@ VERSION = 1
 UINT64 = struct.pack("<I", gguf.GGUFValueType.UINT64)
 
 
-def write(path, name, layers, hash_of):
-    """layers: centre and scale of each, arrays [n_kv_heads][head_dim]; hash_of(content): XXH3."""
+def write(path, name, layers, hash_of, plan=None):
+    """layers: centre and scale of each, arrays [n_kv_heads][head_dim]; hash_of(content): XXH3; plan: {layer: (format of keys,
+    format of values)}, or none."""
     try:
         writer = gguf.GGUFWriter(path, "tqkv")
         writer.add_name(name)
         writer.add_uint32("tqkv.version", VERSION)
         writer.add_uint32("tqkv.layer_count", len(layers))
         writer.add_uint64("tqkv.hash", 0)
+        for index, kind in enumerate(("key", "value") if plan else ()):
+            writer.add_array(f"tqkv.{kind}_formats", [plan[layer][index] for layer in range(len(layers))])
         for index, (center, scale) in enumerate(layers):
             writer.add_tensor(f"blk.{index}.key_center", center)
             writer.add_tensor(f"blk.{index}.key_scale", scale)

@@ -23,12 +23,12 @@ class Variant:
         self.bits = []      # of each of these layers
 
 
-Score = collections.namedtuple("Score", "kl median p99 perplexity flips")
+Score = collections.namedtuple("Score", "kl median p99 p999 perplexity flips")
 
 
 class Run:
     def __init__(self, model, tokens, library, profile=None, chunk=512, progress=lambda done, all: None):
-        """profile: centre and scale of each layer's keys, or None. progress(done, all) hears of each step."""
+        """profile: centre and scale of each layer's keys, and, with a plan, its formats; or None. progress(done, all) hears of each step."""
         self.model, self.tokens, self.library, self.profile = model, np.asarray(tokens), library, profile
         self.chunk, self.progress = chunk, progress
         self.n_done = self.n_steps = 0
@@ -43,7 +43,8 @@ class Run:
         return result
 
     def measure(self, variants, learn=None):
-        """The perplexity of floats and the variants' scores. learn(layer, q, k): sees what floats have there."""
+        """The perplexity of floats and the variants' scores. learn(layer, rows): sees the queries, keys
+        and values that floats have there."""
         for v in variants:
             for layer, kind in v.kinds.items():
                 kind.check(self.library, self.shape(layer))
@@ -71,12 +72,12 @@ class Run:
     def advance(self, variant, layer, learn):
         rows, shape = layer.project(variant.hidden), self.shape(layer.index)
         if learn:
-            learn(layer.index, rows[0], rows[1])
+            learn(layer.index, rows)
         kind = variant.kinds.get(layer.index)
         if kind is None:
             attended = caches.attend_floats(*rows, shape)
         else:
-            learned = self.profile[layer.index] if self.profile else None
+            learned = self.profile[layer.index][:2] if self.profile else None
             attended, bits = kind.attend(self.library, shape, learned, rows, self.chunk)
             variant.bits.append(bits)
         variant.hidden = layer.finish(variant.hidden, attended)
@@ -102,8 +103,14 @@ class Run:
         scores = []
         for v, blocks in zip(variants, rest):
             kl, said, flips = (np.concatenate(x).astype(np.float64) for x in zip(*blocks))
-            scores.append(Score(kl.mean(), np.median(kl), np.quantile(kl, 0.99), perplexity(said), flips.mean()))
-        return perplexity(np.concatenate(floats).astype(np.float64)), scores
+            scores.append(Score(kl.mean(), np.median(kl), np.quantile(kl, 0.99), np.quantile(kl, 0.999), perplexity(said), flips.mean()))
+        of_floats = perplexity(np.concatenate(floats).astype(np.float64))
+        if not np.isfinite(of_floats):
+            raise forward.Unfit(f"{self.model.path}: its predictions are no numbers, so weights are damaged")
+        for v, score in zip(variants, scores):
+            if not np.isfinite(score).all():
+                raise forward.Unfit(f"{v.name}: the predictions with this cache are no numbers")
+        return of_floats, scores
 
 
 def perplexity(log_probabilities):
@@ -118,6 +125,11 @@ def log_softmax(logits):
 
 def everywhere(kind, n_layers):
     return Variant(kind.name, dict.fromkeys(range(n_layers), kind))
+
+
+def planned(kind, plan):
+    """Each layer with its formats: plan: {layer: (of keys, of values)}"""
+    return Variant(kind.name, {layer: dataclasses.replace(kind, keys=keys, values=values) for layer, (keys, values) in plan.items()})
 
 
 def layer_by_layer(kind, n_layers):

@@ -34,7 +34,6 @@ static void rotary(const float *in, int n_heads, int head_dim, int64_t position,
 }
 
 #include "context_shift.h"
-#include "mixed_bases.h"
 #include "shared_prompt.h"
 
 static int passed, failed;
@@ -277,7 +276,7 @@ static void test_threads_and_window(void)
     tqkv_attention a = view(whole, TOKENS);
     a.window = 50;
     check("window/attend", tqkv_attend(&a, q, expected) == TQKV_OK);
-    check("window/output", difference(expected, out, TOKENS * WIDE) < 2e-5);
+    check("window/output", difference(expected, out, TOKENS * WIDE) < 3e-4);
     a.parallel = parallel;
     check("threads/attend", tqkv_attend(&a, q, other) == TQKV_OK);
     check("threads/same bits", memcmp(expected, other, sizeof other) == 0);
@@ -294,15 +293,46 @@ static void test_slices(void)
     for (int n = 1; n <= 5; n += 4) {
         check("slices/whole", tqkv_cache_attend(whole, q, n, expected) == TQKV_OK);
         check("shared_prompt/attend", attend_shared(prompt, own, HEADS, n, q, out, scratch) == TQKV_OK);
-        check("shared_prompt/output", difference(expected, out, n * WIDE) < 2e-5);
+        check("shared_prompt/output", difference(expected, out, n * WIDE) < 3e-4);
     }
     check("slices/exact", tqkv_cache_attend(exact, q, 1, expected) == TQKV_OK);
-    check("mixed_bases/attend", attend_mixed(old, recent, HEADS, q, out, scratch) == TQKV_OK);
-    check("mixed_bases/output", difference(expected, out, WIDE) < 0.02);
-    bool refused = attend_shared(old, recent, HEADS, 1, q, out, scratch) != TQKV_OK;
-    check("mixed_bases/trap", refused || difference(expected, out, WIDE) > 0.2);
+    check("shared_prompt/formats", attend_shared(old, recent, HEADS, 1, q, out, scratch) == TQKV_OK);
+    check("shared_prompt/formats_output", difference(expected, out, WIDE) < 0.02);
     tqkv_cache *caches[] = {whole, prompt, own, exact, recent, old};
     for (int i = 0; i < 6; i++) tqkv_cache_destroy(caches[i]);
+}
+
+/* A cache by a preset that learns from 64 positions, of the tokens [first, last). */
+static tqkv_cache *cache_by(int preset, int first, int last)
+{
+    tqkv_cache *cache = NULL;
+    tqkv_cache_desc desc = tqkv_cache_preset((tqkv_preset)preset);
+    desc.head_dim = DIM;
+    desc.n_kv_heads = KV_HEADS;
+    desc.n_heads = HEADS;
+    desc.capacity = 1024;
+    desc.calibrate = 64;
+    check("preset/create", tqkv_cache_create(&desc, &cache) == TQKV_OK);
+    check("preset/append", tqkv_cache_append(cache, k + first * ROW, v + first * ROW, last - first) == TQKV_OK);
+    return cache;
+}
+
+/* Prompts and parts that have learned, or have not: [first, cut) and [cut, last). */
+static void test_shared_presets(void)
+{
+    static const int cuts[4][3] = {{0, 200, 300}, {0, 250, 300}, {200, 250, 300}, {150, 180, 300}};
+    static const double limits[3] = {0.15, 0.25, 0.5};
+    for (int i = 0; i < 12; i++) {
+        const int *cut = cuts[i / 3];
+        tqkv_cache *whole = cache_of(TQKV_F16, cut[0], cut[2]), *prompt = cache_by(i % 3, cut[0], cut[1]),
+                   *own = cache_by(i % 3, cut[1], cut[2]);
+        check("shared_prompt/whole", tqkv_cache_attend(whole, q, 1, expected) == TQKV_OK);
+        check("shared_prompt/preset", attend_shared(prompt, own, HEADS, 1, q, out, scratch) == TQKV_OK);
+        check("shared_prompt/preset_output", difference(expected, out, WIDE) < limits[i % 3]);
+        tqkv_cache_destroy(whole);
+        tqkv_cache_destroy(prompt);
+        tqkv_cache_destroy(own);
+    }
 }
 
 /* Rows of k turned to positions first, first + 1 ... and appended with their values. */
@@ -401,7 +431,8 @@ static void test_sparse(void)
     store.codes_size = sizeof codes;
     store.norms = norms;
     store.norms_size = sizeof norms;
-    tqkv_index index = {.keys = &store, .n_heads = 4, .end = TOKENS, .ratio = 1, .block = 1, .relu = true};
+    tqkv_index index = {
+        .keys = &store, .n_heads = 4, .n_queries = 1, .end = TOKENS, .ratio = 1, .block = 1, .relu = true};
     fill(keys, TOKENS * KEYS);
     fill(index_q, 4 * KEYS);
     bool good = tqkv_encode(&store, keys, TOKENS, 0) == TQKV_OK;
@@ -471,6 +502,7 @@ int main(void)
     test_llama_nodes();
     test_threads_and_window();
     test_slices();
+    test_shared_presets();
     test_context_shift();
     test_store_snapshot();
     test_scaled_pool();

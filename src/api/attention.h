@@ -8,11 +8,12 @@
    window - 1 positions away in either direction. Without a window its own position then does not matter, and may not be
    resident: for cross-attention. To let a part of a prompt see itself, attend with `end` behind that part.
    Slots that no query sees change nothing, whatever they hold.
-   On the processor a query gets the same bits alone and beside any others, in a call and in a batch (batch invariance).
-   The relative L2 error against double precision on the same codes is at most 2e-5 at any length, for scores with a
-   standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to 2^-24 |s|, and exp
-   turns that into a share of its weight. TQKV_INTEGER: against double precision with the integer centroids, at most
-   2e-4 plus 5e-5 times the deviation of the scores, for any query; a NaN is 0x7fc00000. */
+   A query gets the same bits on every processor, with any compiler, any number of threads, alone and beside any others,
+   in a call and in a batch (batch invariance). Queries and weights are integers of 16 bits, codes integers of 8
+   bits, with exact sums; F16 and TQ8 are multiplied as floats in a fixed order. A NaN is 0x7fc00000.
+   The relative L2 error against double precision with the integer centroids (docs/formats.md) is at most 2e-4 plus 5e-5
+   times the standard deviation of the scores, at any length. For F16 and TQ8, and on a GPU against what tqkv_decode
+   gives, it is at most 2e-5; beyond a deviation of 10, 2e-6 times that. */
 typedef struct tqkv_attention {
     /* The streams. Same n_kv_heads; head_dim may differ. One stream may be both, as MLA's latent is: the same store, or
        two that describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre
@@ -24,8 +25,8 @@ typedef struct tqkv_attention {
     const tqkv_store *tail;
 
     /* The queries, and where they stand. */
-    int n_heads;   /* query heads; 0 = n_kv_heads */
-    int n_queries; /* 0 = 1 */
+    int n_heads;   /* query heads, at least one */
+    int n_queries; /* 0: the call reads and writes nothing */
     int64_t end;   /* positions appended so far */
     int kv_len;    /* resident positions, the newest; 0 = min(end, capacity), paged: min(end, n_pages * page_size) */
 
@@ -50,7 +51,6 @@ typedef struct tqkv_attention {
     float softcap; /* 0 = off */
     /* Learned attention sinks, [n_heads], or NULL: adds exp(sink) to the softmax's denominator; -INFINITY: no sink. */
     const float *sinks;
-    tqkv_arithmetic arithmetic;
 
     /* Rows of q and out. Outputs are rounded once, at the end; too large for a half: infinity. Sums of slices are
        always float. */
@@ -100,32 +100,30 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
                                        void *const *out);
 
 /* Slices: the context cut into ranges that are attended apart (flash decoding, split-K; on other machines, in other
-   formats), merged in any order, and finished once:
+   formats, a prompt that many sequences share), merged in any order, and finished once:
 
      tqkv_attend_partial(&a, q, 0, 4096, out, max, sum);             // one slice
-     tqkv_attend_partial(&a, q, 4096, 4096, out_2, max_2, sum_2);    // another
-     tqkv_attend_merge(&a, out, max, sum, out_2, max_2, sum_2);      // the first becomes both
+     tqkv_attend_partial(&b, q, 4096, 4096, out_2, max_2, sum_2);    // another
+     tqkv_attend_merge(&a, out, max, sum, &b, out_2, max_2, sum_2);  // the first becomes both
      tqkv_attend_finish(&a, out, max, sum);                          // out: as tqkv_attend's, but for the last bits
 
    A slice is three arrays of floats without gaps. For each query and head: max, the largest score; sum, the sum of
-   exp(score - max); out, the sum of exp(score - max) * value, in the basis of the values' codes. Of a query that sees
-   nothing in it: -INFINITY, 0, zeros. max, sum: [n_queries][n_heads]; out: with the values' head_dim behind. */
+   exp(score - max); out, the sum of exp(score - max) * value. Of a query that sees nothing in it: -INFINITY, 0, zeros.
+   max, sum: [n_queries][n_heads]; out: with the values' head_dim behind. The values are those of the rotated basis,
+   whatever the format: scaled, without their centre, rotated. So slices of all formats merge, of a cache that still
+   learns and of one that has learned, too. */
 
-/* Attends positions [first, first + count), all resident, else TQKV_OUT_OF_RANGE. Leaves the sinks to
-   tqkv_attend_finish. */
+/* Attends positions [first, first + count), all resident, else TQKV_OUT_OF_RANGE. Leaves the sinks and the values'
+   centre to tqkv_attend_finish. */
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
-/* out, max and sum become both slices. The two must have one basis of values, which the call cannot check: either both
-   are of rotated streams (TQ, I8) or none is (F16, unrotated), and their scales are the same. This call and the two
-   below read only the shapes of a->keys and a->values, and the values' scale. */
+/* out, max and sum, attended with `a`, become both slices. src: what src_out, src_max and src_sum were attended with.
+   TQKV_INVALID_ARGUMENT where the two differ in n_queries, n_heads, n_kv_heads or the values' head_dim, scale or centre.
+   This call and the next read only the shapes of keys and values, and the values' scale and centre. */
 TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, float *max, float *sum,
-                                       const float *src_out, const float *src_max, const float *src_sum);
-/* The same for a src that was attended with `slice`, over stores of other formats: its sums are converted to the basis
-   of a->values. n_heads, n_queries, the values' head_dim and their scale are the same in both. */
-TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *a, float *out, float *max, float *sum,
-                                             const tqkv_attention *slice, const float *src_out, const float *src_max,
-                                             const float *src_sum);
-/* Adds the sinks, divides, rotates back and scales. */
+                                       const tqkv_attention *src, const float *src_out, const float *src_max,
+                                       const float *src_sum);
+/* Adds the sinks, divides, rotates back, scales, and adds the values' centre, as tqkv_attend with `a` does. */
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, const float *max, const float *sum);
 
 /* Of a cache, as tqkv_cache_attend, with a list of blocks, a tree or both: those of `a`, whose other fields are

@@ -55,9 +55,9 @@ TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 
 /* Whether the GPU computes what the processor does, for such caches: of desc all but the capacity and ring count.
-   Codes, norms and decoded rows of 48 tokens must have the processor's bits, attention of one and of three queries its
-   values, also with positions kept as halves, and to a list of blocks; where keys can be those of an index, its scores,
-   too, and the blocks that it chooses. Takes milliseconds, and the time to build pipelines, most of which such caches
+   Codes, norms and decoded rows of 48 tokens must have the processor's bits; attention of one and of three queries its
+   values, but for what integers change, also with positions kept as halves, and to a list of blocks; where keys can be
+   those of an index, its scores, too, and the blocks that it chooses. Takes milliseconds, and the time to build pipelines, most of which such caches
    need anyway. Each version of the system has its own compiler of shaders: call it once after an update.
    TQKV_METAL_ERROR: something differs; the text says what, and by how much. */
 TQKV_METAL_API tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc);
@@ -152,13 +152,14 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_m
 TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
                                              tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out);
 
-/* As tqkv_attend_partial, tqkv_attend_merge, tqkv_attend_merge_slice and tqkv_attend_finish; slices of GPU and
-   processor may be merged. But max is only within 8 of the largest score, and finish reads src_out, src_max and src_sum
-   and writes out, another buffer, in output_type and with output_strides. scratch: as for tqkv_metal_attend. Sinks are
-   read by finish alone. Merges and finish look at no buffers of the stores.
-   Merged in order, slices of linear or paged stores without centres have the bits of tqkv_metal_attend if each but the
-   first is one section of the context: [0, 8192), then 32,768 positions each, under a window 8,192; in place of the
-   first section also its stretches of 512. The last may be shorter. */
+/* As tqkv_attend_partial, tqkv_attend_merge and tqkv_attend_finish; slices of GPU and processor may be merged. But max
+   is only within 8 of the largest score, and finish reads src_out, src_max and src_sum and writes out, another buffer,
+   in output_type and with output_strides. scratch: as for tqkv_metal_attend. Sinks and the values' centre are read by
+   finish alone; a merge sees whether stores have scales and centres, but not whether these are the same numbers. Merges
+   look at no buffers of the stores.
+   Merged in order, slices of linear or paged stores of rotated values, and keys without a centre, have the bits of
+   tqkv_metal_attend if each but the first is one section of the context: [0, 8192), then 32,768 positions each, under a
+   window 8,192; in place of the first section also its stretches of 512. The last may be shorter. */
 TQKV_METAL_API tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder,
                                                      const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
                                                      int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
@@ -166,13 +167,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_o
 TQKV_METAL_API tqkv_result tqkv_metal_attend_merge(tqkv_metal *m, tqkv_metal_object encoder,
                                                    const tqkv_metal_attention *a, tqkv_metal_buffer out,
                                                    tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                   tqkv_metal_buffer src_out, tqkv_metal_buffer src_max,
-                                                   tqkv_metal_buffer src_sum);
-TQKV_METAL_API tqkv_result tqkv_metal_attend_merge_slice(tqkv_metal *m, tqkv_metal_object encoder,
-                                                         const tqkv_metal_attention *a, tqkv_metal_buffer out,
-                                                         tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                         const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
-                                                         tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum);
+                                                   const tqkv_metal_attention *src, tqkv_metal_buffer src_out,
+                                                   tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum);
 TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_object encoder,
                                                     const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
                                                     tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
@@ -250,7 +246,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tq
 
 /* Builds the pipelines of such calls now, wherever the context will stand: encode_kv into the two stores (keys and
    tail, if there is one; encode, if the keys are the values), with their pages if they have a table, and into those of
-   exact_first and exact_last, as many as there will be; attention of 1 to max_queries queries (0: 1), with a list if
+   exact_first and exact_last, as many as there will be; attention of 1 to max_queries queries, with a list if
    there is one; and what `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked
    at, and of buffers only whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own.
    Any thread may call it while others record; those do not wait. Other calls build theirs on first use, which takes up

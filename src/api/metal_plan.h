@@ -148,12 +148,11 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *
                                                     int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
                                                     tqkv_metal_buffer max, tqkv_metal_buffer sum,
                                                     tqkv_metal_plan *plan);
-/* slice may be a: then it is tqkv_metal_attend_merge. */
-TQKV_API tqkv_result tqkv_metal_plan_attend_merge_slice(const tqkv_metal_attention *a, tqkv_metal_buffer out,
-                                                        tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                        const tqkv_metal_attention *slice, tqkv_metal_buffer src_out,
-                                                        tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                        tqkv_metal_plan *plan);
+TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *a, tqkv_metal_buffer out,
+                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                  const tqkv_metal_attention *src, tqkv_metal_buffer src_out,
+                                                  tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                  tqkv_metal_plan *plan);
 TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
                                                    tqkv_metal_buffer out, tqkv_metal_plan *plan);

@@ -99,8 +99,8 @@ static tqkv_result tqkv__attend(const tqkv__attention *a, const void *q, void *o
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q, void *out)
 {
     tqkv__attention a;
-    tqkv_result r = tqkv__attention_open(attention, &a);
-    return r == TQKV_OK ? tqkv__attend(&a, q, out) : r;
+    const tqkv_result r = tqkv__attention_open(attention, &a);
+    return r == TQKV_OK && a.call.n_queries ? tqkv__attend(&a, q, out) : r;
 }
 
 /* Where one call's rows of output lie, in bytes. */
@@ -202,20 +202,21 @@ static tqkv_result tqkv__check_outputs(const tqkv__request *requests, int n_requ
     return overlap ? TQKV__INVALID("the output of an item overlaps an array of another") : TQKV_OK;
 }
 
-/* Opens and checks one item; it takes over the hooks of the first. */
+/* Opens and checks one item, which takes over the hooks of the first. Adds its request if it has queries. */
 static tqkv_result tqkv__open_item(const tqkv_attention *items, int i, const void *q, void *out, tqkv__attention *a,
-                                   tqkv__request *request)
+                                   tqkv__request *requests, int *n_requests)
 {
     tqkv_attention item = items[i];
     item.parallel = items[0].parallel;
     item.allocator = items[0].allocator;
     const tqkv_result r = tqkv__attention_open(&item, a);
-    return r == TQKV_OK ? tqkv__cut_whole(a, q, out, request) : r;
+    return r == TQKV_OK && a->call.n_queries ? tqkv__cut_whole(a, q, out, &requests[(*n_requests)++]) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items, const void *const *q, void *const *out)
 {
     size_t size;
+    int n_requests = 0;
     if (!items || !q || !out) return TQKV__INVALID("items, q or out is NULL");
     if (n_items < 0) return TQKV__INVALID("n_items is negative");
     if (n_items == 0) return TQKV_OK;
@@ -228,9 +229,9 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
     tqkv__request *requests = (tqkv__request *)(void *)(opened + n_items);
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < n_items; i++)
-        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], &requests[i]);
-    if (r == TQKV_OK) r = tqkv__check_outputs(requests, n_items, &allocator);
-    if (r == TQKV_OK) r = tqkv__run_job(requests, n_items);
+        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], requests, &n_requests);
+    if (r == TQKV_OK && n_requests) r = tqkv__check_outputs(requests, n_requests, &allocator);
+    if (r == TQKV_OK && n_requests) r = tqkv__run_job(requests, n_requests);
     allocator.free(allocator.user, opened, size);
     return r;
 }
@@ -243,23 +244,24 @@ static tqkv_result tqkv__check_slice_range(const tqkv__attention *a, int64_t fir
     return TQKV_OK;
 }
 
-static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv__attention *from)
+/* Whether the sums of two slices have the same meaning. */
+static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv__attention *src)
 {
-    if (from->value_dim != a->value_dim || from->call.n_heads != a->call.n_heads ||
-        from->call.n_queries != a->call.n_queries)
+    if (src->value_dim != a->value_dim || src->call.n_heads != a->call.n_heads ||
+        src->call.n_queries != a->call.n_queries)
         return TQKV__INVALID("the slices differ in the values' head_dim, n_heads or n_queries");
-    if (from->n_kv_heads != a->n_kv_heads && (from->values.channel_scale || a->values.channel_scale))
-        return TQKV__INVALID("the slices differ in n_kv_heads");
-    return tqkv__same_scale(&a->values, &from->values)
-               ? TQKV_OK
-               : TQKV__INVALID("the slices differ in the values' channel_scale");
+    if (src->n_kv_heads != a->n_kv_heads) return TQKV__INVALID("the slices differ in n_kv_heads");
+    if (!tqkv__same_scale(&a->values, &src->values))
+        return TQKV__INVALID("the slices differ in the values' channel_scale");
+    return tqkv__same_center(&a->values, &src->values) ? TQKV_OK
+                                                       : TQKV__INVALID("the slices differ in the values' centre");
 }
 
-/* Opens the shape of an attention, and the scale of its values, which is in the sums of its slices. */
+/* Opens the shape of an attention, with centre and scale of its values: what slices are merged and finished by. */
 static tqkv_result tqkv__slice_shape(const tqkv_attention *attention, tqkv__attention *a)
 {
     const tqkv_result r = tqkv__attention_shape(attention, a);
-    return r == TQKV_OK ? tqkv__stream_scale(attention->values, &a->values) : r;
+    return r == TQKV_OK ? tqkv__stream_channels(attention->values, &a->values) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const void *q, int64_t first, int count,
@@ -270,7 +272,7 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__attention_open(attention, &a);
     if (r == TQKV_OK) r = tqkv__check_slice_range(&a, first, count);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !a.call.n_queries) return r;
     const tqkv__range slice = {first, first + count};
     if ((r = tqkv__check_seen(&a, slice)) != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
@@ -279,53 +281,49 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
     return tqkv__run_job(&request, 1);
 }
 
-TQKV_API tqkv_result tqkv_attend_merge_slice(const tqkv_attention *attention, float *out, float *max, float *sum,
-                                             const tqkv_attention *slice, const float *src_out, const float *src_max,
-                                             const float *src_sum)
+TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *attention, float *out, float *max, float *sum,
+                                       const tqkv_attention *src, const float *src_out, const float *src_max,
+                                       const float *src_sum)
 {
     tqkv__attention a, from;
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__slice_shape(attention, &a);
-    if (r == TQKV_OK) r = tqkv__slice_shape(slice, &from);
+    if (r == TQKV_OK) r = tqkv__slice_shape(src, &from);
     if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &from);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !a.call.n_queries) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     tqkv__add_slice(&arrays, &a, src_out, src_max, src_sum);
     if ((r = tqkv__check_arrays(&arrays, 3)) != TQKV_OK) return r;
     const size_t value_dim = (size_t)a.value_dim;
     const uint64_t mode = tqkv__fp_exact();
     for (size_t row = 0; row < a.n_rows; row++) {
-        float source[TQKV_MAX_HEAD_DIM]; /* basis of a's values */
-        memcpy(source, src_out + row * value_dim, value_dim * sizeof(float));
-        if (from.values.rotated && !a.values.rotated) a.isa->codec->unrotate(source, a.value_dim);
-        if (a.values.rotated && !from.values.rotated) a.isa->codec->rotate(source, a.value_dim);
-        tqkv__merge_row(a.value_dim, out + row * value_dim, &max[row], &sum[row], source, src_max[row], src_sum[row]);
-        tqkv__settle_row(&a, out + row * value_dim, &max[row], &sum[row]);
+        float *at = out + row * value_dim;
+        tqkv__merge_row(a.value_dim, at, &max[row], &sum[row], src_out + row * value_dim, src_max[row], src_sum[row]);
+        tqkv__settle_row(&a, at, &max[row], &sum[row]);
     }
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *attention, float *out, float *max, float *sum,
-                                       const float *src_out, const float *src_max, const float *src_sum)
-{
-    return tqkv_attend_merge_slice(attention, out, max, sum, attention, src_out, src_max, src_sum);
-}
-
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *out, const float *max, const float *sum)
 {
     tqkv__attention a;
+    float room[TQKV_MAX_HEAD_DIM];
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__slice_shape(attention, &a);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !a.call.n_queries) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if (a.call.sinks) tqkv__add_array(&arrays, a.call.sinks, (size_t)a.call.n_heads * sizeof(float));
     if (a.values.channel_scale) tqkv__add_array(&arrays, a.values.channel_scale, tqkv__center_size(&a.values));
+    if (a.values.center) tqkv__add_array(&arrays, a.values.center, tqkv__center_size(&a.values));
     if ((r = tqkv__check_arrays(&arrays, 1)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
+    const bool unrotate = !a.values.rotated || a.unrotate_output;
     for (size_t row = 0; row < a.n_rows; row++) {
         float *at = out + row * (size_t)a.value_dim, of[2] = {max[row], sum[row]};
-        tqkv__finish_row(&a, (int)(row % (size_t)a.call.n_heads), NULL, at, of[0], of[1]);
+        const int head = (int)(row % (size_t)a.call.n_heads);
+        const float *center = tqkv__output_center(&a, head / a.group, room);
+        tqkv__finish_row(&a, head, unrotate, center, at, of[0], of[1]);
         tqkv__settle_row(&a, at, &of[0], &of[1]);
     }
     tqkv__fp_restore(mode);

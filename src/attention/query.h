@@ -52,9 +52,8 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged:
-   [n_rows][head_dim]; so is halves, the queries for halves of the same basis, or NULL, and rest, the second digits of
-   integers. Whether there are any. */
+/* Brings part 0 or 1 of an item's queries into the basis of a stream, times scale, as floats or integers. Returns whether
+   there are second digits. arranged, halves (as floats, or NULL), rest (second digits): [n_rows][head_dim] */
 static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
                                const tqkv__stream *s, float *arranged, float *halves, float *rest)
 {
@@ -68,14 +67,14 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
         if (s->rotated && original) a->isa->codec->rotate(natural, s->head_dim);
         tqkv__scale(natural, s->head_dim, a->call.scale);
         if (halves) memcpy(halves + (size_t)i * (size_t)s->head_dim, natural, (size_t)s->head_dim * sizeof(float));
-        if (!a->round_query || s->kind == TQKV__HALF) {
-            tqkv__to_decoded(a->isa, s, natural, arranged);
+        if (tqkv__in_floats(s)) {
+            memcpy(arranged, natural, (size_t)s->head_dim * sizeof(float));
             continue;
         }
-        a->round_query(s, natural, arranged);
+        a->kernels->round_query(s, natural, arranged);
         float *second = rest + (size_t)i * (size_t)s->head_dim;
         if (tqkv__round_rest(natural, s->head_dim)) {
-            a->round_query(s, natural, second);
+            a->kernels->round_query(s, natural, second);
             digits = true;
         } else {
             memset(second, 0, (size_t)s->head_dim * sizeof(float));
@@ -85,13 +84,10 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
 }
 
 /* Returns the floats of an arranged query with its second digits. */
-static size_t tqkv__query_floats(const tqkv__attention *a)
-{
-    return tqkv__first_floats(a) + (a->round_query ? (size_t)a->key_dim : 0);
-}
+static size_t tqkv__query_floats(const tqkv__attention *a) { return tqkv__first_floats(a) + (size_t)a->key_dim; }
 
-/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then
-   second digits of integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
+/* Returns which parts have second digits: 1 for the keys, 2 for the tail. arranged: [n_rows][head_dim] of the keys, of
+   the tail and, if some keys are halves, of the keys for these; then the second digits of both parts */
 static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
     const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
@@ -138,19 +134,16 @@ static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item,
     }
 }
 
-/* Adds the centres to the sums of a row. The keys' belongs to the maximum, where a float has lost the last bits of the
-   sum; they go into the weights. value_center, out: [value_dim], in the basis of the values' codes; value_center may be
-   NULL */
-static void tqkv__add_centers(const tqkv__attention *a, double score, const float *value_center, float *out, float *max,
-                              float *sum)
+/* Adds what the keys' centre adds to all scores of a row. It belongs to the maximum, where a float has lost the last bits
+   of the sum; they go into the weights. out: [value_dim] */
+static void tqkv__shift_scores(const tqkv__attention *a, double score, float *out, float *max, float *sum)
 {
     if (*sum == 0.0f) return;
     const double exact = (double)*max + score;
     const float rounded = TQKV__AS_FLOAT((float)exact), rest = (float)(exact - (double)rounded);
     const float factor = tqkv__exp(rest - rest == 0.0f ? rest : NAN); /* the score is beyond the range of float */
     *sum = TQKV__AS_FLOAT(*sum * factor);
-    for (int d = 0; d < a->value_dim; d++)
-        out[d] = tqkv__sum_of_products(out[d], factor, *sum, value_center ? value_center[d] : 0.0f);
+    tqkv__scale(out, a->value_dim, factor);
     *max = rounded;
 }
 
@@ -160,10 +153,11 @@ static void tqkv__add_share(const tqkv__attention *a, const float *center, float
     for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + tqkv__rounded(share * center[d]));
 }
 
-/* Finishes a row: out = out / (sum + exp(sink - max)), rotated back and scaled, then the centre unless that is NULL;
-   zeros if the row saw nothing. center, out: [value_dim], center in the original basis */
-static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, const float *center, float *out,
-                                            float max, float sum)
+/* Finishes a row: out = out / (sum + exp(sink - max)), brought to the basis of outputs, then the values' centre unless
+   that is NULL; zeros if the row saw nothing. unrotate: sums are of the rotated basis, the output is not. center, out:
+   [value_dim], center in the basis of outputs */
+static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, bool unrotate, const float *center,
+                                            float *out, float max, float sum)
 {
     if (sum == 0.0f) { /* rotated back, half of the zeros would be negative */
         memset(out, 0, (size_t)a->value_dim * sizeof(float));
@@ -174,49 +168,54 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     const float of_sink = tqkv__exp(TQKV__AS_FLOAT(sink - largest));
     const float all = tqkv__sum_of_products(sum, keep, of_sink, 1.0f);
     tqkv__scale(out, a->value_dim, TQKV__AS_FLOAT(keep / all));
-    if (a->unrotate_output) a->isa->codec->unrotate(out, a->value_dim);
+    if (unrotate) a->isa->codec->unrotate(out, a->value_dim);
     if (a->call.output_basis == TQKV_ORIGINAL) tqkv__apply_scale(&a->values, head / a->group, out);
     if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
 }
 
-/* Settles the NaNs of integers, see tqkv__one_nan. out: [value_dim] */
+/* Finds the values' centre of a head in the basis of outputs, behind the scale: a channel is then not rounded against
+   larger ones. Returns it, or NULL without; room: [TQKV_MAX_HEAD_DIM] */
+static const float *tqkv__output_center(const tqkv__attention *a, int kv_head, float *room)
+{
+    if (!a->values.center || a->call.output_basis == TQKV_ORIGINAL) return tqkv__center_of(&a->values, kv_head);
+    memset(room, 0, (size_t)a->value_dim * sizeof(float));
+    tqkv__add_center(&a->values, kv_head, true, room);
+    return room;
+}
+
+/* Makes a row the same on all processors, see tqkv__one_nan. out: [value_dim] */
 static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, float *sum)
 {
-    if (!a->round_query) return;
     for (int d = 0; d < a->value_dim; d++) out[d] = tqkv__one_nan(out[d]);
     *max = tqkv__one_nan(TQKV__AS_FLOAT(*max + 0.0f)); /* second digits of other rows turn -0 into 0 */
     *sum = tqkv__one_nan(*sum);
 }
 
-/* Writes an item's sums to the caller; finishes and rounds them unless the call is partial. The values' centre is added
-   to the sums, in the basis of the codes; with a scale, where the row is finished, behind the scale: a channel is then
-   not rounded against larger ones. */
+/* Writes an item's sums to the caller: finished and rounded, or as those of a slice, which are rotated whatever the
+   values' format. */
 static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqkv__item *item, const tqkv__sums *sums)
 {
     const tqkv__attention *a = request->a;
-    float center[TQKV_MAX_HEAD_DIM]; /* of the values */
-    const bool behind = a->values.channel_scale && !request->max && a->call.output_basis == TQKV_ORIGINAL;
-    const float *last = behind ? tqkv__center_of(&a->values, item->kv_head) : NULL;
-    const float *coded = a->values.center && !behind ? center : NULL;
+    float room[TQKV_MAX_HEAD_DIM];
+    const float *center = tqkv__output_center(a, item->kv_head, room);
     TQKV__ALIGNED float wide[TQKV_MAX_HEAD_DIM];
     const tqkv_type type = request->max ? TQKV_TYPE_F32 : a->call.output_type;
     const bool scored =
         (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (request->max || a->call.sinks);
-    if (coded) {
-        memset(center, 0, sizeof center);
-        tqkv__add_center(&a->values, item->kv_head, true, center);
-    }
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i);
         void *to = tqkv__output_at(request, row);
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, request->q, row)) : 0.0;
-        tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
+        const float *from = sums->out + (size_t)i * (size_t)a->value_dim;
         /* Codes of masked slots have the weight 0, and leave their signs in sums that have underflowed: -0 becomes
            0. */
-        for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + 0.0f);
-        if (scored || coded) tqkv__add_centers(a, score, coded, out, &max, &sum);
-        if (!request->max) tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), last, out, max, sum);
+        for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(from[d] + 0.0f);
+        if (scored) tqkv__shift_scores(a, score, out, &max, &sum);
+        if (!request->max)
+            tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), a->unrotate_output, center, out, max, sum);
+        else if (!a->values.rotated && sum != 0.0f)
+            a->isa->codec->rotate(out, a->value_dim);
         tqkv__settle_row(a, out, &max, &sum);
         if (request->max) {
             request->max[row] = max;

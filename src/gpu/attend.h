@@ -375,16 +375,19 @@ static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention
     d->n_simdgroups = 1;
 }
 
-/* Binds scales of the values' channels, which are of an output in the original basis or, beside others, of the
-   centre. */
-static void tqkv__plan_bind_value_scale(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
-                                        bool center)
+/* Binds centre and scales of the values. Scales are of an output in the original basis or, in the other one, of the
+   centre. Sums of slices have neither. */
+static void tqkv__plan_bind_values(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
+                                   bool unrotate)
 {
-    const bool original = a->call.output_basis == TQKV_ORIGINAL && !b->slice.to,
+    const bool finish = !b->slice.to, original = a->call.output_basis == TQKV_ORIGINAL,
+               center = tqkv__plan_bind_channels(d, "values' center", 5, b->values->center, &a->values, finish),
                scaled = tqkv__plan_bind_channels(d, "values' channel_scale", 11, b->values->channel_scale, &a->values,
-                                                 original || center);
+                                                 finish && (original || center));
     tqkv__plan_constant(d, TQKV_FC_VALUE_SCALED, scaled && original);
     tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scaled && !original);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
+    tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, center && a->values.rotated && !unrotate);
 }
 
 /* Merges all regions of the context: splits [first positions, others, last positions], of those that there are. */
@@ -399,17 +402,15 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     const int n_results = split->sections_each > 1 ? 1 : split->n_partials, most = TQKV__MERGE_SIMDGROUPS(a->value_dim);
     const int n_sections =
         (before + n_results + length - 1) / length + (splits[0].n_partials > 0) + (splits[2].n_partials > 0);
-    const bool unrotate = a->unrotate_output && !b->slice.to;
+    const bool slice = b->slice.to, unrotate = a->unrotate_output && !slice;
     const tqkv__merge_args args = {
         0, 0, 0, n_results, length, split->strands, before, splits[0].n_partials, splits[2].n_partials, 0, 0};
     tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind_partials(d, 1, b->scratch, all, false);
-    const bool center = tqkv__plan_bind_channels(d, "values' center", 5, b->values->center, &a->values, true);
-    tqkv__plan_bind_value_scale(d, a, b, center);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, slice && !a->values.rotated);
+    tqkv__plan_bind_values(d, a, b, unrotate);
     const bool shifted = tqkv__center_counts(a, b, b->keys) || tqkv__center_counts(a, b, b->tail);
     tqkv__plan_constant(d, TQKV_FC_CENTER, shifted && !(a->call.softcap > 0.0f));
-    tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
-    tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, center && a->values.rotated && !unrotate);
     d->n_simdgroups = most < n_sections ? most : n_sections;
     d->barrier = b->scratch.buffer;
 }
@@ -530,6 +531,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
 /* Adds all dispatches, in their order. */
 static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_plan *plan)
 {
+    if (from->empty) return;
     for (int p = 0; p < TQKV__REGIONS; p++)
         if (from->has[p] && from->listed) *tqkv__add_dispatch(plan) = from->lists[p];
     for (int p = 0; p < TQKV__REGIONS; p++)
@@ -539,15 +541,13 @@ static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_pla
 
 /* Plans attend_merge of a slice of the caller: with b->slice.to it is added to another, else finished. */
 static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
-                             tqkv_metal_buffer src_out, bool unrotate)
+                             tqkv_metal_buffer src_out)
 {
+    const bool unrotate = !b->slice.to && (!a->values.rotated || a->unrotate_output);
     const tqkv__merge_args args = {0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0};
     tqkv__plan_merge_begin(d, a, b, args, unrotate);
     tqkv__plan_bind(d, "src_out", 1, src_out, a->out_elements * sizeof(float), false);
     tqkv__plan_bind(d, "scratch", 2, src_out, 0, false);
-    tqkv__plan_bind(d, "values' center", 5, src_out, 0, false);
-    tqkv__plan_bind_value_scale(d, a, b, false);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, false); /* the slices have what the centres add */
-    tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, false);
-    tqkv__plan_constant(d, TQKV_FC_VALUE_ROTATED, false);
+    tqkv__plan_bind_values(d, a, b, unrotate);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, false); /* the slices have what the keys' centres add */
 }

@@ -83,7 +83,7 @@ static tqkv_result tqkv__visit_slices(tqkv__visitor *v, const tqkv_metal_attenti
     tqkv_result r = tqkv_metal_plan_attend_partial(a, none, first, count, none, none, none, none, &v->plan);
     r = tqkv__visit_attention(v, r, false);
     if (r != TQKV_OK) return r;
-    r = tqkv__visit(v, tqkv_metal_plan_attend_merge_slice(a, none, none, none, a, none, none, none, &v->plan));
+    r = tqkv__visit(v, tqkv_metal_plan_attend_merge(a, none, none, none, a, none, none, none, &v->plan));
     return r == TQKV_OK ? tqkv__visit(v, tqkv_metal_plan_attend_finish(a, none, none, none, none, &v->plan)) : r;
 }
 
@@ -116,10 +116,7 @@ static void tqkv__take_all_regions(tqkv_attention *a, const tqkv_store *keys, co
 }
 
 /* Whether attention of n queries is to be planned. */
-static bool tqkv__prepares(int n, int max_queries)
-{
-    return n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED;
-}
+static bool tqkv__prepares(int n, int max_queries) { return n <= max_queries && n <= TQKV__MOST_PREPARED; }
 
 /* Visits attention of all numbers of queries. call: in all regions */
 static tqkv_result tqkv__visit_queries(tqkv__visitor *v, tqkv_metal_attention *call, int max_queries, int also)

@@ -373,14 +373,13 @@ std::string gpu_attend_partial(const tqkv_attention *a, const void *q, int64_t f
         });
 }
 
-std::string gpu_attend_merge_slice(const tqkv_attention *a, gpu_slice &to, const tqkv_attention *slice,
-                                   const gpu_slice &from)
+std::string gpu_attend_merge(const tqkv_attention *a, gpu_slice &to, const tqkv_attention *slice, const gpu_slice &from)
 {
     const gpu_attention attention(*a), other(*slice);
     tqkv_metal_plan plan;
-    tqkv_metal_plan_attend_merge_slice(&attention.metal, gpu_buffer(to.out.data()), gpu_buffer(to.max.data()),
-                                       gpu_buffer(to.sum.data()), &other.metal, gpu_buffer(from.out.data()),
-                                       gpu_buffer(from.max.data()), gpu_buffer(from.sum.data()), &plan);
+    tqkv_metal_plan_attend_merge(&attention.metal, gpu_buffer(to.out.data()), gpu_buffer(to.max.data()),
+                                 gpu_buffer(to.sum.data()), &other.metal, gpu_buffer(from.out.data()),
+                                 gpu_buffer(from.max.data()), gpu_buffer(from.sum.data()), &plan);
     return gpu_run(plan);
 }
 

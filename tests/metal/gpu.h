@@ -114,8 +114,8 @@ struct gpu_slice {
 };
 std::string gpu_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, gpu_slice &to,
                                gpu_split split);
-std::string gpu_attend_merge_slice(const tqkv_attention *a, gpu_slice &to, const tqkv_attention *slice,
-                                   const gpu_slice &from);
+std::string gpu_attend_merge(const tqkv_attention *a, gpu_slice &to, const tqkv_attention *slice,
+                             const gpu_slice &from);
 std::string gpu_attend_finish(const tqkv_attention *a, const gpu_slice &from, void *out);
 // Copies what the items read into one block of memory. With lanes attend takes the place of attend_matrix.
 std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std::vector<const void *> &q,

@@ -96,7 +96,7 @@ static void check_rows(const void *row)
     CHECK(d->grid[0] == 3 && d->n_simdgroups == 2 && binding(d, "q").size == 2 * 6 * 64 * sizeof(float) &&
               binding(d, "center").size == 3 * 64 * sizeof(float),
           "calibration");
-    CHECK_RESULT(tqkv_metal_plan_calibrate(&linear, at(4, 0), 9, none, 5, 2, TQKV_PAIRS_NONE, none, none, &plan),
+    CHECK_RESULT(tqkv_metal_plan_calibrate(&linear, at(4, 0), 9, at(5, 0), 5, 2, TQKV_PAIRS_NONE, none, none, &plan),
                  TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_calibrate(&linear, at(4, 0), 9, none, 0, 0, (tqkv_pairs)3, none, none, &plan),
                  TQKV_INVALID_ARGUMENT);
@@ -189,7 +189,7 @@ static void check_no_plan(const void *row)
         tqkv_metal_plan_attend_scratch(&a, NULL),
         tqkv_metal_plan_attend(&a, none, none, none, NULL),
         tqkv_metal_plan_attend_partial(&a, none, 0, 0, none, none, none, none, NULL),
-        tqkv_metal_plan_attend_merge_slice(&a, none, none, none, &a, none, none, none, NULL),
+        tqkv_metal_plan_attend_merge(&a, none, none, none, &a, none, none, none, NULL),
         tqkv_metal_plan_attend_finish(&a, none, none, none, none, NULL),
         tqkv_metal_plan_index_scores(&x, none, none, NULL),
         tqkv_metal_plan_index_choose_scratch(&x, NULL),
@@ -235,7 +235,7 @@ static void check_prepare(const void *row)
         }
     tqkv_metal_plan_encode_kv(&first, &first, at(4, 0), at(5, 0), 4, 0, none, &plan);
     check_prepared(&all, &plan, "halves");
-    tqkv_metal_plan_attend_merge_slice(&a, none, none, none, &a, none, none, none, &plan);
+    tqkv_metal_plan_attend_merge(&a, none, none, none, &a, none, none, none, &plan);
     check_prepared(&all, &plan, "a merge");
     tqkv_metal_plan_attend_finish(&a, none, none, none, none, &plan);
     check_prepared(&all, &plan, "the end of a slice");

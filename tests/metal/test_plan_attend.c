@@ -138,11 +138,13 @@ static void check_scaled_calls(tqkv_metal_attention a, const tqkv_metal_store *v
     CHECK_RESULT(
         tqkv_metal_plan_attend_partial(&a, at(4, 0), 0, 7, at(5, 0), at(6, 0), at(6, 4096), at(6, 8192), &plan),
         TQKV_OK);
-    CHECK(constant(d + 1, TQKV_FC_VALUE_SCALED) == 0 && constant(d + 1, TQKV_FC_CENTER_SCALED) == center,
-          "a slice: centre %d", center);
+    CHECK(constant(d + 1, TQKV_FC_VALUE_SCALED) == 0 && constant(d + 1, TQKV_FC_CENTER_SCALED) == 0 &&
+              constant(d + 1, TQKV_FC_VALUE_CENTER) == 0,
+          "a slice");
     CHECK_RESULT(tqkv_metal_plan_attend_finish(&a, at(5, 0), at(5, size), at(5, 2 * size), at(4, 0), &plan), TQKV_OK);
     check_plan(&plan);
-    CHECK(constant(d, TQKV_FC_VALUE_SCALED) == !rotated && constant(d, TQKV_FC_CENTER_SCALED) == 0, "the end");
+    CHECK(constant(d, TQKV_FC_VALUE_SCALED) == !rotated && constant(d, TQKV_FC_CENTER_SCALED) == (rotated && center),
+          "the end: rotated %d, centre %d", rotated, center);
 }
 
 /* Scales of channels: of rows, of queries in the original basis, of the centre beside rotated ones, and of outputs. */
@@ -172,9 +174,9 @@ static void check_channel_scale(const void *row)
         check_scaled_calls(a, &values, TQKV_ROTATED, size);
     }
     const tqkv_metal_buffer b = at(5, 0);
-    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(&a, b, b, b, &a, b, b, b, &plan), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(&a, b, b, b, &other, b, b, b, &plan), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(&other, b, b, b, &a, b, b, b, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend_merge(&a, b, b, b, &a, b, b, b, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_attend_merge(&a, b, b, b, &other, b, b, b, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend_merge(&other, b, b, b, &a, b, b, b, &plan), TQKV_INVALID_ARGUMENT);
 }
 
 /* A tail lies in the slots of the keys. */

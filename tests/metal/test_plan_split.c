@@ -198,7 +198,7 @@ static void check_partial(const void *row)
           d[0].grid[2], attend_args(d).first_stretch);
     CHECK(constant(&d[1], TQKV_FC_TO_SLICE) == 1 && constant(&d[1], TQKV_FC_FROM_SLICE) == 0 &&
               constant(&d[1], TQKV_FC_UNROTATE) == 0 && constant(&d[1], TQKV_FC_SINKS) == 0 &&
-              constant(&d[1], TQKV_FC_CENTER) == 1 && constant(&d[1], TQKV_FC_VALUE_ROTATED) == 1,
+              constant(&d[1], TQKV_FC_CENTER) == 1 && constant(&d[1], TQKV_FC_VALUE_CENTER) == 0,
           "the merge");
     CHECK(binding(&d[1], "out").size == 3 * 64 * sizeof(float) && binding(&d[1], "max").size == 3 * sizeof(float) &&
               binding(d, "sinks").size == 0,
@@ -230,11 +230,12 @@ static void set_up_slices(plan_slices *s)
         s->a[i].keys = &s->keys;
         s->a[i].values = &s->values[i];
         s->a[i].attention.n_heads = 6;
+        s->a[i].attention.n_queries = 1;
         s->a[i].attention.output_type = TQKV_TYPE_BF16;
     }
 }
 
-/* Merges of slices, from each basis to each. */
+/* Merges of slices of all formats. */
 static void check_slices(const void *row)
 {
     plan_slices s;
@@ -245,24 +246,24 @@ static void check_slices(const void *row)
     (void)row;
     set_up_slices(&s);
     for (int i = 0; i < 4; i++) {
-        CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(&a[i / 2], at(4, 0), at(4, size), at(4, size + 24), &a[i % 2],
-                                                        at(5, 0), at(5, size), at(5, size + 24), &plan),
+        CHECK_RESULT(tqkv_metal_plan_attend_merge(&a[i / 2], at(4, 0), at(4, size), at(4, size + 24), &a[i % 2],
+                                                  at(5, 0), at(5, size), at(5, size + 24), &plan),
                      TQKV_OK);
         check_dispatch(d);
-        CHECK(constant(d, TQKV_FC_ROTATED) == (i == 1) && constant(d, TQKV_FC_UNROTATE) == (i == 2) &&
+        CHECK(constant(d, TQKV_FC_ROTATED) == 0 && constant(d, TQKV_FC_UNROTATE) == 0 &&
                   constant(d, TQKV_FC_FROM_SLICE) == 1 && constant(d, TQKV_FC_TO_SLICE) == 1,
               "bases %d", i);
         CHECK(d->grid[0] == 6 && d->kernel.head_dim == 8 && binding(d, "src_out").size == size &&
                   binding(d, "out").size == size && binding(d, "src_sum").size == 24,
               "6 rows of 128 floats");
     }
-    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(a, at(4, 0), at(4, size), at(4, size + 24), a, at(4, size + 48),
-                                                    at(5, 0), at(4, size + 20), &plan),
+    CHECK_RESULT(tqkv_metal_plan_attend_merge(a, at(4, 0), at(4, size), at(4, size + 24), a, at(4, size + 48), at(5, 0),
+                                              at(4, size + 20), &plan),
                  TQKV_OK);
     CHECK(!strcmp(overlapping(d), "max") && constant(d, TQKV_FC_ROTATED) == 0, "src_sum in max: %s", overlapping(d));
 }
 
-/* The end of slices in each basis. */
+/* The end of slices: of values that are not rotated, the sums are. */
 static void check_slice_ends(const void *row)
 {
     plan_slices s;
@@ -277,17 +278,41 @@ static void check_slice_ends(const void *row)
         CHECK_RESULT(tqkv_metal_plan_attend_finish(&a[i], at(5, 0), at(5, size), at(5, size + 24), at(4, 2), &plan),
                      TQKV_OK);
         check_dispatch(d);
-        CHECK(constant(d, TQKV_FC_UNROTATE) == !i && constant(d, TQKV_FC_SINKS) == !i &&
+        CHECK(constant(d, TQKV_FC_UNROTATE) == 1 && constant(d, TQKV_FC_SINKS) == !i &&
                   constant(d, TQKV_FC_TO_SLICE) == 0 && binding(d, "out").size == size / 2,
               "the end of %d", i);
     }
+    for (int i = 0; i < 2; i++) {
+        a[i].attention.output_basis = TQKV_ROTATED;
+        s.values[i].center = at(8, 0);
+        CHECK_RESULT(tqkv_metal_plan_attend_finish(&a[i], at(5, 0), at(5, size), at(5, size + 24), at(4, 2), &plan),
+                     TQKV_OK);
+        CHECK(constant(d, TQKV_FC_UNROTATE) == i && constant(d, TQKV_FC_VALUE_CENTER) == 1 &&
+                  constant(d, TQKV_FC_VALUE_ROTATED) == !i,
+              "the end of %d in its own basis", i);
+        CHECK_RESULT(tqkv_metal_plan_attend_partial(&a[i], none, 0, 0, none, none, none, none, &plan), TQKV_OK);
+        CHECK(constant(&d[1], TQKV_FC_ROTATED) == i && constant(&d[1], TQKV_FC_VALUE_CENTER) == 0, "a slice of %d", i);
+    }
+    CHECK_RESULT(tqkv_metal_plan_attend_merge(a, none, none, none, &a[1], none, none, none, &plan), TQKV_OK);
+    s.values[1].center = none;
+    CHECK_RESULT(tqkv_metal_plan_attend_merge(a, none, none, none, &a[1], none, none, none, &plan),
+                 TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_attend_finish(a, at(4, 0), at(5, size), at(5, size + 24), at(4, 2), &plan), TQKV_OK);
     CHECK(*overlapping(d), "src_out is out");
     a[1].attention.n_queries = 2;
-    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(a, none, none, none, &a[1], none, none, none, &plan),
+    CHECK_RESULT(tqkv_metal_plan_attend_merge(a, none, none, none, &a[1], none, none, none, &plan),
                  TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_attend_merge_slice(a, none, none, none, NULL, none, none, none, &plan),
+    CHECK_RESULT(tqkv_metal_plan_attend_merge(a, none, none, none, NULL, none, none, none, &plan),
                  TQKV_INVALID_ARGUMENT);
+    a[0].attention.n_queries = a[1].attention.n_queries = 0; /* nothing to do */
+    CHECK_RESULT(tqkv_metal_plan_attend(a, none, none, none, &plan), TQKV_OK);
+    CHECK(!plan.n, "attend: %d dispatches", plan.n);
+    CHECK_RESULT(tqkv_metal_plan_attend_partial(a, none, 0, 0, none, none, none, none, &plan), TQKV_OK);
+    CHECK(!plan.n, "partial: %d dispatches", plan.n);
+    CHECK_RESULT(tqkv_metal_plan_attend_merge(a, none, none, none, a, none, none, none, &plan), TQKV_OK);
+    CHECK(!plan.n, "merge: %d dispatches", plan.n);
+    CHECK_RESULT(tqkv_metal_plan_attend_finish(a, none, none, none, none, &plan), TQKV_OK);
+    CHECK(!plan.n, "finish: %d dispatches", plan.n);
     CHECK_RESULT(tqkv_metal_plan_attend_finish(NULL, none, none, none, none, &plan), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_attend_finish(a, none, none, none, none, NULL), TQKV_INVALID_ARGUMENT);
 }

@@ -326,7 +326,7 @@ TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, cons
 /* -- Scores of many rows: a lane is a position. -- */
 
 /* Turns two vectors of lanes of positions from j on. tile: [dim / TQKV__PRODUCTS][2][TQKV__LANE_BYTES] */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(key_tile)(const TQKV__S(panel) * a, int j, int8_t *tile)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_keys)(const TQKV__S(panel) * a, int j, int8_t *tile)
 {
     TQKV__ALIGNED int8_t room[2 * TQKV__INTEGER_LANES * TQKV__CHUNK];
     const int n = a->n - j > TQKV__INTEGER_LANES ? 2 : 1; /* vectors */
@@ -483,7 +483,7 @@ TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const 
 }
 
 /* Finds the lanes of the dimensions [d, d + left) for all positions. tile: as add_chunk has it */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(value_tile)(const TQKV__S(panel) * a, int d, int left, int8_t *tile)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_values)(const TQKV__S(panel) * a, int d, int left, int8_t *tile)
 {
     TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__CHUNK];
     const int sixteens = left / 16, units = a->n / TQKV__POSITIONS;
@@ -586,19 +586,19 @@ TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__S(panel) * panel, cons
         return;
     }
     for (int j = 0; j < panel->n; j += 2 * TQKV__INTEGER_LANES) {
-        TQKV__I(key_tile)(panel, j, tile);
+        TQKV__I(turn_keys)(panel, j, tile);
         TQKV__I(score_lanes)(*p, panel->dim, j, tile, n_rows);
     }
 }
 
-TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+TQKV__TARGET static void TQKV__I(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
                                                      const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
     const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
-    if (s->kind == TQKV__HALF) {
-        TQKV__S(score_halves)(s, row, segment, q, n_rows, add, scores);
+    if (tqkv__in_floats(s)) {
+        TQKV__S(score_floats)(s, kv_head, segment, q, n_rows, add, scores);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
@@ -629,20 +629,20 @@ TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const 
     }
     for (int d = 0, left; d < panel->dim; d += left) {
         left = panel->dim - d < TQKV__CHUNK ? panel->dim - d : TQKV__CHUNK;
-        TQKV__I(value_tile)(panel, d, left, tile);
+        TQKV__I(turn_values)(panel, d, left, tile);
         for (int e = 0; e < left; e += STEP)
             TQKV__I(add_lanes)(panel, *p, d + e, left - e >= STEP, tile + e / 16 * plane, n_rows);
     }
 }
 
-TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+TQKV__TARGET static void TQKV__I(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
                                                      const float *weights, int n_rows, float *scaled, float *out)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
     const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
-    if (s->kind == TQKV__HALF) {
-        TQKV__S(add_halves)(s, row, segment, weights, n_rows, out);
+    if (tqkv__in_floats(s)) {
+        TQKV__S(add_floats)(s, kv_head, segment, weights, n_rows, out);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, false, factors);
@@ -664,8 +664,5 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
     }
 }
 
-static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
-                                                 TQKV__I(round_query),
-                                                 {TQKV__ISA_NAME, TQKV__INTEGER_LANES, 1, &TQKV__(codec),
-                                                  TQKV__(reorder), TQKV__I(integer_score_tile), TQKV__(softmax_tile),
-                                                  TQKV__(end_piece), TQKV__I(integer_value_tile), TQKV__(sum_heads)}};
+static const tqkv__kernels TQKV__I(kernels) = {TQKV__I(round_query), TQKV__I(score_tile), TQKV__(softmax_tile),
+                                               TQKV__(end_piece),    TQKV__I(value_tile), TQKV__(sum_heads)};

@@ -69,8 +69,7 @@ static void run_attend(const void *parameters)
 {
     attend_problem problem;
     attend_buffers buffers;
-    attend_set_up(&problem, parameters);
-    attend_expect_processors(&problem, parameters);
+    attend_set_up_floats(&problem, parameters);
     open_buffers(&buffers, &problem);
     CHECK_RESULT(attend(&buffers), TQKV_OK);
     attend_check(&problem, host_contents(buffers.out), "attend");
@@ -111,12 +110,9 @@ static tqkv_result attend_in_slices(const attend_buffers *b, const attend_proble
         slice_buffers *s = &slices[i > 0];
         r = tqkv_metal_attend_partial(m, work.encoder, a, b->q, first, counts[i], b->scratch, s->out, s->max, s->sum);
         first += counts[i];
-        if (i == 1 && r == TQKV_OK)
-            r = tqkv_metal_attend_merge(m, work.encoder, a, slices->out, slices->max, slices->sum, s->out, s->max,
+        if (i > 0 && r == TQKV_OK)
+            r = tqkv_metal_attend_merge(m, work.encoder, a, slices->out, slices->max, slices->sum, a, s->out, s->max,
                                         s->sum);
-        if (i == 2 && r == TQKV_OK)
-            r = tqkv_metal_attend_merge_slice(m, work.encoder, a, slices->out, slices->max, slices->sum, a, s->out,
-                                              s->max, s->sum);
     }
     if (r == TQKV_OK) r = tqkv_metal_attend_finish(m, work.encoder, a, slices->out, slices->max, slices->sum, b->out);
     host_end(&work);
@@ -127,7 +123,7 @@ static void run_slices(const void *parameters)
 {
     attend_problem problem;
     attend_buffers b;
-    attend_set_up(&problem, parameters);
+    attend_set_up_floats(&problem, parameters);
     open_buffers(&b, &problem);
     slice_buffers slices[2] = {open_slice(&problem), open_slice(&problem)};
     CHECK_RESULT(attend_in_slices(&b, &problem, slices), TQKV_OK);
@@ -159,7 +155,7 @@ static void run_slice_refusals(const void *parameters)
     tqkv_metal *m = test_host.metal;
     attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
     (void)parameters;
-    attend_set_up(&problem, &row);
+    attend_set_up_floats(&problem, &row);
     open_buffers(&b, &problem);
     slice_buffers s = open_slice(&problem), other = open_slice(&problem);
     const tqkv_metal_attention *a = &b.attention;
@@ -175,12 +171,12 @@ static void run_slice_refusals(const void *parameters)
                   TQKV_INVALID_ARGUMENT, "no encoder");
     CHECK_RESULT(tqkv_metal_attend_partial(NULL, e, a, b.q, 0, 9, b.scratch, s.out, s.max, s.sum),
                  TQKV_INVALID_ARGUMENT);
-    CHECK_REFUSED(m, tqkv_metal_attend_merge(m, e, a, s.out, s.max, s.sum, s.out, other.max, other.sum),
+    CHECK_REFUSED(m, tqkv_metal_attend_merge(m, e, a, s.out, s.max, s.sum, a, s.out, other.max, other.sum),
                   TQKV_INVALID_ARGUMENT, "overlap");
-    CHECK_REFUSED(m, tqkv_metal_attend_merge(m, e, NULL, s.out, s.max, s.sum, other.out, other.max, other.sum),
+    CHECK_REFUSED(m, tqkv_metal_attend_merge(m, e, NULL, s.out, s.max, s.sum, a, other.out, other.max, other.sum),
                   TQKV_INVALID_ARGUMENT, "attend_merge");
-    CHECK_REFUSED(m, tqkv_metal_attend_merge_slice(m, e, a, s.out, s.max, s.sum, NULL, other.out, other.max, other.sum),
-                  TQKV_INVALID_ARGUMENT, "attend_merge_slice");
+    CHECK_REFUSED(m, tqkv_metal_attend_merge(m, e, a, s.out, s.max, s.sum, NULL, other.out, other.max, other.sum),
+                  TQKV_INVALID_ARGUMENT, "attend_merge");
     CHECK_REFUSED(m, tqkv_metal_attend_finish(m, e, a, s.out, s.max, s.sum, s.out), TQKV_INVALID_ARGUMENT,
                   "out and src_out overlap");
     s.max.offset += 4;
@@ -202,7 +198,7 @@ static void run_scratch_grows(const void *parameters)
     attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 32);
     (void)parameters;
     row.end = row.key_capacity = row.value_capacity = 4000;
-    attend_set_up(&problem, &row);
+    attend_set_up_floats(&problem, &row);
     open_buffers(&b, &problem);
     const size_t most = b.scratch_size;
     b.attention.attention.end = 0;
@@ -243,7 +239,7 @@ static void run_refusals(const void *parameters)
     attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
     (void)parameters;
     row.sinks = SINKS_SOME;
-    attend_set_up(&problem, &row);
+    attend_set_up_floats(&problem, &row);
     open_buffers(&whole, &problem);
     refuse_buffers(whole);
     b = whole, b.attention.attention.end = row.key_capacity + 1;
@@ -289,7 +285,7 @@ static void run_kernel_wanted(const void *parameters)
     attend_buffers b;
     attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
     row.group = c->group;
-    attend_set_up(&problem, &row);
+    attend_set_up_floats(&problem, &row);
     open_buffers(&b, &problem);
     b.attention.matrix_group = c->matrix_group;
     host_work work = host_begin(false);
