@@ -5655,15 +5655,15 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
      store_integers       lanes to integers as products find them
      whole, whole_lanes   a sum in one integer a lane                                                              */
 
-#define TQKV__VECTOR     TQKV__(vector)
-#define TQKV__BYTES      (4 * TQKV__INTEGER_LANES)
-#define TQKV__POSITIONS  (TQKV__INTEGER_LANES / 4)
-#define TQKV__CHUNK      64 /* dimensions that are opened together */
-#define TQKV__LANE_BYTES ((int)sizeof(TQKV__I(lanes)))
-#define TQKV__KEY_LANES  (16 / TQKV__PRODUCTS)        /* vectors of lanes for 16 dimensions: of keys, */
-#define TQKV__DIM_LANES  (16 / TQKV__INTEGER_LANES)   /* and of values */
+#define TQKV__VECTOR        TQKV__(vector)
+#define TQKV__BYTES         (4 * TQKV__INTEGER_LANES)
+#define TQKV__POSITIONS     (TQKV__INTEGER_LANES / 4)
+#define TQKV__CHUNK         64 /* dimensions that are opened together */
+#define TQKV__LANE_BYTES    ((int)sizeof(TQKV__I(lanes)))
+#define TQKV__KEY_LANES     (16 / TQKV__PRODUCTS)      /* vectors of lanes for 16 dimensions: of keys, */
+#define TQKV__DIM_LANES     (16 / TQKV__INTEGER_LANES) /* and of values */
 #define TQKV__MANY_SIXTEENS TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS)
-#define TQKV__UNITS      (TQKV__PRODUCTS > TQKV__POSITIONS ? TQKV__PRODUCTS / TQKV__POSITIONS : 1)
+#define TQKV__UNITS         (TQKV__PRODUCTS > TQKV__POSITIONS ? TQKV__PRODUCTS / TQKV__POSITIONS : 1)
 /* Where a row of integers has what multiplies it, and -TQKV__CODE_OFFSET times its sum: in floats. */
 #define TQKV__QUERY_OFFSET(head_dim) ((head_dim) / 2)
 #define TQKV__QUERY_UNIT(head_dim)   ((head_dim)-1)
@@ -5724,8 +5724,8 @@ TQKV__OP TQKV__S(cursor)
 {
     const uint8_t *const *fields = j < a->whole ? a->fields : a->rest;
     const size_t at = (size_t)(j < a->whole ? j : j - a->whole) * a->stride;
-    const TQKV__S(cursor) cursor = {{fields[0] + at + d * TQKV__MAIN_BITS(format) / 8,
-                                     fields[1] + at + d * TQKV__UPPER_BITS(format) / 8}};
+    const TQKV__S(cursor) cursor = {
+        {fields[0] + at + d * TQKV__MAIN_BITS(format) / 8, fields[1] + at + d * TQKV__UPPER_BITS(format) / 8}};
     if (a->ahead && d == 0 && format != TQKV__READY) {
         const uint8_t *next = a->fields[0] + (size_t)j * a->stride + a->ahead;
         for (size_t i = 0; i < (size_t)positions * a->stride; i += 128) tqkv__prefetch(TQKV__L2, next + i, 128);
@@ -5774,8 +5774,7 @@ TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float
     const uint32_t largest = TQKV__S(largest_bits)(query, s->head_dim);
     int16_t *integers = (int16_t *)(void *)to;
     int32_t *offset = (int32_t *)(void *)(to + TQKV__QUERY_OFFSET(s->head_dim));
-    for (int d = 0; d < s->head_dim; d += dim)
-        *offset++ = TQKV__I(round_floats)(query + d, dim, largest, integers + d);
+    for (int d = 0; d < s->head_dim; d += dim) *offset++ = TQKV__I(round_floats)(query + d, dim, largest, integers + d);
     to[TQKV__QUERY_UNIT(s->head_dim)] = tqkv__integer_unit(largest, s->step);
 }
 
@@ -5892,14 +5891,15 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
     }
 TQKV__FORMATS(TQKV__DECODER, )
 #define TQKV__DECODER_OF(unused, format, ...) TQKV__S(decode_##format),
-static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int, int, int, int8_t *) = {
-    NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
+static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int, int, int,
+                                         int8_t *) = {NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
 #endif
 
 /* -- Scores of few rows -- */
 
 /* Loads 64 integers of each row. */
-TQKV__OP void TQKV__I(load_rows)(const tqkv_format format, const int rows, const TQKV__I(product) * p, int dim, int d, TQKV__I(row) (*q)[4])
+TQKV__OP void TQKV__I(load_rows)(const tqkv_format format, const int rows, const TQKV__I(product) * p, int dim, int d,
+                                 TQKV__I(row) (*q)[4])
 {
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++)
@@ -5933,8 +5933,7 @@ TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, con
         TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
         TQKV__ROLLED
         for (int v = 0; v < 4; v++, u++, TQKV__S(move)(a, 1, &cursor)) {
-            const TQKV__S(raw) raw =
-                TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
+            const TQKV__S(raw) raw = TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
             TQKV__I(sum) now[TQKV__FEW_ROWS];
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) now[r] = TQKV__I(no_sum)();
@@ -6038,8 +6037,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
 #define TQKV__ARE_PARTIAL(rows) (TQKV__PARTIAL && (rows) <= 2)
 
 /* Adds n of the sums of a pass, sums: [rows][vectors], to results[row][d] and on. Not inlined, because all loops have one. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors,
-                                                          int n, int d, const TQKV__(codes) * sums)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors, int n,
+                                                          int d, const TQKV__(codes) * sums)
 {
     for (int r = 0; r < rows; r++, sums += vectors) {
         float *to = p->results + r * p->result_floats + d;
@@ -6086,8 +6085,8 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
 /* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
    on, straight from the codes or from lanes in tile: [sixteens][n / TQKV__PRODUCTS][lanes]. format, rows and sixteens
    are constants. */
-TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const int sixteens,
-                                 const TQKV__S(panel) * a, int d, const TQKV__I(product) * p, const int8_t *tile)
+TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const int sixteens, const TQKV__S(panel) * a,
+                                 int d, const TQKV__I(product) * p, const int8_t *tile)
 {
     const int all = sixteens * TQKV__DIM_LANES, step = format == TQKV__READY ? a->n : 16;
     const int left = TQKV__ARE_PARTIAL(rows) && a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens;
@@ -6174,14 +6173,14 @@ typedef struct TQKV__I(loops) {
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a,                          \
                                                                     const TQKV__I(product) * product, int rows)        \
     {                                                                                                                  \
-        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                              \
-        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind);                                          \
+        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind);                              \
     }                                                                                                                  \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a,                            \
                                                                   const TQKV__I(product) * product, int rows)          \
     {                                                                                                                  \
-        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                              \
-        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format, kind);                                            \
+        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format, kind);                                \
     }
 TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const TQKV__I(product) * p)
 {
@@ -6235,7 +6234,7 @@ TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__S(panel) * panel, cons
 }
 
 TQKV__TARGET static void TQKV__I(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                                     const float *q, int n_rows, bool add, float *scores)
+                                             const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
@@ -6279,7 +6278,7 @@ TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const 
 }
 
 TQKV__TARGET static void TQKV__I(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                                     const float *weights, int n_rows, float *scaled, float *out)
+                                             const float *weights, int n_rows, float *scaled, float *out)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
@@ -7023,15 +7022,15 @@ TQKV__OP tqkv__i_raw_avx512 tqkv__i_open_avx512(const tqkv_format format, const 
     for (int i = 0; i < 2; i++)
         if (main < 8 && i < main / 2) raw.main[i] = tqkv__i_load_four_avx512(chunk->main[i], p + 16 * i, stride);
     if (main == 2) raw.main[0] = tqkv__i_order_avx512(2, raw.main[0]);
-    if (upper_bits)
-        raw.upper = tqkv__i_order_avx512(upper_bits, tqkv__i_load_four_avx512(chunk->upper, upper, stride));
+    if (upper_bits) raw.upper = tqkv__i_order_avx512(upper_bits, tqkv__i_load_four_avx512(chunk->upper, upper, stride));
     return raw;
 }
 /* Takes eight bits a code of a sixteen from ordered fields of 1 or 2 bits; its first bit comes to bit `low`. */
 TQKV__OP __m512i tqkv__i_take_avx512(const int bits, const int low, const int sixteen, __m512i x)
 {
     const int first = bits == 1 ? 16 * sixteen : 16 * sixteen;
-    const uint64_t at = (uint64_t)bits * 0x0706050403020100u + (uint64_t)((first + 64 - low) % 64) * 0x0101010101010101u;
+    const uint64_t at =
+        (uint64_t)bits * 0x0706050403020100u + (uint64_t)((first + 64 - low) % 64) * 0x0101010101010101u;
     return _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), x);
 }
 /* Bits above a code find its copy in the table. */
@@ -7039,7 +7038,8 @@ TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const int k, c
                                         const tqkv__i_raw_avx512 *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    const __m512i x = main == 8 ? tqkv__i_load_bytes_avx512(raw->at + 16 * k, raw->stride) : raw->main[k * main / 8 % 2];
+    const __m512i x =
+        main == 8 ? tqkv__i_load_bytes_avx512(raw->at + 16 * k, raw->stride) : raw->main[k * main / 8 % 2];
     __m512i index = x;
     if (TQKV__KIND(format) == TQKV__GRID) return _mm512_xor_si512(x, chunk->book);
     if (main == 4) {
@@ -7128,9 +7128,9 @@ TQKV__OP void tqkv__i_key_lanes_avx512(__m512i *x, __m512i *lanes)
 TQKV__OP void tqkv__i_value_lanes_avx512(const tqkv_format format, const __m512i *x, __m512i *lanes)
 {
     (void)format;
-    const __m512i at =
-        _mm512_set_epi32(0x3f2f1f0f, 0x3e2e1e0e, 0x3d2d1d0d, 0x3c2c1c0c, 0x3b2b1b0b, 0x3a2a1a0a, 0x39291909, 0x38281808,
-                         0x37271707, 0x36261606, 0x35251505, 0x34241404, 0x33231303, 0x32221202, 0x31211101, 0x30201000);
+    const __m512i at = _mm512_set_epi32(0x3f2f1f0f, 0x3e2e1e0e, 0x3d2d1d0d, 0x3c2c1c0c, 0x3b2b1b0b, 0x3a2a1a0a,
+                                        0x39291909, 0x38281808, 0x37271707, 0x36261606, 0x35251505, 0x34241404,
+                                        0x33231303, 0x32221202, 0x31211101, 0x30201000);
     lanes[0] = _mm512_permutexvar_epi8(at, x[0]);
 }
 /* Adds up the lanes of four vectors in each quarter: lane i of it is vector i's. */
@@ -7153,22 +7153,22 @@ TQKV__OP __m512i tqkv__i_add_codes_avx512(__m512i x, __m512i y) { return _mm512_
 TQKV__OP __m512i tqkv__i_set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
 TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_epi32(x); }
 
-#define TQKV__(name)           tqkv__##name##_avx512
-#define TQKV__I(name)          tqkv__i_##name##_avx512
-#define TQKV__S(name)          tqkv__i_##name##_avx512
-#define TQKV__ISA_NAME         "avx512"
-#define TQKV__INTEGER_LANES    16
-#define TQKV__PRODUCTS         4
-#define TQKV__CODE_OFFSET      128
-#define TQKV__OFFSET_OF(format) true
-#define TQKV__FEW_ROWS         4 /* rows of loops straight from the codes, at most */
-#define TQKV__LANES_ROWS       8 /* from so many rows on, tiles are turned */
-#define TQKV__MANY_ROWS        4 /* rows whose sums fit in registers: keys, */
-#define TQKV__MANY_VALUE_ROWS  4 /* and values */
-#define TQKV__SUM_SIXTEENS 8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
-#define TQKV__MOST_SIXTEENS 4 /* of one row */
+#define TQKV__(name)              tqkv__##name##_avx512
+#define TQKV__I(name)             tqkv__i_##name##_avx512
+#define TQKV__S(name)             tqkv__i_##name##_avx512
+#define TQKV__ISA_NAME            "avx512"
+#define TQKV__INTEGER_LANES       16
+#define TQKV__PRODUCTS            4
+#define TQKV__CODE_OFFSET         128
+#define TQKV__OFFSET_OF(format)   true
+#define TQKV__FEW_ROWS            4 /* rows of loops straight from the codes, at most */
+#define TQKV__LANES_ROWS          8 /* from so many rows on, tiles are turned */
+#define TQKV__MANY_ROWS           4 /* rows whose sums fit in registers: keys, */
+#define TQKV__MANY_VALUE_ROWS     4 /* and values */
+#define TQKV__SUM_SIXTEENS        8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
+#define TQKV__MOST_SIXTEENS       4 /* of one row */
 #define TQKV__LANES_ROWS_OF_BOOKS 8
-#define TQKV__PARTIAL 1 /* passes of sums may be partial */
+#define TQKV__PARTIAL             1 /* passes of sums may be partial */
 #include "tqkv.h"
 #endif
 
@@ -7224,9 +7224,9 @@ TQKV__OP tqkv__i_chunk_avx2 tqkv__i_open_chunk_avx2(const tqkv_format format, in
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
         if (bits && (i == 0 || i < (1 << bits) / 16))
-            chunk.books[i] = _mm256_xor_si256(
-                _mm256_set1_epi8(-128),
-                _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i)));
+            chunk.books[i] =
+                _mm256_xor_si256(_mm256_set1_epi8(-128),
+                                 _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i)));
     return chunk;
 }
 /* Loads 16 bytes, or as many as the mask says, of two positions. */
@@ -7294,8 +7294,8 @@ TQKV__OP tqkv__i_unit_avx2 tqkv__i_load_unit_avx2(const int8_t *p)
     memcpy(&x.both, p, sizeof x.both);
     return x;
 }
-TQKV__OP tqkv__i_unit_avx2 tqkv__i_look_up_avx2(const tqkv_format format, const int k,
-                                                const tqkv__i_chunk_avx2 *chunk, const tqkv__i_raw_avx2 *raw)
+TQKV__OP tqkv__i_unit_avx2 tqkv__i_look_up_avx2(const tqkv_format format, const int k, const tqkv__i_chunk_avx2 *chunk,
+                                                const tqkv__i_raw_avx2 *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
     __m256i x, upper = _mm256_setzero_si256();
@@ -7434,22 +7434,22 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
 
-#define TQKV__(name)          tqkv__##name##_avx2
-#define TQKV__I(name)         tqkv__i_##name##_avx2
-#define TQKV__S(name)         tqkv__i_##name##_avx2
-#define TQKV__ISA_NAME        "avx2"
-#define TQKV__INTEGER_LANES   8
-#define TQKV__PRODUCTS        2
-#define TQKV__CODE_OFFSET     128
-#define TQKV__OFFSET_OF(format) (TQKV__KIND(format) != TQKV__GRID)
-#define TQKV__FEW_ROWS        4
-#define TQKV__LANES_ROWS      8
-#define TQKV__MANY_ROWS       4
-#define TQKV__MANY_VALUE_ROWS 4
-#define TQKV__SUM_SIXTEENS 4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
-#define TQKV__MOST_SIXTEENS 2 /* of one row */
+#define TQKV__(name)              tqkv__##name##_avx2
+#define TQKV__I(name)             tqkv__i_##name##_avx2
+#define TQKV__S(name)             tqkv__i_##name##_avx2
+#define TQKV__ISA_NAME            "avx2"
+#define TQKV__INTEGER_LANES       8
+#define TQKV__PRODUCTS            2
+#define TQKV__CODE_OFFSET         128
+#define TQKV__OFFSET_OF(format)   (TQKV__KIND(format) != TQKV__GRID)
+#define TQKV__FEW_ROWS            4
+#define TQKV__LANES_ROWS          8
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     4
+#define TQKV__SUM_SIXTEENS        4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
+#define TQKV__MOST_SIXTEENS       2 /* of one row */
 #define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL 0 /* passes of sums may be partial */
+#define TQKV__PARTIAL             0 /* passes of sums may be partial */
 #include "tqkv.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -7472,7 +7472,8 @@ typedef struct tqkv__i_chunk_neon {
 typedef struct tqkv__i_row_neon {
     int16x8_t first, last;
 } tqkv__i_row_neon;
-typedef uint32x4_t tqkv__i_unit_neon, tqkv__i_sum_neon, tqkv__i_lanes_neon, tqkv__i_repeated_neon, tqkv__i_lane_sum_neon;
+typedef uint32x4_t tqkv__i_unit_neon, tqkv__i_sum_neon, tqkv__i_lanes_neon, tqkv__i_repeated_neon,
+    tqkv__i_lane_sum_neon;
 
 TQKV__OP tqkv__i_chunk_neon tqkv__i_open_chunk_neon(const tqkv_format format, int left, const int8_t *centroids)
 {
@@ -7623,22 +7624,22 @@ TQKV__OP uint32x4_t tqkv__i_set_codes_neon(int32_t x) { return vdupq_n_u32((uint
 TQKV__OP int32_t tqkv__i_sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
 TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); }
 
-#define TQKV__(name)        tqkv__##name##_neon
-#define TQKV__I(name)       tqkv__i_##name##_neon
-#define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
-#define TQKV__INTEGER_LANES 4
-#define TQKV__PRODUCTS      2
-#define TQKV__CODE_OFFSET     0
-#define TQKV__OFFSET_OF(format) false
+#define TQKV__(name)              tqkv__##name##_neon
+#define TQKV__I(name)             tqkv__i_##name##_neon
+#define TQKV__S(name)             tqkv__i_##name##_neon
+#define TQKV__ISA_NAME            "neon"
+#define TQKV__INTEGER_LANES       4
+#define TQKV__PRODUCTS            2
+#define TQKV__CODE_OFFSET         0
+#define TQKV__OFFSET_OF(format)   false
 #define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL         0
-#define TQKV__MOST_SIXTEENS   2
-#define TQKV__FEW_ROWS        4
-#define TQKV__LANES_ROWS      8
-#define TQKV__MANY_ROWS       4
-#define TQKV__MANY_VALUE_ROWS 4
-#define TQKV__SUM_SIXTEENS    4
+#define TQKV__PARTIAL             0
+#define TQKV__MOST_SIXTEENS       2
+#define TQKV__FEW_ROWS            4
+#define TQKV__LANES_ROWS          8
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     4
+#define TQKV__SUM_SIXTEENS        4
 #include "tqkv.h"
 
 /* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed.
@@ -7733,23 +7734,23 @@ TQKV__OP void tqkv__i_value_lanes_dotprod(const tqkv_format format, const uint32
     x[3] = vreinterpretq_u32_u16(vzip2q_u16(ab_high, cd_high));
 }
 
-#define TQKV__(name)        tqkv__##name##_neon
-#define TQKV__I(name)       tqkv__i_##name##_dotprod
-#define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
-#define TQKV__INTEGER_LANES 4
-#define TQKV__PRODUCTS      4
-#define TQKV__DECODED       1
-#define TQKV__CODE_OFFSET     0
-#define TQKV__OFFSET_OF(format) false
+#define TQKV__(name)              tqkv__##name##_neon
+#define TQKV__I(name)             tqkv__i_##name##_dotprod
+#define TQKV__S(name)             tqkv__i_##name##_neon
+#define TQKV__ISA_NAME            "neon"
+#define TQKV__INTEGER_LANES       4
+#define TQKV__PRODUCTS            4
+#define TQKV__DECODED             1
+#define TQKV__CODE_OFFSET         0
+#define TQKV__OFFSET_OF(format)   false
 #define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL         0
-#define TQKV__MOST_SIXTEENS   2
-#define TQKV__FEW_ROWS        2
-#define TQKV__LANES_ROWS      8
-#define TQKV__MANY_ROWS       4
-#define TQKV__MANY_VALUE_ROWS 2
-#define TQKV__SUM_SIXTEENS    2
+#define TQKV__PARTIAL             0
+#define TQKV__MOST_SIXTEENS       2
+#define TQKV__FEW_ROWS            2
+#define TQKV__LANES_ROWS          8
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     2
+#define TQKV__SUM_SIXTEENS        2
 #include "tqkv.h"
 
 #if defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 10
@@ -7764,7 +7765,8 @@ TQKV__OP void tqkv__i_value_lanes_dotprod(const tqkv_format format, const uint32
 #define TQKV__TARGET __attribute__((target(TQKV__ARM_BASE "+dotprod+i8mm")))
 #endif
 
-typedef tqkv__i_sum_dotprod tqkv__i_sum_i8mm, tqkv__i_lane_sum_i8mm; /* of lanes: the first two, high and low in turns; the others */
+typedef tqkv__i_sum_dotprod tqkv__i_sum_i8mm,
+    tqkv__i_lane_sum_i8mm; /* of lanes: the first two, high and low in turns; the others */
 typedef tqkv__i_row_dotprod tqkv__i_row_i8mm;
 typedef uint32x4_t tqkv__i_repeated_i8mm;
 typedef struct tqkv__i_lanes_i8mm {
@@ -7827,23 +7829,23 @@ TQKV__OP void tqkv__i_value_lanes_i8mm(const tqkv_format format, const uint32x4_
     }
 }
 
-#define TQKV__(name)        tqkv__##name##_neon
-#define TQKV__I(name)       tqkv__i_##name##_i8mm
-#define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
-#define TQKV__INTEGER_LANES 4
-#define TQKV__PRODUCTS      8
-#define TQKV__DECODED       1
-#define TQKV__CODE_OFFSET     0
-#define TQKV__OFFSET_OF(format) false
+#define TQKV__(name)              tqkv__##name##_neon
+#define TQKV__I(name)             tqkv__i_##name##_i8mm
+#define TQKV__S(name)             tqkv__i_##name##_neon
+#define TQKV__ISA_NAME            "neon"
+#define TQKV__INTEGER_LANES       4
+#define TQKV__PRODUCTS            8
+#define TQKV__DECODED             1
+#define TQKV__CODE_OFFSET         0
+#define TQKV__OFFSET_OF(format)   false
 #define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL         0
-#define TQKV__MOST_SIXTEENS   2
-#define TQKV__FEW_ROWS        2
-#define TQKV__LANES_ROWS      4
-#define TQKV__MANY_ROWS       4
-#define TQKV__MANY_VALUE_ROWS 2
-#define TQKV__SUM_SIXTEENS    2
+#define TQKV__PARTIAL             0
+#define TQKV__MOST_SIXTEENS       2
+#define TQKV__FEW_ROWS            2
+#define TQKV__LANES_ROWS          4
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     2
+#define TQKV__SUM_SIXTEENS        2
 #include "tqkv.h"
 #endif
 #endif

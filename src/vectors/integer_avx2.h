@@ -50,9 +50,9 @@ TQKV__OP tqkv__i_chunk_avx2 tqkv__i_open_chunk_avx2(const tqkv_format format, in
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
         if (bits && (i == 0 || i < (1 << bits) / 16))
-            chunk.books[i] = _mm256_xor_si256(
-                _mm256_set1_epi8(-128),
-                _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i)));
+            chunk.books[i] =
+                _mm256_xor_si256(_mm256_set1_epi8(-128),
+                                 _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i)));
     return chunk;
 }
 /* Loads 16 bytes, or as many as the mask says, of two positions. */
@@ -120,8 +120,8 @@ TQKV__OP tqkv__i_unit_avx2 tqkv__i_load_unit_avx2(const int8_t *p)
     memcpy(&x.both, p, sizeof x.both);
     return x;
 }
-TQKV__OP tqkv__i_unit_avx2 tqkv__i_look_up_avx2(const tqkv_format format, const int k,
-                                                const tqkv__i_chunk_avx2 *chunk, const tqkv__i_raw_avx2 *raw)
+TQKV__OP tqkv__i_unit_avx2 tqkv__i_look_up_avx2(const tqkv_format format, const int k, const tqkv__i_chunk_avx2 *chunk,
+                                                const tqkv__i_raw_avx2 *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
     __m256i x, upper = _mm256_setzero_si256();
@@ -260,22 +260,22 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
 
-#define TQKV__(name)          tqkv__##name##_avx2
-#define TQKV__I(name)         tqkv__i_##name##_avx2
-#define TQKV__S(name)         tqkv__i_##name##_avx2
-#define TQKV__ISA_NAME        "avx2"
-#define TQKV__INTEGER_LANES   8
-#define TQKV__PRODUCTS        2
-#define TQKV__CODE_OFFSET     128
-#define TQKV__OFFSET_OF(format) (TQKV__KIND(format) != TQKV__GRID)
-#define TQKV__FEW_ROWS        4
-#define TQKV__LANES_ROWS      8
-#define TQKV__MANY_ROWS       4
-#define TQKV__MANY_VALUE_ROWS 4
-#define TQKV__SUM_SIXTEENS 4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
-#define TQKV__MOST_SIXTEENS 2 /* of one row */
+#define TQKV__(name)              tqkv__##name##_avx2
+#define TQKV__I(name)             tqkv__i_##name##_avx2
+#define TQKV__S(name)             tqkv__i_##name##_avx2
+#define TQKV__ISA_NAME            "avx2"
+#define TQKV__INTEGER_LANES       8
+#define TQKV__PRODUCTS            2
+#define TQKV__CODE_OFFSET         128
+#define TQKV__OFFSET_OF(format)   (TQKV__KIND(format) != TQKV__GRID)
+#define TQKV__FEW_ROWS            4
+#define TQKV__LANES_ROWS          8
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     4
+#define TQKV__SUM_SIXTEENS        4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
+#define TQKV__MOST_SIXTEENS       2 /* of one row */
 #define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL 0 /* passes of sums may be partial */
+#define TQKV__PARTIAL             0 /* passes of sums may be partial */
 #include "loops.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop

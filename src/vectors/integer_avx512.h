@@ -76,15 +76,15 @@ TQKV__OP tqkv__i_raw_avx512 tqkv__i_open_avx512(const tqkv_format format, const 
     for (int i = 0; i < 2; i++)
         if (main < 8 && i < main / 2) raw.main[i] = tqkv__i_load_four_avx512(chunk->main[i], p + 16 * i, stride);
     if (main == 2) raw.main[0] = tqkv__i_order_avx512(2, raw.main[0]);
-    if (upper_bits)
-        raw.upper = tqkv__i_order_avx512(upper_bits, tqkv__i_load_four_avx512(chunk->upper, upper, stride));
+    if (upper_bits) raw.upper = tqkv__i_order_avx512(upper_bits, tqkv__i_load_four_avx512(chunk->upper, upper, stride));
     return raw;
 }
 /* Takes eight bits a code of a sixteen from ordered fields of 1 or 2 bits; its first bit comes to bit `low`. */
 TQKV__OP __m512i tqkv__i_take_avx512(const int bits, const int low, const int sixteen, __m512i x)
 {
     const int first = bits == 1 ? 16 * sixteen : 16 * sixteen;
-    const uint64_t at = (uint64_t)bits * 0x0706050403020100u + (uint64_t)((first + 64 - low) % 64) * 0x0101010101010101u;
+    const uint64_t at =
+        (uint64_t)bits * 0x0706050403020100u + (uint64_t)((first + 64 - low) % 64) * 0x0101010101010101u;
     return _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), x);
 }
 /* Bits above a code find its copy in the table. */
@@ -92,7 +92,8 @@ TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const int k, c
                                         const tqkv__i_raw_avx512 *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    const __m512i x = main == 8 ? tqkv__i_load_bytes_avx512(raw->at + 16 * k, raw->stride) : raw->main[k * main / 8 % 2];
+    const __m512i x =
+        main == 8 ? tqkv__i_load_bytes_avx512(raw->at + 16 * k, raw->stride) : raw->main[k * main / 8 % 2];
     __m512i index = x;
     if (TQKV__KIND(format) == TQKV__GRID) return _mm512_xor_si512(x, chunk->book);
     if (main == 4) {
@@ -181,9 +182,9 @@ TQKV__OP void tqkv__i_key_lanes_avx512(__m512i *x, __m512i *lanes)
 TQKV__OP void tqkv__i_value_lanes_avx512(const tqkv_format format, const __m512i *x, __m512i *lanes)
 {
     (void)format;
-    const __m512i at =
-        _mm512_set_epi32(0x3f2f1f0f, 0x3e2e1e0e, 0x3d2d1d0d, 0x3c2c1c0c, 0x3b2b1b0b, 0x3a2a1a0a, 0x39291909, 0x38281808,
-                         0x37271707, 0x36261606, 0x35251505, 0x34241404, 0x33231303, 0x32221202, 0x31211101, 0x30201000);
+    const __m512i at = _mm512_set_epi32(0x3f2f1f0f, 0x3e2e1e0e, 0x3d2d1d0d, 0x3c2c1c0c, 0x3b2b1b0b, 0x3a2a1a0a,
+                                        0x39291909, 0x38281808, 0x37271707, 0x36261606, 0x35251505, 0x34241404,
+                                        0x33231303, 0x32221202, 0x31211101, 0x30201000);
     lanes[0] = _mm512_permutexvar_epi8(at, x[0]);
 }
 /* Adds up the lanes of four vectors in each quarter: lane i of it is vector i's. */
@@ -206,21 +207,21 @@ TQKV__OP __m512i tqkv__i_add_codes_avx512(__m512i x, __m512i y) { return _mm512_
 TQKV__OP __m512i tqkv__i_set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
 TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_epi32(x); }
 
-#define TQKV__(name)           tqkv__##name##_avx512
-#define TQKV__I(name)          tqkv__i_##name##_avx512
-#define TQKV__S(name)          tqkv__i_##name##_avx512
-#define TQKV__ISA_NAME         "avx512"
-#define TQKV__INTEGER_LANES    16
-#define TQKV__PRODUCTS         4
-#define TQKV__CODE_OFFSET      128
-#define TQKV__OFFSET_OF(format) true
-#define TQKV__FEW_ROWS         4 /* rows of loops straight from the codes, at most */
-#define TQKV__LANES_ROWS       8 /* from so many rows on, tiles are turned */
-#define TQKV__MANY_ROWS        4 /* rows whose sums fit in registers: keys, */
-#define TQKV__MANY_VALUE_ROWS  4 /* and values */
-#define TQKV__SUM_SIXTEENS 8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
-#define TQKV__MOST_SIXTEENS 4 /* of one row */
+#define TQKV__(name)              tqkv__##name##_avx512
+#define TQKV__I(name)             tqkv__i_##name##_avx512
+#define TQKV__S(name)             tqkv__i_##name##_avx512
+#define TQKV__ISA_NAME            "avx512"
+#define TQKV__INTEGER_LANES       16
+#define TQKV__PRODUCTS            4
+#define TQKV__CODE_OFFSET         128
+#define TQKV__OFFSET_OF(format)   true
+#define TQKV__FEW_ROWS            4 /* rows of loops straight from the codes, at most */
+#define TQKV__LANES_ROWS          8 /* from so many rows on, tiles are turned */
+#define TQKV__MANY_ROWS           4 /* rows whose sums fit in registers: keys, */
+#define TQKV__MANY_VALUE_ROWS     4 /* and values */
+#define TQKV__SUM_SIXTEENS        8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
+#define TQKV__MOST_SIXTEENS       4 /* of one row */
 #define TQKV__LANES_ROWS_OF_BOOKS 8
-#define TQKV__PARTIAL 1 /* passes of sums may be partial */
+#define TQKV__PARTIAL             1 /* passes of sums may be partial */
 #include "loops.h"
 #endif

@@ -14,7 +14,8 @@ typedef struct tqkv__i_chunk_neon {
 typedef struct tqkv__i_row_neon {
     int16x8_t first, last;
 } tqkv__i_row_neon;
-typedef uint32x4_t tqkv__i_unit_neon, tqkv__i_sum_neon, tqkv__i_lanes_neon, tqkv__i_repeated_neon, tqkv__i_lane_sum_neon;
+typedef uint32x4_t tqkv__i_unit_neon, tqkv__i_sum_neon, tqkv__i_lanes_neon, tqkv__i_repeated_neon,
+    tqkv__i_lane_sum_neon;
 
 TQKV__OP tqkv__i_chunk_neon tqkv__i_open_chunk_neon(const tqkv_format format, int left, const int8_t *centroids)
 {
@@ -165,22 +166,22 @@ TQKV__OP uint32x4_t tqkv__i_set_codes_neon(int32_t x) { return vdupq_n_u32((uint
 TQKV__OP int32_t tqkv__i_sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
 TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); }
 
-#define TQKV__(name)        tqkv__##name##_neon
-#define TQKV__I(name)       tqkv__i_##name##_neon
-#define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
-#define TQKV__INTEGER_LANES 4
-#define TQKV__PRODUCTS      2
-#define TQKV__CODE_OFFSET     0
-#define TQKV__OFFSET_OF(format) false
+#define TQKV__(name)              tqkv__##name##_neon
+#define TQKV__I(name)             tqkv__i_##name##_neon
+#define TQKV__S(name)             tqkv__i_##name##_neon
+#define TQKV__ISA_NAME            "neon"
+#define TQKV__INTEGER_LANES       4
+#define TQKV__PRODUCTS            2
+#define TQKV__CODE_OFFSET         0
+#define TQKV__OFFSET_OF(format)   false
 #define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL         0
-#define TQKV__MOST_SIXTEENS   2
-#define TQKV__FEW_ROWS        4
-#define TQKV__LANES_ROWS      8
-#define TQKV__MANY_ROWS       4
-#define TQKV__MANY_VALUE_ROWS 4
-#define TQKV__SUM_SIXTEENS    4
+#define TQKV__PARTIAL             0
+#define TQKV__MOST_SIXTEENS       2
+#define TQKV__FEW_ROWS            4
+#define TQKV__LANES_ROWS          8
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     4
+#define TQKV__SUM_SIXTEENS        4
 #include "loops.h"
 
 /* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed.
@@ -275,23 +276,23 @@ TQKV__OP void tqkv__i_value_lanes_dotprod(const tqkv_format format, const uint32
     x[3] = vreinterpretq_u32_u16(vzip2q_u16(ab_high, cd_high));
 }
 
-#define TQKV__(name)        tqkv__##name##_neon
-#define TQKV__I(name)       tqkv__i_##name##_dotprod
-#define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
-#define TQKV__INTEGER_LANES 4
-#define TQKV__PRODUCTS      4
-#define TQKV__DECODED       1
-#define TQKV__CODE_OFFSET     0
-#define TQKV__OFFSET_OF(format) false
+#define TQKV__(name)              tqkv__##name##_neon
+#define TQKV__I(name)             tqkv__i_##name##_dotprod
+#define TQKV__S(name)             tqkv__i_##name##_neon
+#define TQKV__ISA_NAME            "neon"
+#define TQKV__INTEGER_LANES       4
+#define TQKV__PRODUCTS            4
+#define TQKV__DECODED             1
+#define TQKV__CODE_OFFSET         0
+#define TQKV__OFFSET_OF(format)   false
 #define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL         0
-#define TQKV__MOST_SIXTEENS   2
-#define TQKV__FEW_ROWS        2
-#define TQKV__LANES_ROWS      8
-#define TQKV__MANY_ROWS       4
-#define TQKV__MANY_VALUE_ROWS 2
-#define TQKV__SUM_SIXTEENS    2
+#define TQKV__PARTIAL             0
+#define TQKV__MOST_SIXTEENS       2
+#define TQKV__FEW_ROWS            2
+#define TQKV__LANES_ROWS          8
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     2
+#define TQKV__SUM_SIXTEENS        2
 #include "loops.h"
 
 #if defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 10
@@ -306,7 +307,8 @@ TQKV__OP void tqkv__i_value_lanes_dotprod(const tqkv_format format, const uint32
 #define TQKV__TARGET __attribute__((target(TQKV__ARM_BASE "+dotprod+i8mm")))
 #endif
 
-typedef tqkv__i_sum_dotprod tqkv__i_sum_i8mm, tqkv__i_lane_sum_i8mm; /* of lanes: the first two, high and low in turns; the others */
+typedef tqkv__i_sum_dotprod tqkv__i_sum_i8mm,
+    tqkv__i_lane_sum_i8mm; /* of lanes: the first two, high and low in turns; the others */
 typedef tqkv__i_row_dotprod tqkv__i_row_i8mm;
 typedef uint32x4_t tqkv__i_repeated_i8mm;
 typedef struct tqkv__i_lanes_i8mm {
@@ -369,23 +371,23 @@ TQKV__OP void tqkv__i_value_lanes_i8mm(const tqkv_format format, const uint32x4_
     }
 }
 
-#define TQKV__(name)        tqkv__##name##_neon
-#define TQKV__I(name)       tqkv__i_##name##_i8mm
-#define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
-#define TQKV__INTEGER_LANES 4
-#define TQKV__PRODUCTS      8
-#define TQKV__DECODED       1
-#define TQKV__CODE_OFFSET     0
-#define TQKV__OFFSET_OF(format) false
+#define TQKV__(name)              tqkv__##name##_neon
+#define TQKV__I(name)             tqkv__i_##name##_i8mm
+#define TQKV__S(name)             tqkv__i_##name##_neon
+#define TQKV__ISA_NAME            "neon"
+#define TQKV__INTEGER_LANES       4
+#define TQKV__PRODUCTS            8
+#define TQKV__DECODED             1
+#define TQKV__CODE_OFFSET         0
+#define TQKV__OFFSET_OF(format)   false
 #define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL         0
-#define TQKV__MOST_SIXTEENS   2
-#define TQKV__FEW_ROWS        2
-#define TQKV__LANES_ROWS      4
-#define TQKV__MANY_ROWS       4
-#define TQKV__MANY_VALUE_ROWS 2
-#define TQKV__SUM_SIXTEENS    2
+#define TQKV__PARTIAL             0
+#define TQKV__MOST_SIXTEENS       2
+#define TQKV__FEW_ROWS            2
+#define TQKV__LANES_ROWS          4
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     2
+#define TQKV__SUM_SIXTEENS        2
 #include "loops.h"
 #endif
 #endif

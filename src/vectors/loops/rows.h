@@ -12,15 +12,15 @@
      store_integers       lanes to integers as products find them
      whole, whole_lanes   a sum in one integer a lane                                                              */
 
-#define TQKV__VECTOR     TQKV__(vector)
-#define TQKV__BYTES      (4 * TQKV__INTEGER_LANES)
-#define TQKV__POSITIONS  (TQKV__INTEGER_LANES / 4)
-#define TQKV__CHUNK      64 /* dimensions that are opened together */
-#define TQKV__LANE_BYTES ((int)sizeof(TQKV__I(lanes)))
-#define TQKV__KEY_LANES  (16 / TQKV__PRODUCTS)        /* vectors of lanes for 16 dimensions: of keys, */
-#define TQKV__DIM_LANES  (16 / TQKV__INTEGER_LANES)   /* and of values */
+#define TQKV__VECTOR        TQKV__(vector)
+#define TQKV__BYTES         (4 * TQKV__INTEGER_LANES)
+#define TQKV__POSITIONS     (TQKV__INTEGER_LANES / 4)
+#define TQKV__CHUNK         64 /* dimensions that are opened together */
+#define TQKV__LANE_BYTES    ((int)sizeof(TQKV__I(lanes)))
+#define TQKV__KEY_LANES     (16 / TQKV__PRODUCTS)      /* vectors of lanes for 16 dimensions: of keys, */
+#define TQKV__DIM_LANES     (16 / TQKV__INTEGER_LANES) /* and of values */
 #define TQKV__MANY_SIXTEENS TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS)
-#define TQKV__UNITS      (TQKV__PRODUCTS > TQKV__POSITIONS ? TQKV__PRODUCTS / TQKV__POSITIONS : 1)
+#define TQKV__UNITS         (TQKV__PRODUCTS > TQKV__POSITIONS ? TQKV__PRODUCTS / TQKV__POSITIONS : 1)
 /* Where a row of integers has what multiplies it, and -TQKV__CODE_OFFSET times its sum: in floats. */
 #define TQKV__QUERY_OFFSET(head_dim) ((head_dim) / 2)
 #define TQKV__QUERY_UNIT(head_dim)   ((head_dim)-1)
@@ -81,8 +81,8 @@ TQKV__OP TQKV__S(cursor)
 {
     const uint8_t *const *fields = j < a->whole ? a->fields : a->rest;
     const size_t at = (size_t)(j < a->whole ? j : j - a->whole) * a->stride;
-    const TQKV__S(cursor) cursor = {{fields[0] + at + d * TQKV__MAIN_BITS(format) / 8,
-                                     fields[1] + at + d * TQKV__UPPER_BITS(format) / 8}};
+    const TQKV__S(cursor) cursor = {
+        {fields[0] + at + d * TQKV__MAIN_BITS(format) / 8, fields[1] + at + d * TQKV__UPPER_BITS(format) / 8}};
     if (a->ahead && d == 0 && format != TQKV__READY) {
         const uint8_t *next = a->fields[0] + (size_t)j * a->stride + a->ahead;
         for (size_t i = 0; i < (size_t)positions * a->stride; i += 128) tqkv__prefetch(TQKV__L2, next + i, 128);
@@ -131,8 +131,7 @@ TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float
     const uint32_t largest = TQKV__S(largest_bits)(query, s->head_dim);
     int16_t *integers = (int16_t *)(void *)to;
     int32_t *offset = (int32_t *)(void *)(to + TQKV__QUERY_OFFSET(s->head_dim));
-    for (int d = 0; d < s->head_dim; d += dim)
-        *offset++ = TQKV__I(round_floats)(query + d, dim, largest, integers + d);
+    for (int d = 0; d < s->head_dim; d += dim) *offset++ = TQKV__I(round_floats)(query + d, dim, largest, integers + d);
     to[TQKV__QUERY_UNIT(s->head_dim)] = tqkv__integer_unit(largest, s->step);
 }
 
@@ -249,14 +248,15 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
     }
 TQKV__FORMATS(TQKV__DECODER, )
 #define TQKV__DECODER_OF(unused, format, ...) TQKV__S(decode_##format),
-static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int, int, int, int8_t *) = {
-    NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
+static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int, int, int,
+                                         int8_t *) = {NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
 #endif
 
 /* -- Scores of few rows -- */
 
 /* Loads 64 integers of each row. */
-TQKV__OP void TQKV__I(load_rows)(const tqkv_format format, const int rows, const TQKV__I(product) * p, int dim, int d, TQKV__I(row) (*q)[4])
+TQKV__OP void TQKV__I(load_rows)(const tqkv_format format, const int rows, const TQKV__I(product) * p, int dim, int d,
+                                 TQKV__I(row) (*q)[4])
 {
     TQKV__UNROLL
     for (int i = 0; i < 4 * rows; i++)
@@ -290,8 +290,7 @@ TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, con
         TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
         TQKV__ROLLED
         for (int v = 0; v < 4; v++, u++, TQKV__S(move)(a, 1, &cursor)) {
-            const TQKV__S(raw) raw =
-                TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
+            const TQKV__S(raw) raw = TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
             TQKV__I(sum) now[TQKV__FEW_ROWS];
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) now[r] = TQKV__I(no_sum)();
@@ -395,8 +394,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
 #define TQKV__ARE_PARTIAL(rows) (TQKV__PARTIAL && (rows) <= 2)
 
 /* Adds n of the sums of a pass, sums: [rows][vectors], to results[row][d] and on. Not inlined, because all loops have one. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors,
-                                                          int n, int d, const TQKV__(codes) * sums)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors, int n,
+                                                          int d, const TQKV__(codes) * sums)
 {
     for (int r = 0; r < rows; r++, sums += vectors) {
         float *to = p->results + r * p->result_floats + d;
@@ -443,8 +442,8 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
 /* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
    on, straight from the codes or from lanes in tile: [sixteens][n / TQKV__PRODUCTS][lanes]. format, rows and sixteens
    are constants. */
-TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const int sixteens,
-                                 const TQKV__S(panel) * a, int d, const TQKV__I(product) * p, const int8_t *tile)
+TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const int sixteens, const TQKV__S(panel) * a,
+                                 int d, const TQKV__I(product) * p, const int8_t *tile)
 {
     const int all = sixteens * TQKV__DIM_LANES, step = format == TQKV__READY ? a->n : 16;
     const int left = TQKV__ARE_PARTIAL(rows) && a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens;
@@ -531,14 +530,14 @@ typedef struct TQKV__I(loops) {
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a,                          \
                                                                     const TQKV__I(product) * product, int rows)        \
     {                                                                                                                  \
-        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                              \
-        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind);                                          \
+        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind);                              \
     }                                                                                                                  \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a,                            \
                                                                   const TQKV__I(product) * product, int rows)          \
     {                                                                                                                  \
-        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                              \
-        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format, kind);                                            \
+        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format, kind);                                \
     }
 TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const TQKV__I(product) * p)
 {
@@ -592,7 +591,7 @@ TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__S(panel) * panel, cons
 }
 
 TQKV__TARGET static void TQKV__I(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                                     const float *q, int n_rows, bool add, float *scores)
+                                             const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
@@ -636,7 +635,7 @@ TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const 
 }
 
 TQKV__TARGET static void TQKV__I(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                                     const float *weights, int n_rows, float *scaled, float *out)
+                                             const float *weights, int n_rows, float *scaled, float *out)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
