@@ -1207,10 +1207,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>k-search       the factor whose codes are best for a row
      >>k-quantise     codes, packed, of whole rows
      >>k-table        all of these as a table of functions
-     >>k-integer      the loops of integers
      >>k-halves       F16 and TQ8, which are multiplied as floats
-     >>k-integer-few  one and two rows of them
-     >>k-integer-tiles  the scores and the sums of a tile
+     >>k-rows         scores and sums of all other formats, in integers
      >>set-avx2, >>set-avx512, >>set-neon
                       what a set brings to the loops
      >>integer-avx512, >>integer-avx2, >>integer-neon
@@ -5759,7 +5757,6 @@ TQKV__OP int32_t TQKV__I(round_floats)(const float *x, int n, uint32_t largest, 
     memset(&sum, 0, sizeof sum);
     if (!(scale > 0.0f)) memset(to, 0, (size_t)n * sizeof(int16_t));
     if (!(scale > 0.0f)) return 0;
-    TQKV__UNROLL
     for (int i = 0; i < n; i += TQKV__INTEGER_LANES) {
         const TQKV__(codes) rounded = TQKV__S(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale));
         TQKV__I(store_integers)(to, i, n, rounded);
@@ -5872,11 +5869,12 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
             const TQKV__S(raw) raw =
                 TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], (keys ? 4 : 1) * a->stride);
             TQKV__UNROLL
-            for (int k = 0; k < 4; k++, room += TQKV__BYTES) {
-                if (16 * k >= left) break;
+            for (int k = 0; k < 4; k++) {
+                if (16 * k >= left) continue;
                 const TQKV__S(unit) x = TQKV__S(look_up)(format, k, &chunk, &raw);
-                TQKV__S(store_unit)(format, x, room);
+                TQKV__S(store_unit)(format, x, room + k * TQKV__BYTES);
             }
+            room += left / 16 * TQKV__BYTES;
         }
     }
 }
@@ -5913,7 +5911,7 @@ TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const 
 {
     TQKV__UNROLL
     for (int k = 0; k < 4; k++) {
-        if (16 * k >= left) break;
+        if (16 * k >= left) continue;
         const TQKV__S(unit) x = TQKV__S(look_up)(format, k, chunk, raw);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(format, sums[r], x, q[r][k]);
@@ -6066,7 +6064,7 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
     for (int k = 0; k < sixteens; k++) {
         TQKV__S(unit) x[TQKV__UNITS];
         TQKV__I(lanes) lanes[TQKV__DIM_LANES];
-        if (TQKV__ARE_PARTIAL(rows) && 16 * k >= left) break;
+        if (TQKV__ARE_PARTIAL(rows) && 16 * k >= left) continue;
         if (format == TQKV__READY) {
             memcpy(lanes, tile + k * plane, sizeof lanes);
         } else {
