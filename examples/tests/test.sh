@@ -120,6 +120,8 @@ check "snapshot_file: the new file" grep -q "again: no error, 8 positions" "$wor
 # One bit of a half is 5e-4 of a value; TQ4 has an error of 0.1 of a value, I8 of 0.006.
 "$bin/latent" >"$work/latent"
 check "latent" test "$(grep -c 'as expected$' "$work/latent")" -eq 6 -a "$(grep -c 'NOT' "$work/latent")" -eq 0
+"$bin/pages" >"$work/pages"
+check "pages" grep -q "the bits of a cache: as expected" "$work/pages"
 "$bin/sparse" >"$work/sparse"
 check "sparse" test "$(grep -c 'as expected$' "$work/sparse")" -eq 1
 "$bin/engine" 20 >"$work/engine"
@@ -202,6 +204,7 @@ refused "advise/bits" "needs a number" "$bin/advise" --bits none
 
 # README's sentence on the demo says what it prints, to a tenth.
 "$bin/tinylm" >"$work/demo"
+check "make demo is short" test "$(cat "$work/demo" "$work/engine" "$work/encode_attend" | wc -l)" -le 55
 check "tinylm/demo ends" grep -q "the same bytes as greedy" "$work/demo"
 said=$(grep "^presets \`safe\`" README.md | grep -o "0\.0[0-9]*" | tr '\n' ' ')
 check "tinylm/demo in README" awk -v said="$said" '
