@@ -100,7 +100,7 @@ extern "C" {
 
 #include "attention/attend.h"
 
-#include "attention/integer.h"
+#include "attention/plain.h"
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
@@ -144,9 +144,9 @@ extern "C" {
 static inline __m128i tqkv__load_64(const uint8_t *p) { return _mm_loadl_epi64((const __m128i *)(const void *)p); }
 static inline __m128i tqkv__load_128(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)(const void *)p); }
 
-#include "vectors/avx512.h"
-
 #include "vectors/avx2.h"
+
+#include "vectors/avx512.h"
 
 #elif defined(TQKV__NEON)
 #include <arm_neon.h>
@@ -165,13 +165,11 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #include "vectors/neon.h"
 #endif
 
-#ifndef TQKV_NO_INTEGER
 #include "vectors/integer_avx512.h"
 
 #include "vectors/integer_avx2.h"
 
 #include "vectors/integer_neon.h"
-#endif
 
 #undef TQKV__NESTED
 #ifdef TQKV__OPTIMISED

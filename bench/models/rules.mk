@@ -95,7 +95,7 @@ PAIRS := i8/i8 tq8/tq8 tq6/tq6 tq5/tq5 i8/tq4 tq6/tq4 tq5/tq4 tq4/tq4 tq5/tq3 tq
 # Of a run's name: what follows MODEL and TEXT, if anything.
 CACHES_OF_ := safe small tiny tq4/tq4$(LIKE_PRESETS) tq6/tq6$(LIKE_PRESETS) tq4/tq4 $(PEERS)
 CACHES_OF_default := i8/tq4
-CACHES_OF_formats := $(PAIRS:%=%$(LIKE_PRESETS)) safe:integer small:integer tiny:integer i8/tq4 tq5/tq3 tq3/tq2 \
+CACHES_OF_formats := $(PAIRS:%=%$(LIKE_PRESETS)) i8/tq4 tq5/tq3 tq3/tq2 \
 	tq5/tq3:calibrate=512 tq5/tq3$(ENDS) small:exact=0+128 small:exact=4+0 small:exact=4+64
 
 .PHONY: quality-runs quality-run-% quality-bytes quality-speed quality-page

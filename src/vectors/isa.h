@@ -83,14 +83,6 @@ static const tqkv__isa *tqkv__narrower(const tqkv__isa *a, const tqkv__isa *b) {
 
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
 
-#ifdef TQKV_NO_INTEGER
-/* Plain C for all sets: only the time differs. */
-static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
-{
-    (void)isa;
-    return &tqkv__integers_scalar;
-}
-#else
 static char tqkv__products; /* set once. 1: what every processor of a set has, 2: AVX-VNNI or DotProd, 3: I8MM */
 
 #if defined(TQKV__NEON) && defined(__APPLE__)
@@ -135,26 +127,25 @@ static char tqkv__products_now(void)
     return known;
 }
 
-/* Integers beside the floats of a set, by the best products that the processor has. */
-static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
+/* Returns the functions of attention of a set, by the best products that the processor has. */
+static const tqkv__kernels *tqkv__kernels_for(const tqkv__isa *isa)
 {
     const char products = tqkv__products_now();
 #ifdef TQKV__AVX512
-    if (isa == &tqkv__isa_avx512) return &tqkv__i_integers_avx512;
+    if (isa == &tqkv__isa_avx512) return &tqkv__i_kernels_avx512;
 #endif
 #ifdef TQKV__AVX2
-    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_integers_avxvnni : &tqkv__i_integers_avx2;
+    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_kernels_avxvnni : &tqkv__i_kernels_avx2;
 #endif
 #ifdef TQKV__NEON
 #ifdef TQKV__I8MM
-    if (isa != &tqkv__isa_scalar && products > 2) return &tqkv__i_integers_i8mm;
+    if (isa != &tqkv__isa_scalar && products > 2) return &tqkv__i_kernels_i8mm;
 #endif
-    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_integers_dotprod : &tqkv__i_integers_neon;
+    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_kernels_dotprod : &tqkv__i_kernels_neon;
 #endif
     (void)isa, (void)products;
-    return &tqkv__integers_scalar;
+    return &tqkv__kernels_scalar;
 }
-#endif
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
 
