@@ -4,19 +4,34 @@
 MAKEFLAGS += --no-builtin-rules
 .SUFFIXES:
 
+# ---- Goals beside one that installs: one after the other, installs first, each by a make that finds what they brought ----
+
+INSTALLS := $(filter deps deps-%,$(MAKECMDGOALS))
+OTHERS := $(filter-out $(INSTALLS),$(MAKECMDGOALS))
+ifneq ($(and $(INSTALLS),$(word 2,$(INSTALLS) $(OTHERS))),)
+.PHONY: $(INSTALLS) $(OTHERS)
+before :=
+$(foreach goal,$(INSTALLS) $(OTHERS),$(eval $(goal): $(before))$(eval before := $(goal)))
+$(INSTALLS) $(OTHERS):
+	+@$(MAKE) --no-print-directory $@
+else
+
 SYSTEM := $(shell uname -s)
 MACHINE := $(shell uname -m)
 BUILD := build
+# Packages of Python; `make clean` leaves them.
+PYTHON := $(BUILD)/python
+PYTHON_READY := $(PYTHON)/.ready
 
 WARNINGS := -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror
 CFLAGS ?= -O2
 STANDARD := -std=c99
 LIBRARIES := -lm -pthread
 
-# Packages of `deps` and `deps-test`; included files add to the *_TEST ones.
-DEB := build-essential libxxhash-dev
+# Packages of `deps`, `deps-test` and `deps-more`; included files add to the *_TEST and *_MORE ones.
+DEB := gcc libc6-dev libxxhash-dev
 BREW := xxhash
-DEB_TEST := clang clang-format lcov qemu-user gcc-aarch64-linux-gnu libc6-dev-arm64-cross
+DEB_TEST := g++ clang clang-format lcov qemu-user gcc-aarch64-linux-gnu libc6-dev-arm64-cross
 BREW_TEST := clang-format lcov
 
 ifeq ($(SYSTEM),Darwin)
@@ -57,24 +72,33 @@ help:
 # ---- Packages: installs what is missing; needs no network if nothing is ----
 
 ifeq ($(SYSTEM),Darwin)
-install = for package in $(1); do brew list --versions $$package >/dev/null || brew install $$package || exit 1; done
+install = for package in $(sort $(1)); do brew list --versions $$package >/dev/null || brew install $$package || exit 1; done
 else
-install = missing=; for package in $(1); do \
+# Before it begins, apt says how much comes.
+install = missing=; for package in $(sort $(1)); do \
 		dpkg -s $$package 2>/dev/null | grep -q '^Status: install ok installed' || missing="$$missing $$package"; \
 	done; \
 	test -z "$$missing" && exit 0; \
+	echo "make $@ installs$$missing"; \
+	command -v apt-get >/dev/null || { echo "make $@ installs by apt-get or brew: here install the like of these"; exit 1; }; \
 	as_root=; test "$$(id -u)" = 0 || as_root=sudo; \
-	export DEBIAN_FRONTEND=noninteractive; \
-	$$as_root apt-get update && $$as_root apt-get install -y $$missing
+	apt="$$as_root env LC_ALL=C DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=300"; \
+	install="$$apt install --no-install-recommends"; \
+	$$apt update && { $$install --assume-no $$missing | grep -E '^(Need to get|After this)'; $$install -y $$missing; } || \
+		{ echo "make $@ could not install$$missing"; exit 1; }
 endif
 
-.PHONY: deps deps-test
-deps: ## install what the library and the examples need
+.PHONY: deps deps-test deps-more
+deps: ## start here: install what the library and the examples need
 	@$(call install,$(if $(filter Darwin,$(SYSTEM)),$(BREW),$(DEB)))
 
 deps-test: ## install what the tests need
 	@$(call install,$(if $(filter Darwin,$(SYSTEM)),$(BREW) $(BREW_TEST),$(DEB) $(DEB_TEST)))
 	@$(MAKE) --no-print-directory $(PYTHON_READY)
+
+deps-more: ## install what the tests skip where it is missing: further compilers, versions of LLVM, zig
+	@$(call install,$(if $(filter Darwin,$(SYSTEM)),,$(DEB_MORE)))
+	@$(MAKE) --no-print-directory $(ZIG_READY)
 
 # ---- The header that users copy ----
 
@@ -128,7 +152,8 @@ demo: $(DEMOS:%=$(BUILD)/%) ## build and run the examples
 PREFIX ?= /usr/local
 TREE = $(DESTDIR)$(PREFIX)
 # The tests use pkg-config on what was installed; tests/build/compile.sh uses the compilers for musl and Windows.
-DEB_TEST += pkg-config musl-tools gcc-mingw-w64-x86-64-win32
+DEB_TEST += pkg-config musl-tools
+DEB_MORE += gcc-mingw-w64-x86-64-win32
 BREW_TEST += pkgconf
 
 .PHONY: install uninstall
@@ -164,10 +189,13 @@ test-docs:
 	@echo "== documents"
 	@python3 docs/check.py
 
-.PHONY: test clean format format-check
+.PHONY: test test-all clean format format-check
 # The longest start first: the others then fill the cores to the end.
 LONGEST := test-sanitize test-metallib-quick test-metal test-metal-arc test-isa test-shaders-quick test-aarch64 test-s390x
-test: check-header $(filter $(TEST_TARGETS),$(LONGEST)) $(filter-out $(LONGEST),$(TEST_TARGETS)) ## run all tests: no GPU, no network
+test: ## run all tests: no GPU, no network
+	+@sh tests/build/say_failed.sh $(MAKE) --no-print-directory test-all
+
+test-all: check-header $(filter $(TEST_TARGETS),$(LONGEST)) $(filter-out $(LONGEST),$(TEST_TARGETS))
 
 format: ## lay out the sources
 	@$(is_format_version) || { echo "make format needs clang-format $(FORMAT_VERSION): CLANG_FORMAT=clang-format-$(FORMAT_VERSION)"; exit 1; }
@@ -181,3 +209,5 @@ format-check: ## fail where `make format` would change something
 
 clean: ## remove what was built, but not what was downloaded
 	rm -rf $(filter-out $(PYTHON),$(wildcard $(BUILD)/*))
+
+endif

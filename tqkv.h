@@ -32,7 +32,7 @@
 
      >>formats        formats and their sizes
      >>result         result codes
-     >>common         strides, arithmetic, hooks for memory and threads
+     >>common         strides, hooks for memory and threads
      >>cache          a cache that owns its memory; save and load
      >>store          one stream in the caller's memory: encode, decode, probe, calibrate, convert; save and load
      >>rotate         the rotation alone
@@ -53,8 +53,10 @@
                             decides: a library that others link has no reasons for them
      TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/integrating.md)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
-     TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then
-                            takes plain C, with the same bits
+     TQKV_WINDOWS_AVX       puts both in with gcc on Windows, where they are left out otherwise: gcc does not align the
+                            stack there as its own AVX code needs (GCC bug 54412), and a thread of two crashes. Define
+                            it with a gcc that is patched, as those of Debian, MSYS2 and w64devkit are, or with
+                            -Wa,-muse-unaligned-vector-move. clang aligns it: there both are always in
      TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there,
                             unless TQKV_NO_METAL is defined
      TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links
@@ -191,11 +193,6 @@ typedef struct tqkv_strides {
     size_t token, head;
 } tqkv_strides;
 
-/* How the processor multiplies in attention. TQKV_INTEGER: rotated queries and weights as integers of 16 bits, codes as
-   integers of 8 bits, with exact sums: the same bits on every processor, compiler and number of threads, and less time
-   where arithmetic binds. F16 streams stay floats. Not for TQ8 or on a GPU: TQKV_UNSUPPORTED. */
-typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
-
 /* Memory for caches and scratch. All zero: malloc and free. alloc returns NULL or memory aligned like malloc's; free
    receives the size that alloc received. */
 typedef struct tqkv_allocator {
@@ -222,9 +219,9 @@ typedef struct tqkv_store tqkv_store; /* see >>store */
 typedef struct tqkv_metal tqkv_metal; /* see >>metal */
 typedef struct tqkv_cache_desc {
     /* The shape, and how many positions it holds. */
-    int head_dim, n_kv_heads, n_heads, capacity; /* n_heads: 0 = n_kv_heads */
-    int value_dim;                               /* head_dim of the values; 0 = head_dim */
-    bool ring;                                   /* keep the newest `capacity` positions */
+    int head_dim, n_kv_heads, n_heads, capacity;
+    int value_dim; /* head_dim of the values; 0 = head_dim */
+    bool ring;     /* keep the newest `capacity` positions */
     bool shared;  /* the keys are the values, as MLA's latent is. value_format and value_dim: those of the keys, or 0 */
     int tail_dim; /* further dimensions of each key, in a stream of their own, as the RoPE part of MLA; 0: none */
 
@@ -252,8 +249,7 @@ typedef struct tqkv_cache_desc {
     float scale, softcap;
     const float *sinks; /* [n_heads] or NULL; copied */
     bool non_causal;    /* every query sees all resident positions: for cross-attention */
-    tqkv_arithmetic arithmetic;
-    tqkv_type type; /* of k, v, q and out */
+    tqkv_type type;     /* of k, v, q and out */
 
     /* Resources. */
     tqkv_parallel parallel;
@@ -304,9 +300,9 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
    capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the
-   hook's threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal, exact_batch, a tag.
-   Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring, and one
-   that needs less memory goes on in fewer bits. *out is NULL on failure. */
+   hook's threads), type, sinks, parallel, allocator, metal, matrix_group, non_causal, exact_batch, a tag. Its other
+   nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring, and one that needs
+   less memory goes on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 
 /* Both return the bytes moved, fewer at the end of a file or on failure; tqkv calls again until all or 0 bytes move. */
@@ -316,10 +312,10 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, exact_batch, arithmetic,
-   non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else
-   TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of
-   tqkv, which TQKV_EXPLAIN tells apart. *out is NULL on failure. */
+/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, exact_batch, non_causal,
+   and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the
+   tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN
+   tells apart. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* Centres (means) and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
@@ -466,7 +462,7 @@ typedef enum tqkv_pairs {
    then divided by its root mean square over the head's channels and kept in [2^-10, 2^10]. A channel of deviation 0
    counts as that of the smallest other. The same bits on every machine. Values need neither.
    src: [n_tokens][n_kv_heads][head_dim], of the shape's type and strides; q: [n_queries][n_heads][head_dim] of its
-   type, without gaps, or NULL; n_heads: 0 = n_kv_heads. center, channel_scale: [n_kv_heads][head_dim], one may be NULL.
+   type, without gaps, or NULL, when n_heads does not matter. center, channel_scale: [n_kv_heads][head_dim], one may be NULL.
    No tokens: 0 and 1. The shape's format, centre and scale do not matter. TQKV_NOT_FINITE: NaN, infinity or a magnitude
    beyond 1e12. */
 TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
@@ -507,11 +503,12 @@ TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim);
    window - 1 positions away in either direction. Without a window its own position then does not matter, and may not be
    resident: for cross-attention. To let a part of a prompt see itself, attend with `end` behind that part.
    Slots that no query sees change nothing, whatever they hold.
-   On the processor a query gets the same bits alone and beside any others, in a call and in a batch (batch invariance).
-   The relative L2 error against double precision on the same codes is at most 2e-5 at any length, for scores with a
-   standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to 2^-24 |s|, and exp
-   turns that into a share of its weight. TQKV_INTEGER: against double precision with the integer centroids, at most
-   2e-4 plus 5e-5 times the deviation of the scores, for any query; a NaN is 0x7fc00000. */
+   A query gets the same bits on every processor, with any compiler, any number of threads, alone and beside any others,
+   in a call and in a batch (batch invariance). Queries and weights are integers of 16 bits, codes integers of 8
+   bits, with exact sums; F16 and TQ8 are multiplied as floats in a fixed order. A NaN is 0x7fc00000.
+   The relative L2 error against double precision with the integer centroids (docs/formats.md) is at most 2e-4 plus 5e-5
+   times the standard deviation of the scores, at any length. For F16 and TQ8, and on a GPU against what tqkv_decode
+   gives, it is at most 2e-5; beyond a deviation of 10, 2e-6 times that. */
 typedef struct tqkv_attention {
     /* The streams. Same n_kv_heads; head_dim may differ. One stream may be both, as MLA's latent is: the same store, or
        two that describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre
@@ -523,8 +520,8 @@ typedef struct tqkv_attention {
     const tqkv_store *tail;
 
     /* The queries, and where they stand. */
-    int n_heads;   /* query heads; 0 = n_kv_heads */
-    int n_queries; /* 0 = 1 */
+    int n_heads;   /* query heads, at least one */
+    int n_queries; /* 0: the call reads and writes nothing */
     int64_t end;   /* positions appended so far */
     int kv_len;    /* resident positions, the newest; 0 = min(end, capacity), paged: min(end, n_pages * page_size) */
 
@@ -549,7 +546,6 @@ typedef struct tqkv_attention {
     float softcap; /* 0 = off */
     /* Learned attention sinks, [n_heads], or NULL: adds exp(sink) to the softmax's denominator; -INFINITY: no sink. */
     const float *sinks;
-    tqkv_arithmetic arithmetic;
 
     /* Rows of q and out. Outputs are rounded once, at the end; too large for a half: infinity. Sums of slices are
        always float. */
@@ -639,14 +635,14 @@ TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c);
 
        s(i, j) = sum_h weights[i][h] * f( q(i, h).k(j) ),   f(x) = max(x, 0) with relu, else x
 
-   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits alone
-   and among other queries. Against double precision on the same codes a key's score is within 2e-5 of sum_h
-   |weights[i][h] f(q.k)|, and 1e-4 in integers with their centroids; where the products of a few heads nearly vanish,
-   one adds 2e-7, and 2e-5 in integers, of sum_h |weights[i][h]| |q(i, h)| |k(j)|. */
+   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits on
+   every processor, alone and among other queries. Against double precision with the integer centroids a key's score is
+   within 1e-4 of sum_h |weights[i][h] f(q.k)|; where the products of a few heads nearly vanish, one adds 2e-5 of sum_h
+   |weights[i][h]| |q(i, h)| |k(j)|. F16, TQ8, and any format on a GPU: 2e-5 and 2e-7. */
 typedef enum tqkv_pool { TQKV_POOL_MAX = 0, TQKV_POOL_MEAN } tqkv_pool;
 typedef struct tqkv_index {
     const tqkv_store *keys; /* n_kv_heads 1, any format */
-    int n_heads, n_queries; /* query heads of the index; 0 = 1 */
+    int n_heads, n_queries; /* query heads of the index, at least one; without queries a call does nothing */
     int64_t end;            /* keys appended so far */
     int kv_len;             /* resident keys, as tqkv_attention's */
     int ratio;         /* positions of the context that a key stands for: key j for those from j * ratio on. 0 = 1 */
@@ -661,7 +657,6 @@ typedef struct tqkv_index {
     tqkv_basis query_basis;
     tqkv_parallel parallel;
     tqkv_allocator allocator; /* scratch, for some heads and queries at a time */
-    tqkv_arithmetic arithmetic;
 } tqkv_index;
 
 /* q: [n_queries][n_heads][head_dim]; scores: [n_queries][number of blocks up to end], -INFINITY where a query sees no
@@ -705,9 +700,9 @@ TQKV_API tqkv_parallel tqkv_team_parallel(tqkv_team *team);
 TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team);
 
 /* >>isa
-   The instruction set in use: "avx512" (with VBMI), "avx2" (with FMA), "neon" or "scalar". The first call chooses the
-   best set of the processor, or the one named by the environment variable TQKV_ISA. Codes and norms are the same in all
-   sets; attention differs in the last bits. */
+   The instruction set in use: "avx512" (with VBMI and VNNI), "avx2" (with FMA), "neon" or "scalar". The first call
+   chooses the best set of the processor, or the one named by the environment variable TQKV_ISA: where that one is not
+   there, TQKV_EXPLAIN gets a sentence. Codes and norms are the same in all sets; attention differs in the last bits. */
 TQKV_API const char *tqkv_isa_name(void);
 /* For tests: uses that set from now on, in all threads. NULL: chooses again. TQKV_INVALID_ARGUMENT for an unknown name,
    TQKV_UNSUPPORTED if the processor lacks the set. */
@@ -770,9 +765,9 @@ TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 
 /* Whether the GPU computes what the processor does, for such caches: of desc all but the capacity and ring count.
-   Codes, norms and decoded rows of 48 tokens must have the processor's bits, attention of one and of three queries its
-   values, also with positions kept as halves, and to a list of blocks; where keys can be those of an index, its scores,
-   too, and the blocks that it chooses. Takes milliseconds, and the time to build pipelines, most of which such caches
+   Codes, norms and decoded rows of 48 tokens must have the processor's bits; attention of one and of three queries its
+   values, but for what integers change, also with positions kept as halves, and to a list of blocks; where keys can be
+   those of an index, its scores, too, and the blocks that it chooses. Takes milliseconds, and the time to build pipelines, most of which such caches
    need anyway. Each version of the system has its own compiler of shaders: call it once after an update.
    TQKV_METAL_ERROR: something differs; the text says what, and by how much. */
 TQKV_METAL_API tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc);
@@ -961,7 +956,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tq
 
 /* Builds the pipelines of such calls now, wherever the context will stand: encode_kv into the two stores (keys and
    tail, if there is one; encode, if the keys are the values), with their pages if they have a table, and into those of
-   exact_first and exact_last, as many as there will be; attention of 1 to max_queries queries (0: 1), with a list if
+   exact_first and exact_last, as many as there will be; attention of 1 to max_queries queries, with a list if
    there is one; and what `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked
    at, and of buffers only whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own.
    Any thread may call it while others record; those do not wait. Other calls build theirs on first use, which takes up
@@ -1200,26 +1195,23 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>convert        tqkv_store_convert, and rows that move
      >>measure        tqkv_mean, tqkv_measure, tqkv_rotate
      >>calibrate      tqkv_calibrate, tqkv_logit_noise
-     >>attend         types of attention, and attention of a tile in plain C
-     >>integer        the same in integers
+     >>attend         types of attention
+     >>plain          attention of a tile in plain C: the specification
 
      compiled once for each instruction set
      >>kernels        what the loops share
      >>k-softmax      exp, tanh, weights out of scores
-     >>k-decode       codes as floats
-     >>k-dot          scores straight from the codes
-     >>k-accumulate   sums of values straight from the codes
-     >>k-tiles        the scores and the sums of a tile
-     >>k-rotate       rows to floats, and the rotation
+     >>k-widen        rows to floats and back
+     >>k-rotate       the rotation
      >>k-norms        sums of squares, norms
      >>k-search       the factor whose codes are best for a row
      >>k-quantise     codes, packed, of whole rows
      >>k-table        all of these as a table of functions
      >>k-integer      the loops of integers
-     >>k-halves       halves among them
+     >>k-halves       F16 and TQ8, which are multiplied as floats
      >>k-integer-few  one and two rows of them
      >>k-integer-tiles  the scores and the sums of a tile
-     >>set-avx512, >>set-avx2, >>set-neon
+     >>set-avx2, >>set-avx512, >>set-neon
                       what a set brings to the loops
      >>integer-avx512, >>integer-avx2, >>integer-neon
                       what it brings to those of integers
@@ -1227,7 +1219,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>isa-code       which set is in use
      >>attention-code a tqkv_attention, opened and checked
      >>visible        which positions a query sees
-     >>tile           tiles, the order of decoded values, sums
+     >>tile           tiles and their sums
      >>walk           from tile to tile
      >>gather         tiles of scattered rows
      >>query          a row of a call: its query, its centres, its result
@@ -1265,7 +1257,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
 
 /* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it
    visible without the implementation. */
-#define TQKV_TABLE_VERSION 8 /* changes with the tables, the argument structs, or their meaning in the kernels */
+#define TQKV_TABLE_VERSION 9 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
 #ifdef __METAL_VERSION__
@@ -1367,8 +1359,6 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 /* Values that share a norm, in a row of D values. */
 #define TQKV__NORM_DIM(kind, D)                                                                                        \
     ((kind) == TQKV__GRID ? TQKV__GRID_DIM(D) : (kind) == TQKV__BOOK && ((D) == 512 || (D) == 1024) ? 256 : (D))
-/* Lanes of the sums of squares: each adds its D/lanes neighbours. */
-#define TQKV__NORM_LANES(D) ((D) % 32 ? 16 : 32)
 
 /* One row a codebook: its bits, which are also part of the names of its tables and hashes. */
 #define TQKV__BOOKS(row, x) row(x, 2) row(x, 3) row(x, 4) row(x, 5) row(x, 6) row(x, 8)
@@ -1811,6 +1801,14 @@ static bool tqkv__values_finite(tqkv_type type, const void *x, size_t n)
     return !bad;
 }
 
+/* Adds 16 lanes by halves: lane i and i + 8, then i + 4, i + 2, i + 1. */
+static float tqkv__sum_16(float *lanes)
+{
+    for (int n = 8; n; n /= 2)
+        for (int i = 0; i < n; i++) lanes[i] = TQKV__AS_FLOAT(lanes[i] + lanes[i + n]);
+    return lanes[0];
+}
+
 /* Rounds to the nearest integer, ties to even; |x| < 2^22 */
 static inline float tqkv__round(float x) { return TQKV__AS_FLOAT(tqkv__rounded(x + 12582912.0f) - 12582912.0f); }
 
@@ -1971,7 +1969,7 @@ typedef struct tqkv__stream {
     const float *inverses;          /* 1 / channel_scale, where they are kept; else NULL, see tqkv__inverses_of */
     const int32_t *pages;           /* [n_pages] or NULL: no table, or one that the processor does not know */
     int n_pages, page_size;         /* 0 without a table */
-    uint8_t planes[4][128];         /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
+    uint8_t planes[4][128];         /* TQ8: byte p of each centroid in planes[p]; see tqkv__fill_planes */
     int8_t centroids[64];           /* integers, and their step; see tqkv__fill_integers */
     float step, root, inverse_root; /* root: of head_dim */
 } tqkv__stream;
@@ -2132,25 +2130,12 @@ static const float *tqkv__scale_of(const tqkv__stream *s, int kv_head)
 /* Returns the bytes of a page table. */
 static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_pages * sizeof(int32_t); }
 
-/* Splits n floats into bytes, byte p of each in planes[p], repeated: what look-ups of bytes take. n: a power of two up
-   to 128 */
-static void tqkv__split_floats(const float *x, int n, uint8_t planes[4][128])
-{
-    for (int i = 0; i < n; i++)
-        for (int at = i; at < 128; at += n) {
-            const uint32_t bits = tqkv__bits(x[i]);
-            planes[0][at] = (uint8_t)bits;
-            planes[1][at] = (uint8_t)(bits >> 8);
-            planes[2][at] = (uint8_t)(bits >> 16);
-            planes[3][at] = (uint8_t)(bits >> 24);
-        }
-}
-
-/* Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower half is enough: look-ups take ~c for a
-   code c of the upper half, and flip the sign. */
+/* TQ8 has more centroids than registers hold, but they are symmetric: centroid 255 - c is -centroid c, and the lower
+   half is enough. */
 static void tqkv__fill_planes(tqkv__stream *s)
 {
-    if (s->kind == TQKV__BOOK) tqkv__split_floats(s->codebook, s->book_bits < 8 ? 1 << s->book_bits : 128, s->planes);
+    for (int i = 0; i < 128 && s->book_bits == 8; i++)
+        for (int p = 0; p < 4; p++) s->planes[p][i] = (uint8_t)(tqkv__bits(s->codebook[i]) >> (8 * p));
 }
 
 /* Whether encoding into a stream overwrites memory at p. */
@@ -2678,16 +2663,10 @@ typedef struct tqkv__sums {
     float *out, *max, *sum;
 } tqkv__sums;
 
-/* The functions of attention in one instruction set. */
-typedef struct tqkv__isa {
-    const char *name;
-    int lanes;   /* floats in a vector */
-    int columns; /* see reorder; 1: all codes are decoded in the order of their dimensions */
-    const tqkv__codec *codec;
-    /* Packed codes are decoded in an order of their own, where columns > 1: each matrix [rows][columns] of values comes
-       transposed. The rest of a panel is a matrix of fewer columns. Brings a row into that order, or back from it; rows
-       of other codes keep theirs. from, to: [head_dim], may be the same */
-    void (*reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to);
+/* The functions of attention; every set gives the same bits. */
+typedef struct tqkv__kernels {
+    /* Makes integers of a query, in an order of the set's own, with their unit. query, to: [head_dim] */
+    void (*round_query)(const tqkv__stream *s, const float *query, float *to);
     /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of
        another part of the keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
     void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q, int n_rows,
@@ -2700,14 +2679,21 @@ typedef struct tqkv__isa {
     /* Adds the sums of a piece to those of its stretch, each rounded once, and clears them for the next piece, whose
        maximum goes on from here. */
     void (*end_piece)(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums);
-    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
-       in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
+    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing to integers, even beside
+       a NaN norm; floats see tqkv__add_values. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
     void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
                        int n_rows, float *scaled, float *out);
     /* sums[j] += weights[row] * f(scores[row][j] + offsets[row]), row after row, each rounded once; f: see >>index.
        weights, offsets: [n_rows], scores: [n_rows][TQKV__TILE], sums: [TQKV__TILE] */
     void (*sum_heads)(const float *scores, const float *weights, const float *offsets, bool relu, int n_rows,
                       float *sums);
+} tqkv__kernels;
+
+/* An instruction set, as tqkv_isa_name has it. */
+typedef struct tqkv__isa {
+    const char *name;
+    int lanes; /* floats in a vector */
+    const tqkv__codec *codec;
 } tqkv__isa;
 
 static const tqkv__isa *tqkv__isa_for(int head_dim);
@@ -2839,30 +2825,19 @@ static float tqkv__norm_i8(float largest, float *scale)
     return TQKV__AS_FLOAT(largest / steps);
 }
 
-/* Finds the sums of products of a TQ row, one for each norm, in the order of a GPU's group of 32 (or 16) lanes: each
-   lane adds the products of its neighbours in order, then an xor-tree adds the lanes that share a norm. x, y:
-   [head_dim] */
-static void tqkv__sums_of_products(const tqkv__stream *s, const float *x, const float *y, float *sums)
+/* Returns the sum of the products of x and y in 16 strided lanes: product d is added to lane d % 16, in order, then the
+   lanes are added by halves. x, y: [n], n a multiple of 16 */
+static float tqkv__strided_dot(const float *x, const float *y, int n)
 {
-    float lanes[32], other[32];
-    const int n_lanes = TQKV__NORM_LANES(s->head_dim);
-    const int per_lane = s->head_dim / n_lanes, lanes_per_norm = n_lanes / s->norms_per_row;
-    for (int l = 0; l < n_lanes; l++) {
-        lanes[l] = 0.0f;
-        for (int e = l * per_lane; e < (l + 1) * per_lane; e++)
-            lanes[l] = TQKV__AS_FLOAT(lanes[l] + tqkv__rounded(x[e] * y[e]));
-    }
-    for (int distance = 1; distance < lanes_per_norm; distance *= 2) {
-        memcpy(other, lanes, sizeof other);
-        for (int l = 0; l < n_lanes; l++) lanes[l] = TQKV__AS_FLOAT(lanes[l] + other[l ^ distance]);
-    }
-    for (int b = 0; b < s->norms_per_row; b++) sums[b] = lanes[b * lanes_per_norm];
+    float lanes[16] = {0};
+    for (int d = 0; d < n; d++) lanes[d % 16] = TQKV__AS_FLOAT(lanes[d % 16] + tqkv__rounded(x[d] * y[d]));
+    return tqkv__sum_16(lanes);
 }
 
 static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, float *scales)
 {
-    tqkv__sums_of_products(s, y, y, norms);
-    for (int b = 0; b < s->norms_per_row; b++) norms[b] = tqkv__norm_tq(s, norms[b], &scales[b]);
+    for (int b = 0; b < s->norms_per_row; b++, y += s->norm_dim)
+        norms[b] = tqkv__norm_tq(s, tqkv__strided_dot(y, y, s->norm_dim), &scales[b]);
 }
 
 /* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
@@ -3045,13 +3020,11 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
 typedef struct tqkv__quantiser {
     TQKV__ALIGNED uint8_t below[256]; /* boundaries in the cells before this one */
     float bounds[128];                /* the positive boundaries, then infinity */
-    uint8_t planes[4][128];           /* TQ8, vectors of 16: byte p of each bound in planes[p], for byte look-ups */
-    /* Shorter vectors: of each cell, from 5 bits up, the bound that a value there is compared with, and the centroid
-       below it; the one above is that of the next cell, if the bound is in this one. One load of two cells takes
-       all. */
+    /* Of each cell, from 5 bits up, the bound that a value there is compared with, and the centroid below it; the one
+       above is that of the next cell, if the bound is in this one. One load of two cells takes all. */
     float entries[257][2];
     float squares[16];   /* TQ2: of its centroids, repeated */
-    float centroids[32]; /* the positive ones, up to 6 bits */
+    float centroids[16]; /* the positive ones, up to 4 bits */
     float slope, top;    /* cell of a magnitude w: the whole part of min(w * slope, top) */
     int half;            /* the codes of one sign */
 } tqkv__quantiser;
@@ -3072,13 +3045,9 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     }
     for (; cell < 256; cell++) q->below[cell] = (uint8_t)n;
     for (int i = n; i < 128; i++) q->bounds[i] = INFINITY;
-    for (int i = 0; i < 32; i++) q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
+    for (int i = 0; i < 16; i++) q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
     for (int i = 0; i < 16; i++) q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
-    if (tqkv__isa_for(s->head_dim)->lanes == 16) { /* look up by bytes, or hold 6 bits in registers */
-        if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
-        return;
-    }
-    for (int i = 0; i <= 1 << bits && bits > 4; i++) {
+    for (int i = 0; bits > 4 && i <= 1 << bits; i++) {
         const int below = i < 1 << bits ? q->below[i] : n;
         q->entries[i][0] = q->bounds[below];
         q->entries[i][1] = s->codebook[n + 1 + below];
@@ -3105,33 +3074,28 @@ static void tqkv__store_halves(const float *x, int n, uint8_t *to)
     }
 }
 
-/* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on the scaled
-   values of a row, and takes for each norm the first whose codes are nearest in direction: the largest (sum of v*c)^2 /
-   (sum of c*c), c being the codes' centroids; the first of all if that is NaN. v: [head_dim] -> codes: [head_dim],
-   squares: sums of c*c, factors: both [norms_per_row] */
-static TQKV__NOINLINE void tqkv__search_row(const tqkv__stream *s, const float *v, uint8_t *codes, float *squares,
-                                            float *factors)
+/* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on n scaled values
+   that share a norm, and takes the first whose codes are nearest in direction: the largest (sum of v*c)^2 / (sum of
+   c*c), c being the codes' centroids; the first of all if that is NaN. v: [n] -> codes: [n]; returns the sum of c*c */
+static TQKV__NOINLINE float tqkv__search_block(const tqkv__stream *s, const float *v, int n, uint8_t *codes,
+                                               float *factor)
 {
-    enum { most_norms = TQKV_MAX_HEAD_DIM / 256 };
-    float centroids[TQKV_MAX_HEAD_DIM], best[most_norms], products[most_norms], sums[most_norms];
+    float centroids[TQKV_MAX_HEAD_DIM], best = 0.0f, squares = 0.0f;
     uint8_t tried[TQKV_MAX_HEAD_DIM];
-    const size_t n = (size_t)s->norm_dim;
     for (int f = 0; f < s->n_factors; f++) {
-        for (int i = 0; i < s->head_dim; i++) {
+        for (int i = 0; i < n; i++) {
             tried[i] = (uint8_t)tqkv__quantise(s->boundaries, s->book_bits, TQKV__AS_FLOAT(v[i] * s->factors[f]));
             centroids[i] = s->codebook[tried[i]];
         }
-        tqkv__sums_of_products(s, v, centroids, products);
-        tqkv__sums_of_products(s, centroids, centroids, sums);
-        for (int b = 0; b < s->norms_per_row; b++) {
-            const float share = TQKV__AS_FLOAT(tqkv__rounded(products[b] * products[b]) / sums[b]);
-            if (f > 0 && !(share > best[b])) continue;
-            best[b] = share;
-            squares[b] = sums[b];
-            factors[b] = s->factors[f];
-            memcpy(codes + (size_t)b * n, tried + (size_t)b * n, n);
-        }
+        const float product = tqkv__strided_dot(v, centroids, n), sum = tqkv__strided_dot(centroids, centroids, n);
+        const float share = TQKV__AS_FLOAT(tqkv__rounded(product * product) / sum);
+        if (f > 0 && !(share > best)) continue;
+        best = share;
+        squares = sum;
+        *factor = s->factors[f];
+        memcpy(codes, tried, (size_t)n);
     }
+    return squares;
 }
 
 static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__row *row)
@@ -3152,7 +3116,9 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
     }
     for (int i = 0; i < s->head_dim && s->kind == TQKV__GRID; i++) codes[i] = tqkv__quantise_i8(x[i]);
     if (s->kind == TQKV__BOOK) {
-        tqkv__search_row(s, x, codes, squares, row->factors ? row->factors : factors);
+        float *factor = row->factors ? row->factors : factors;
+        for (int b = 0; b < s->norms_per_row; b++)
+            squares[b] = tqkv__search_block(s, x + b * s->norm_dim, s->norm_dim, codes + b * s->norm_dim, &factor[b]);
         tqkv__correct_norms(s, squares, row->norms);
     }
     tqkv__pack(s, codes, row->codes);
@@ -3817,7 +3783,6 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     if (r != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &q);
-    tqkv__fill_planes(&s);
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);
@@ -3975,8 +3940,8 @@ static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const voi
 static tqkv_result tqkv__take_queries(const tqkv__stream *s, const void *q, int n_heads, int n_queries,
                                       tqkv__queries *queries, size_t *bytes)
 {
-    if (!n_heads) n_heads = s->n_kv_heads;
-    if (n_heads < 0 || n_heads % s->n_kv_heads) return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
+    if (!q) n_heads = s->n_kv_heads;
+    if (n_heads <= 0 || n_heads % s->n_kv_heads) return TQKV__INVALID("n_heads: 0, or not a multiple of n_kv_heads");
     if (n_queries < 0) return TQKV__INVALID("n_queries is negative");
     *bytes = 0;
     queries->rows = *s;
@@ -4149,7 +4114,6 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
     if ((r = tqkv__check_source(&s, src, n_tokens, noise, alignment, size)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &quantiser);
-    tqkv__fill_planes(&s);
     for (int h = 0; h < s.n_kv_heads; h++)
         noise[h] = n_tokens && n_queries
                        ? sqrt(tqkv__head_noise(&s, &quantiser, src, n_tokens, h, &queries) / s.head_dim)
@@ -4215,10 +4179,9 @@ typedef struct tqkv__attention {
     bool shared;                               /* keys and values are one stream */
     size_t n_rows, q_elements, out_elements;   /* n_queries * n_heads, and times key_dim or value_dim */
     size_t q_size, out_size;                   /* bytes of the caller's rows, with gaps */
-    const struct tqkv__isa *isa;
-    int matrix_group; /* on a GPU; 0 = the default */
-    /* Makes integers of a query; NULL: floats. See tqkv__integers. */
-    void (*round_query)(const tqkv__stream *s, const float *query, float *to);
+    const tqkv__isa *isa;
+    const tqkv__kernels *kernels; /* those of the set, or of a narrower one */
+    int matrix_group;             /* on a GPU; 0 = the default */
     /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
        exact[][side] is set; side: TQKV__KEYS or TQKV__VALUES. exact_from: for the last query, on a GPU for all. See
        tqkv__region_at. */
@@ -4228,131 +4191,6 @@ typedef struct tqkv__attention {
     int64_t kept; /* positions below are seen though they are no longer resident: in ends[0] and first_tail */
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
-
-/* Additions in a row to one sum of products. Longer ones may all be rounded to the same side, where keys are parallel
-   to the query and their products equal: with scores of 50 an error of 8e-5 at head_dim 1024. */
-#define TQKV__MOST_ADDITIONS 16
-
-/* A dot product in eight sums has less latency and smaller errors. n: up to 8 * TQKV__MOST_ADDITIONS, a multiple of
-   8 */
-static float tqkv__dot(const float *a, const float *b, int n)
-{
-    float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    for (int d = 0; d < n; d += 8)
-        for (int i = 0; i < 8; i++) sums[i] += a[d + i] * b[d + i];
-    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-}
-
-static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q,
-                                    int n_rows, bool add, float *scores)
-{
-    const int most = 8 * TQKV__MOST_ADDITIONS;
-    float key[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < segment->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
-                         tqkv__norms_at(s, kv_head, segment->slot + j), key);
-        for (int row = 0; row < n_rows; row++) {
-            const float *query = q + (size_t)row * (size_t)s->head_dim;
-            float *score = &scores[row * TQKV__TILE + j];
-            if (!add) *score = 0.0f;
-            for (int d = 0; d < s->head_dim; d += most)
-                *score += tqkv__dot(query + d, key + d, s->head_dim - d < most ? s->head_dim - d : most);
-        }
-    }
-}
-
-static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                    const float *weights, int n_rows, float *scaled, float *out)
-{
-    (void)scaled; /* for vectors */
-    float value[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < segment->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
-                         tqkv__norms_at(s, kv_head, segment->slot + j), value);
-        for (int row = 0; row < n_rows; row++) {
-            const float weight = weights[row * TQKV__TILE + j];
-            float *sum = out + (size_t)row * (size_t)s->head_dim;
-            if (weight == 0.0f) continue;
-            for (int d = 0; d < s->head_dim; d++) sum[d] += weight * value[d];
-        }
-    }
-}
-
-static void tqkv__reorder_scalar(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to)
-{
-    (void)columns;
-    (void)decoded;
-    memmove(to, from, (size_t)s->head_dim * sizeof(float));
-}
-
-static bool tqkv__span_has(const tqkv__span *span, int j)
-{
-    return j >= span->from && j < span->to && !(span->hidden >> j & 1);
-}
-
-static void tqkv__softmax_row_scalar(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores,
-                                     float *max, float *sum, float *out)
-{
-    float largest = *max, total = 0.0f;
-    const bool seen = span->to > span->from;
-    if (!seen)
-        for (int j = 0; j < TQKV__TILE; j++) scores[j] = 0.0f;
-    if (!seen) return; /* the maximum may still be -infinity */
-    for (int j = span->from; j < span->to; j++) {
-        if (!tqkv__span_has(span, j)) continue;
-        if (a->call.softcap > 0.0f) scores[j] = a->call.softcap * tanhf((scores[j] + offset) / a->call.softcap);
-        if (scores[j] > largest) largest = scores[j];
-    }
-    if (largest > *max) {
-        const float shrink = expf(*max - largest); /* 0 for the first tile, where max is -INFINITY */
-        for (int d = 0; d < a->value_dim; d++) out[d] *= shrink;
-        *sum *= shrink;
-        *max = largest;
-    }
-    for (int j = 0; j < TQKV__TILE; j++) {
-        scores[j] = tqkv__span_has(span, j) ? expf(scores[j] - largest) : 0.0f;
-        total += scores[j];
-    }
-    *sum += total;
-}
-
-static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, const float *offsets,
-                                      int n_rows, float *scores, float *max, float *sum, float *out)
-{
-    for (int row = 0; row < n_rows; row++)
-        tqkv__softmax_row_scalar(a, &spans[row], offsets[row], scores + row * TQKV__TILE, &max[row], &sum[row],
-                                 out + (size_t)row * (size_t)a->value_dim);
-}
-
-/* Returns what the sum of a stretch loses to the maximum of a piece of it, as the exponent of a factor. */
-static inline float tqkv__loss(float max, float piece_max)
-{
-    return piece_max > max ? TQKV__AS_FLOAT(max - piece_max) : 0.0f;
-}
-
-static void tqkv__end_piece_scalar(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums)
-{
-    for (int row = 0; row < n_rows; row++) {
-        if (piece->sum[row] == 0.0f) continue;
-        const float factor = tqkv__exp(tqkv__loss(sums->max[row], piece->max[row]));
-        float *added = piece->out + (size_t)row * (size_t)value_dim, *to = sums->out + (size_t)row * (size_t)value_dim;
-        for (int d = 0; d < value_dim; d++) to[d] = tqkv__fma(to[d], factor, added[d]);
-        memset(added, 0, (size_t)value_dim * sizeof(float));
-        sums->sum[row] = tqkv__fma(sums->sum[row], factor, piece->sum[row]);
-        sums->max[row] = piece->max[row];
-        piece->sum[row] = 0.0f;
-    }
-}
-
-static void tqkv__sum_heads_scalar(const float *scores, const float *weights, const float *offsets, bool relu,
-                                   int n_rows, float *sums)
-{
-    for (int row = 0; row < n_rows; row++, scores += TQKV__TILE)
-        for (int j = 0; j < TQKV__TILE; j++) {
-            const float score = TQKV__AS_FLOAT(scores[j] + offsets[row]);
-            sums[j] = tqkv__fma(weights[row], relu && score < 0.0f ? 0.0f : score, sums[j]);
-        }
-}
 
 /* Asks for codes that will be read soon: the next tile's, while this tile is computed. Nearer requests come too late;
    farther ones push out what is in use (32k positions: 1.1 to 1.5 times slower at half or twice the distance). They go
@@ -4370,18 +4208,7 @@ static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, s
     }
 }
 
-static const tqkv__isa tqkv__isa_scalar = {"scalar",
-                                           1,
-                                           1,
-                                           &tqkv__codec_scalar,
-                                           tqkv__reorder_scalar,
-                                           tqkv__score_tile_scalar,
-                                           tqkv__softmax_tile_scalar,
-                                           tqkv__end_piece_scalar,
-                                           tqkv__value_tile_scalar,
-                                           tqkv__sum_heads_scalar};
-
-/* >>integer: attention in integers, with the same bits on every processor
+/* >>plain: attention in plain C, the specification of what every instruction set computes, bit for bit
 
    A rotated query becomes integers of 16 bits against its largest value, and the weights of a tile, times the norms,
    integers of 15 bits against the largest. Codes stand for integer centroids of 8 bits, I8's for themselves. T = 32639:
@@ -4391,21 +4218,23 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
      p_j = exp(s_j - max),  W = max_j |p_j f_j|,  w_j = round(p_j f_j T/W)
      out_d += (sum_j w_j c_jd) * (step W/T)                                in each tile
 
-   A query whose largest value stands far above the others has a second digit, the same again of what the first leaves:
-   rest_d = query_d - q_d Q/T, whose products are added to the scores. See tqkv__round_rest.
+   The sums in brackets are exact, so their order is free. Floats have one order everywhere: a product that a sum follows
+   is an fma or is rounded first, a quotient is a division, exp and tanh are those of >>exact.
 
-   The sums in brackets are exact, so their order is free. No such sum leaves 32 bits: |q_d|, |w_j| <= 32639 and
-   |c| <= 128, so a score of a panel of 256 dimensions stays below 1.07e9, and the 64 positions of a tile below 2.7e8.
-   Floats have one order everywhere: products that a sum follows are an fma or rounded first, quotients are divisions,
-   exp and tanh are those of the kernels, and 16 partial sums are added by halves. F16 streams are multiplied as floats.
-   T = 127*256 + 127, so that a set may split an integer into two signed bytes. */
+   F16 and TQ8 are multiplied as floats: the products of each 512 dimensions with fma in 16 sums, dimension d in sum
+   d % 16, which are added by halves; values by one fma after the other, in the order of positions. */
 
+/* 127*256 + 127, so that a set may split an integer into two signed bytes. No sum in brackets leaves 32 bits: |c| <= 128
+   keeps a score of a panel of 256 dimensions below 1.07e9, and 64 positions of a tile below 2.7e8. */
 #define TQKV__INTEGER_TOP 32639
 /* Smaller largest values count as this one, 2^-100: T over it is a float. */
 #define TQKV__INTEGER_LEAST 7.888609052210118e-31f
 
-/* The stream's integer centroids, repeated, and their step. The books are symmetric; these are the upper halves. Each
-   has the step that adds the least distortion: 0.000, 0.003, 0.11, 1.4 and 7.3% with 2 to 6 bits. */
+/* Whether a stream is multiplied as floats. The centroids of TQ8 do not fit 8 bits. */
+static bool tqkv__in_floats(const tqkv__stream *s) { return s->kind == TQKV__HALF || s->book_bits == 8; }
+
+/* Finds the stream's integer centroids, repeated to 64, and their step. Books are symmetric: these are upper halves, each
+   with the step that adds the least distortion. docs/formats.md says how much that is. */
 static void tqkv__fill_integers(tqkv__stream *s)
 {
     static const float steps[5] = {0.0251706206f, 0.0244347833f, 0.0261686062f, 0.0276549527f, 0.0319480885f};
@@ -4416,7 +4245,7 @@ static void tqkv__fill_integers(tqkv__stream *s)
                                         {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 26, 28, 30,  33,
                                          35, 38, 41, 44, 47, 50, 53, 57, 61, 65, 70, 76, 82, 90, 100, 116}};
     s->step = 1.0f;
-    if (s->kind != TQKV__BOOK) return;
+    if (s->kind != TQKV__BOOK || tqkv__in_floats(s)) return;
     const int half = 1 << (s->book_bits - 1);
     s->step = steps[s->book_bits - 2];
     for (int i = 0; i < 64; i++) {
@@ -4467,7 +4296,7 @@ static float tqkv__to_integers(const float *x, int n, float step, int16_t *to)
     return tqkv__integer_unit(largest, step);
 }
 
-/* An integer query has room for a float a value; its unit is in the last of them. query: [head_dim] */
+/* Rounds a query to integers, whose unit takes the place of the last float. query, to: [head_dim] */
 static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, float *to)
 {
     int16_t integers[TQKV_MAX_HEAD_DIM];
@@ -4475,9 +4304,8 @@ static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, 
     memcpy(to, integers, (size_t)s->head_dim * sizeof *integers);
 }
 
-/* Turns a query into what its integers leave of it, and says whether that is worth a second digit: if fewer than 19 of
-   32 values reach an eighth of the largest. Of Gaussian rows that are those whose largest is above 4.3 times their
-   deviation: one in 400 at head_dim 128. One coordinate a thousand times the others would leave these five bits. */
+/* Replaces a query by what its integers leave of it. Returns whether that is worth a second digit, whose products are
+   added to the scores: fewer than 19 of 32 values reach an eighth of the largest, as in one Gaussian row of 400. */
 static bool tqkv__round_rest(float *query, int n)
 {
     uint32_t largest = 0;
@@ -4495,7 +4323,7 @@ static bool tqkv__round_rest(float *query, int n)
     return true;
 }
 
-/* Results that are NaN have one pattern of bits, whatever the processor makes of them. */
+/* Gives NaN one pattern of bits: processors differ in those that they make. */
 static float tqkv__one_nan(float x) { return x != x ? tqkv__float(0x7fc00000u) : x; }
 
 /* Returns the factor of panel `panel` of panel_dim values of a row. */
@@ -4504,18 +4332,30 @@ static float tqkv__panel_factor(const tqkv__stream *s, const float *norms, int p
     return tqkv__factor(s, norms[panel * s->panel_dim / s->norm_dim]);
 }
 
-static float tqkv__sum_16(float *lanes)
+/* An infinite norm of a key counts as NaN: its score could be -infinity, which would leave the position out. */
+static float tqkv__norm_of_key(float norm) { return norm + norm * 0.0f; }
+
+/* Decodes a key that is multiplied as floats. to: [head_dim] */
+static void tqkv__decode_key(const tqkv__stream *s, const uint8_t *codes, const float *norms, float *to)
 {
-    for (int n = 8; n; n /= 2)
-        for (int i = 0; i < n; i++) lanes[i] = TQKV__AS_FLOAT(lanes[i] + lanes[i + n]);
-    return lanes[0];
+    float checked[TQKV_MAX_HEAD_DIM / 256];
+    for (int b = 0; b < s->norms_per_row; b++) checked[b] = tqkv__norm_of_key(norms[b]);
+    tqkv__decode_row(s, codes, checked, to);
 }
 
-static float tqkv__score_half(const tqkv__stream *s, const float *key, const float *query)
+/* Products that 16 sums take. With equal products all roundings fall to one side: 1024 in a row would give keys of
+   constant halves an error of 3.4e-5. */
+#define TQKV__MOST_PRODUCTS 512
+
+static float tqkv__score_floats(const tqkv__stream *s, const float *key, const float *query, float score)
 {
-    float lanes[16] = {0};
-    for (int d = 0; d < s->head_dim; d++) lanes[d % 16] = tqkv__fma(query[d], key[d], lanes[d % 16]);
-    return tqkv__sum_16(lanes);
+    for (int first = 0; first < s->head_dim; first += TQKV__MOST_PRODUCTS) {
+        const int left = s->head_dim - first, end = first + (left < TQKV__MOST_PRODUCTS ? left : TQKV__MOST_PRODUCTS);
+        float lanes[16] = {0};
+        for (int d = first; d < end; d++) lanes[d % 16] = tqkv__fma(query[d], key[d], lanes[d % 16]);
+        score = TQKV__AS_FLOAT(score + tqkv__sum_16(lanes));
+    }
+    return score;
 }
 
 static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, const float *norms, const float *query,
@@ -4523,8 +4363,8 @@ static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, cons
 {
     const int16_t *q = (const int16_t *)(const void *)query;
     for (int b = 0; b < s->head_dim / s->panel_dim; b++) {
-        const float norm = tqkv__panel_factor(s, norms, b), factor_or_nan = norm + norm * 0.0f; /* see `factors` */
-        const float factor = TQKV__AS_FLOAT(factor_or_nan * query[s->head_dim - 1]);
+        const float norm = tqkv__norm_of_key(tqkv__panel_factor(s, norms, b));
+        const float factor = TQKV__AS_FLOAT(norm * query[s->head_dim - 1]);
         int32_t sum = 0;
         for (int d = b * s->panel_dim; d < (b + 1) * s->panel_dim; d++) sum += q[d] * key[d];
         score = tqkv__fma(TQKV__AS_FLOAT((float)sum), factor, score);
@@ -4532,31 +4372,36 @@ static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, cons
     return score;
 }
 
-static void tqkv__integer_score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                            const float *q, int n_rows, bool add, float *scores)
+static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q,
+                                    int n_rows, bool add, float *scores)
 {
-    float half[TQKV_MAX_HEAD_DIM];
-    int8_t key[TQKV_MAX_HEAD_DIM];
+    float key[TQKV_MAX_HEAD_DIM];
+    int8_t integers[TQKV_MAX_HEAD_DIM];
+    const bool in_floats = tqkv__in_floats(s);
     for (int j = 0; j < segment->n; j++) {
         const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot + j);
         const float *norms = tqkv__norms_at(s, kv_head, segment->slot + j);
-        if (s->kind == TQKV__HALF)
-            tqkv__decode_row(s, codes, norms, half);
+        if (in_floats)
+            tqkv__decode_key(s, codes, norms, key);
         else
-            tqkv__integers_at(s, codes, 0, s->head_dim, key);
+            tqkv__integers_at(s, codes, 0, s->head_dim, integers);
         for (int row = 0; row < n_rows; row++) {
             const float *query = q + (size_t)row * (size_t)s->head_dim;
             float *score = &scores[row * TQKV__TILE + j];
             const float before = add ? *score : 0.0f;
-            *score = s->kind == TQKV__HALF ? TQKV__AS_FLOAT(before + tqkv__score_half(s, half, query))
-                                           : tqkv__score_integers(s, key, norms, query, before);
+            *score = in_floats ? tqkv__score_floats(s, key, query, before)
+                               : tqkv__score_integers(s, integers, norms, query, before);
         }
     }
 }
 
-/* Does what softmax_tile of the kernels does. */
-static void tqkv__integer_softmax_row(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores,
-                                      float *max, float *sum, float *out)
+static bool tqkv__span_has(const tqkv__span *span, int j)
+{
+    return j >= span->from && j < span->to && !(span->hidden >> j & 1);
+}
+
+static void tqkv__softmax_row(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores, float *max,
+                              float *sum, float *out)
 {
     float largest = *max, lanes[16] = {0};
     const float softcap = a->call.softcap;
@@ -4585,26 +4430,27 @@ static void tqkv__integer_softmax_row(const tqkv__attention *a, const tqkv__span
     *sum = TQKV__AS_FLOAT(*sum + tqkv__sum_16(lanes));
 }
 
-static void tqkv__integer_softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, const float *offsets,
-                                              int n_rows, float *scores, float *max, float *sum, float *out)
+static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, const float *offsets,
+                                      int n_rows, float *scores, float *max, float *sum, float *out)
 {
     for (int row = 0; row < n_rows; row++)
-        tqkv__integer_softmax_row(a, &spans[row], offsets[row], scores + row * TQKV__TILE, &max[row], &sum[row],
-                                  out + (size_t)row * (size_t)a->value_dim);
+        tqkv__softmax_row(a, &spans[row], offsets[row], scores + row * TQKV__TILE, &max[row], &sum[row],
+                          out + (size_t)row * (size_t)a->value_dim);
 }
 
-/* Adds: out += sum_j weights[j] * value j for values of halves, one position after the other. out: [head_dim] */
-static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
+/* Adds: out += sum_j weights[j] * value j, for values that are multiplied as floats. out: [head_dim] */
+static void tqkv__add_floats(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
                              float *out)
 {
     float value[TQKV_MAX_HEAD_DIM];
     for (int j = 0; j < segment->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j), NULL, value);
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
+                         tqkv__norms_at(s, kv_head, segment->slot + j), value);
         for (int d = 0; d < s->head_dim; d++) out[d] = tqkv__fma(weights[j], value[d], out[d]);
     }
 }
 
-/* Adds one panel of integers in the same way; integers: [n][panel_dim], out: [panel_dim] */
+/* Adds one panel of integers; integers: [n][panel_dim], out: [panel_dim] */
 static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int panel,
                                const int8_t *integers, const float *weights, float *out)
 {
@@ -4621,38 +4467,61 @@ static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__s
     for (int d = 0; d < s->panel_dim; d++) out[d] = tqkv__fma(TQKV__AS_FLOAT((float)sums[d]), unit, out[d]);
 }
 
-static void tqkv__integer_value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                            const float *weights, int n_rows, float *scaled, float *out)
+static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                    const float *weights, int n_rows, float *scaled, float *out)
 {
     int8_t integers[TQKV__TILE * TQKV__PANEL];
     (void)scaled; /* for vectors */
-    if (s->kind == TQKV__HALF)
+    if (tqkv__in_floats(s)) {
         for (int row = 0; row < n_rows; row++)
-            tqkv__add_halves(s, kv_head, segment, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
-    if (s->kind != TQKV__HALF)
-        for (int b = 0; b < s->head_dim / s->panel_dim; b++) {
-            for (int j = 0; j < segment->n; j++)
-                tqkv__integers_at(s, tqkv__codes_at(s, kv_head, segment->slot + j), b * s->panel_dim, s->panel_dim,
-                                  integers + j * s->panel_dim);
-            for (int row = 0; row < n_rows; row++)
-                tqkv__add_integers(s, kv_head, segment, b, integers, weights + row * TQKV__TILE,
-                                   out + (size_t)row * (size_t)s->head_dim + b * s->panel_dim);
+            tqkv__add_floats(s, kv_head, segment, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
+        return;
+    }
+    for (int b = 0; b < s->head_dim / s->panel_dim; b++) {
+        for (int j = 0; j < segment->n; j++)
+            tqkv__integers_at(s, tqkv__codes_at(s, kv_head, segment->slot + j), b * s->panel_dim, s->panel_dim,
+                              integers + j * s->panel_dim);
+        for (int row = 0; row < n_rows; row++)
+            tqkv__add_integers(s, kv_head, segment, b, integers, weights + row * TQKV__TILE,
+                               out + (size_t)row * (size_t)s->head_dim + b * s->panel_dim);
+    }
+}
+
+/* Returns what the sum of a stretch loses to the maximum of a piece of it, as the exponent of a factor. */
+static inline float tqkv__loss(float max, float piece_max)
+{
+    return piece_max > max ? TQKV__AS_FLOAT(max - piece_max) : 0.0f;
+}
+
+static void tqkv__end_piece_scalar(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums)
+{
+    for (int row = 0; row < n_rows; row++) {
+        if (piece->sum[row] == 0.0f) continue;
+        const float factor = tqkv__exp(tqkv__loss(sums->max[row], piece->max[row]));
+        float *added = piece->out + (size_t)row * (size_t)value_dim, *to = sums->out + (size_t)row * (size_t)value_dim;
+        for (int d = 0; d < value_dim; d++) to[d] = tqkv__fma(to[d], factor, added[d]);
+        memset(added, 0, (size_t)value_dim * sizeof(float));
+        sums->sum[row] = tqkv__fma(sums->sum[row], factor, piece->sum[row]);
+        sums->max[row] = piece->max[row];
+        piece->sum[row] = 0.0f;
+    }
+}
+
+static void tqkv__sum_heads_scalar(const float *scores, const float *weights, const float *offsets, bool relu,
+                                   int n_rows, float *sums)
+{
+    for (int row = 0; row < n_rows; row++, scores += TQKV__TILE)
+        for (int j = 0; j < TQKV__TILE; j++) {
+            const float score = TQKV__AS_FLOAT(scores[j] + offsets[row]);
+            sums[j] = tqkv__fma(weights[row], relu && score < 0.0f ? 0.0f : score, sums[j]);
         }
 }
 
-/* Integer arithmetic of an instruction set, and that of floats beside which it is used. */
-typedef struct tqkv__integers {
-    const tqkv__isa *floats;
-    void (*round_query)(const tqkv__stream *s, const float *query, float *to); /* query, to: [head_dim] */
-    tqkv__isa isa;
-} tqkv__integers;
+static const tqkv__kernels tqkv__kernels_scalar = {tqkv__round_query_scalar,  tqkv__score_tile_scalar,
+                                                   tqkv__softmax_tile_scalar, tqkv__end_piece_scalar,
+                                                   tqkv__value_tile_scalar,   tqkv__sum_heads_scalar};
 
-static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
-                                                     tqkv__round_query_scalar,
-                                                     {"scalar", 1, 1, &tqkv__codec_scalar, tqkv__reorder_scalar,
-                                                      tqkv__integer_score_tile_scalar,
-                                                      tqkv__integer_softmax_tile_scalar, tqkv__end_piece_scalar,
-                                                      tqkv__integer_value_tile_scalar, tqkv__sum_heads_scalar}};
+static const tqkv__isa tqkv__isa_scalar = {"scalar", 1, &tqkv__codec_scalar};
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
@@ -4674,77 +4543,6 @@ TQKV__OP TQKV__VECTOR TQKV__(load)(const float *p)
 }
 
 TQKV__OP void TQKV__(store)(float *p, TQKV__VECTOR x) { memcpy(p, &x, sizeof x); }
-
-/* Loads LANES values from number i on as floats; type is a constant. */
-TQKV__OP TQKV__VECTOR TQKV__(load_as)(const tqkv_type type, const void *values, int i)
-{
-    const uint8_t *halves = (const uint8_t *)values + 2 * (size_t)i;
-    if (type == TQKV_TYPE_F16) return TQKV__(load_f16)(halves);
-    if (type == TQKV_TYPE_BF16) return TQKV__(load_bf16)(halves);
-    return TQKV__(load)((const float *)values + i);
-}
-
-/* These do what tqkv__widen_row and tqkv__narrow_row do. */
-TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, const float *inverses, int n,
-                               float *row)
-{
-    for (int i = 0; i < n; i += TQKV__LANES) {
-        TQKV__VECTOR x = TQKV__(load_as)(type, src, i);
-        if (center) x -= TQKV__(load)(center + i);
-        if (inverses) x = TQKV__(rounded)(x * TQKV__(load)(inverses + i));
-        TQKV__(store)(row + i, x);
-    }
-}
-
-TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, const float *inverses,
-                                       int n, float *row)
-{
-    if (type == TQKV_TYPE_F16)
-        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, inverses, n, row);
-    else if (type == TQKV_TYPE_BF16)
-        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, inverses, n, row);
-    else
-        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, inverses, n, row);
-}
-
-/* These do what tqkv__scales_valid and tqkv__invert do, for whole rows. */
-TQKV__TARGET static bool TQKV__(scales_valid)(const float *x, size_t n)
-{
-    TQKV__(words) bad, bits;
-    uint32_t lanes[TQKV__LANES], all = 0;
-    memset(&bad, 0, sizeof bad);
-    for (size_t i = 0; i < n; i += TQKV__LANES) {
-        memcpy(&bits, x + i, sizeof bits);
-        bad |= (TQKV__(words))(bits - TQKV__LEAST_SCALE > TQKV__SCALES_RANGE);
-    }
-    memcpy(lanes, &bad, sizeof lanes);
-    for (int i = 0; i < TQKV__LANES; i++) all |= lanes[i];
-    return !all;
-}
-
-TQKV__TARGET static void TQKV__(invert)(const float *scales, int n, float *inverses)
-{
-    for (int i = 0; i < n; i += TQKV__LANES)
-        TQKV__(store)(inverses + i, TQKV__(invert_above)(0.0f, TQKV__(load)(scales + i)));
-}
-
-TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, int n, void *dst)
-{
-    uint8_t *p = (uint8_t *)dst;
-    if (type == TQKV_TYPE_F32) memcpy(dst, row, (size_t)n * sizeof(float));
-    if (type == TQKV_TYPE_F16)
-        for (int i = 0; i < n; i += TQKV__LANES, p += 2 * TQKV__LANES) TQKV__(store_half)(p, TQKV__(load)(row + i));
-    if (type == TQKV_TYPE_BF16)
-        for (int i = 0; i < n; i += TQKV__LANES, p += 2 * TQKV__LANES) {
-            TQKV__(words) bits, nan;
-            TQKV__(codes) words;
-            memcpy(&bits, row + i, sizeof bits);
-            nan = (TQKV__(words))((bits & 0x7fffffffu) > 0x7f800000u); /* all ones, or 0 */
-            bits = (((bits + 0x7fffu + ((bits >> 16) & 1u)) & ~nan) | ((bits | 0x400000u) & nan)) >> 16;
-            memcpy(&words, &bits, sizeof words);
-            TQKV__(store_words)(p, words);
-        }
-}
 
 /* >>k-softmax: exp and tanh, weights out of scores, and sums of heads. */
 
@@ -4885,19 +4683,15 @@ TQKV__TARGET static void TQKV__(sum_heads)(const float *scores, const float *wei
     }
 }
 
-/* Finds the factors of a tile's codes, per panel and position. Those of keys that are infinite become NaN: a score of
-   -infinity would leave the position out. norms: NULL for halves, whose factors are all 1; factors:
-   [n_blocks][TQKV__TILE], of others zero beyond n */
+/* Finds the factors of a tile's codes, per panel and position; of keys see tqkv__norm_of_key. factors:
+   [n_panels][TQKV__TILE], zero beyond n */
 TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__segment *segment,
                                          bool keys, float *factors)
 {
-    const TQKV__VECTOR zero = TQKV__(set1)(0.0f), same = TQKV__(set1)(1.0f);
+    const TQKV__VECTOR zero = TQKV__(set1)(0.0f);
     const int dim = s->head_dim, per_row = s->norms_per_row, n = segment->n;
-    for (int d = 0; !norms && d < dim; d += s->panel_dim, factors += TQKV__TILE)
-        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) TQKV__(store)(factors + j, same);
-    if (!norms) return;
     const bool divided = per_row > 1 && s->kind == TQKV__BOOK && s->block_scale != 1.0f;
-    const TQKV__VECTOR factor = divided ? same : TQKV__(set1)(tqkv__factor(s, 1.0f));
+    const TQKV__VECTOR factor = TQKV__(set1)(divided ? 1.0f : tqkv__factor(s, 1.0f));
     for (int d = 0; d < dim; d += s->panel_dim, factors += TQKV__TILE) {
         const float *norm = per_row > 1 ? norms + d / s->norm_dim : norms;
         if (per_row > 1 || n < TQKV__TILE) {
@@ -4915,879 +4709,123 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
     }
 }
 
-/* >>k-decode: codes as floats, a segment of positions at a time. */
+#ifdef TQKV__ENCODES
+/* >>k-widen: rows of any type as floats, and back; whether their numbers are valid */
 
-/* Decoded rows are floats. Their format has the number that no store may have. */
-#define TQKV__FLOATS TQKV_FORMAT_DEFAULT
-/* Codes of 2 or 4 main bits, in the order of reorder. */
-#define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
-/* Vectors in a strip, which is decoded together. */
-#define TQKV__STRIP(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_STRIP : 4)
-/* Formats with loops straight from the codes. Not those of codebooks in bytes, and on AVX2 none of 6 bits: their rows
-   are decoded first, which takes 1.1 to 1.4 times as long for one and two query rows. I8 and TQ5 are as exact or
-   smaller, and faster; the loops would take 35 KB. */
-#define TQKV__HAS_LOOPS(kind, main, book) ((kind) != TQKV__BOOK || ((main) < 8 && (TQKV__LANES != 8 || (book) < 6)))
-#define TQKV__DIRECT(f)                   TQKV__HAS_LOOPS(TQKV__KIND(f), TQKV__MAIN_BITS(f), TQKV__BOOK_BITS(f))
-/* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen
-   4, D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
-#define TQKV__BOOK_ROWS(book, keys) (TQKV__LANES == 8 && ((keys) || (book) != 4) ? 2 : 4)
-/* Most rows of a format's loops, which are compiled for 1, 2 and so many. No kind: decoded rows. */
-#define TQKV__KEY_ROWS(kind, book)                                                                                     \
-    ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, true) : (kind) == 0 ? TQKV__DECODED_SCORE_ROWS : TQKV__SCORE_ROWS)
-#define TQKV__VALUE_ROWS(kind, book) ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, false) : TQKV__ROWS)
-
-/* Distance between decoded rows. The gap keeps equal columns of many rows out of the same cache sets. */
-#define TQKV__X_STRIDE(dim) ((dim) + 16)
-
-/* Calls the loop for 1, 2 or `most` rows, each a constant. */
-#define TQKV__BY_ROWS(loop, format, most)                                                                              \
-    (rows == 1    ? TQKV__(loop)(format, 1, panel)                                                                     \
-     : rows == 2  ? TQKV__(loop)(format, 2, panel)                                                                     \
-     : (most) > 2 ? TQKV__(loop)(format, most, panel)                                                                  \
-                  : (void)0)
-
-/* -- Codes as floats. The lanes of a vector are dimensions, of keys as of values. -- */
-
-/* One panel of a segment of positions, and the query rows that use it. rows and results: queries and scores for keys,
-   weights and sums for values; their rows are row_stride and result_stride apart. */
-typedef struct TQKV__(panel) {
-    const tqkv__stream *stream;
-    const uint8_t *codes; /* of the first position; the others are `stride` bytes apart */
-    ptrdiff_t ahead;      /* bytes to the codes that will be read next */
-    size_t stride, upper; /* upper: bytes from the panel's low nibbles to its upper bits */
-    bool first;           /* of its rows, whose codes begin with it */
-    int n, dim;           /* positions; values of the panel */
-    const float *rows;
-    int row_stride, result_stride; /* between the pointers: read as one vector, they would wait for their two stores */
-    float *results;
-    int n_rows;           /* at most as many as the loop's; the last one takes the place of those that are missing */
-    const float *factors; /* [n], keys only */
-    bool add;             /* add to the scores in results */
-} TQKV__(panel);
-
-/* Loops for one format. rows: 1, 2, or the most that registers hold. */
-typedef struct TQKV__(loops) {
-    void (*decode)(const TQKV__(panel) *, int n, float *x);
-    void (*score)(const TQKV__(panel) *, int rows);
-    void (*accumulate)(const TQKV__(panel) *, int rows);
-    void (*add_rest)(const TQKV__(panel) *, int rows);
-} TQKV__(loops);
-
-/* Returns the bytes of a strip in the field of main bits, and in the field of upper bits. */
-TQKV__OP int TQKV__(strip_bytes)(const tqkv_format format, int per_lane)
+/* Loads LANES values from number i on as floats; type is a constant. */
+TQKV__OP TQKV__VECTOR TQKV__(load_as)(const tqkv_type type, const void *values, int i)
 {
-    return TQKV__LANES * per_lane * (format == TQKV__FLOATS ? 32 : TQKV__MAIN_BITS(format)) / 8;
+    const uint8_t *halves = (const uint8_t *)values + 2 * (size_t)i;
+    if (type == TQKV_TYPE_F16) return TQKV__(load_f16)(halves);
+    if (type == TQKV_TYPE_BF16) return TQKV__(load_bf16)(halves);
+    return TQKV__(load)((const float *)values + i);
 }
 
-TQKV__OP int TQKV__(upper_bytes)(const tqkv_format format, int per_lane)
+/* These do what tqkv__widen_row and tqkv__narrow_row do. */
+TQKV__OP void TQKV__(widen_as)(const tqkv_type type, const void *src, const float *center, const float *inverses, int n,
+                               float *row)
 {
-    return TQKV__LANES * per_lane * TQKV__UPPER_BITS(format) / 8;
+    for (int i = 0; i < n; i += TQKV__LANES) {
+        TQKV__VECTOR x = TQKV__(load_as)(type, src, i);
+        if (center) x -= TQKV__(load)(center + i);
+        if (inverses) x = TQKV__(rounded)(x * TQKV__(load)(inverses + i));
+        TQKV__(store)(row + i, x);
+    }
 }
 
-TQKV__OP size_t TQKV__(stride)(const tqkv_format format, const TQKV__(panel) * panel)
+TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const float *center, const float *inverses,
+                                       int n, float *row)
 {
-    return format == TQKV__FLOATS ? (size_t)TQKV__X_STRIDE(panel->dim) * sizeof(float) : panel->stride;
+    if (type == TQKV_TYPE_F16)
+        TQKV__(widen_as)(TQKV_TYPE_F16, src, center, inverses, n, row);
+    else if (type == TQKV_TYPE_BF16)
+        TQKV__(widen_as)(TQKV_TYPE_BF16, src, center, inverses, n, row);
+    else
+        TQKV__(widen_as)(TQKV_TYPE_F32, src, center, inverses, n, row);
 }
 
-/* The parameters format, per_lane, rows, k and width are constants here and below. */
-TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream *s, TQKV__VECTOR *table)
+/* These do what tqkv__scales_valid and tqkv__invert do, for whole rows. */
+TQKV__TARGET static bool TQKV__(scales_valid)(const float *x, size_t n)
 {
-    if (TQKV__KIND(format) == TQKV__BOOK) TQKV__(load_table)(TQKV__BOOK_BITS(format), TQKV__PACKED(format), s, table);
+    TQKV__(words) bad, bits;
+    uint32_t lanes[TQKV__LANES], all = 0;
+    memset(&bad, 0, sizeof bad);
+    for (size_t i = 0; i < n; i += TQKV__LANES) {
+        memcpy(&bits, x + i, sizeof bits);
+        bad |= (TQKV__(words))(bits - TQKV__LEAST_SCALE > TQKV__SCALES_RANGE);
+    }
+    memcpy(lanes, &bad, sizeof lanes);
+    for (int i = 0; i < TQKV__LANES; i++) all |= lanes[i];
+    return !all;
 }
 
-/* Returns vector k of the strip at p, with its upper bits at `upper`. Packed codes come in the order of
-   reorder. */
-TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane, const int k,
-                                    const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper)
+TQKV__TARGET static void TQKV__(invert)(const float *scales, int n, float *inverses)
 {
-    const int bits = TQKV__BOOK_BITS(format);
-    if (format == TQKV__FLOATS) return TQKV__(load)((const float *)(const void *)p + k * TQKV__LANES);
-    if (TQKV__KIND(format) == TQKV__GRID) return TQKV__(load_i8)(p + k * TQKV__LANES);
-    if (TQKV__KIND(format) == TQKV__HALF) return TQKV__(load_f16)(p + 2 * k * TQKV__LANES);
-    return TQKV__PACKED(format) ? TQKV__(centroids_of_packed)(bits, per_lane, k, table, p, upper)
-                                : TQKV__(centroids_of_bytes)(bits, per_lane, k, table, p);
+    for (int i = 0; i < n; i += TQKV__LANES)
+        TQKV__(store)(inverses + i, TQKV__(invert_above)(0.0f, TQKV__(load)(scales + i)));
 }
 
-/* Finds vectors k to k + count - 1 of the strip; x: [count] */
-TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const int k, const int count,
-                             const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, TQKV__VECTOR *x)
+TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, int n, void *dst)
 {
-    TQKV__UNROLL
-    for (int i = 0; i < count; i++) x[i] = TQKV__(value)(format, per_lane, k + i, table, p, upper);
-}
-
-/* -- A panel, which is a multiple of 16 values, is whole strips and then, as they fit, strips of 4, 2 and 1 vectors.
-   -- */
-
-/* Whether there are strips of two vectors. On vectors of 16 only packed codes gain by them. */
-#define TQKV__SHORT_STRIPS(format) (TQKV__LANES < 16 || TQKV__PACKED(format))
-
-/* Returns the vectors of the next strip, when so many values of the panel are left. */
-TQKV__OP int TQKV__(strip_length)(const tqkv_format format, int left)
-{
-    const int strip = TQKV__STRIP(format);
-    left /= TQKV__LANES;
-    if (strip * TQKV__LANES <= 16 || left >= strip) return strip;
-    if (strip > 4 && left >= 4) return 4;
-    return TQKV__SHORT_STRIPS(format) && left >= 2 ? 2 : 1;
-}
-
-/* Calls the loop for a strip of `count` vectors, fewer than a whole one, as a constant. */
-#define TQKV__SHORTER(loop, ...)                                                                                       \
-    (TQKV__STRIP(format) > 4 && count == 4      ? loop(4, __VA_ARGS__)                                                 \
-     : TQKV__SHORT_STRIPS(format) && count == 2 ? loop(2, __VA_ARGS__)                                                 \
-     : TQKV__LANES == 16                        ? loop(1, __VA_ARGS__)                                                 \
-                                                : (void)0)
-
-/* Decodes a strip of per_lane vectors to floats. */
-TQKV__OP void TQKV__(decode_strip)(const int per_lane, const tqkv_format format, const TQKV__VECTOR *table,
-                                   const uint8_t *p, const uint8_t *upper, float *x)
-{
-    TQKV__VECTOR strip[8];
-    TQKV__(values)(format, per_lane, 0, per_lane, table, p, upper, strip);
-    TQKV__UNROLL
-    for (int k = 0; k < per_lane; k++) TQKV__(store)(x + k * TQKV__LANES, strip[k]);
-}
-
-/* Decodes the first n positions to floats. x: [n][TQKV__X_STRIDE] */
-TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(panel) * panel, int n, float *x)
-{
-    TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, panel->stream, table);
-    for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(panel->dim)) {
-        const uint8_t *p = panel->codes + (size_t)j * panel->stride, *upper = p + panel->upper;
-        for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
-            count = TQKV__(strip_length)(format, left);
-            if (count == TQKV__STRIP(format))
-                TQKV__(decode_strip)(TQKV__STRIP(format), format, table, p, upper, x + panel->dim - left);
-            else
-                TQKV__SHORTER(TQKV__(decode_strip), format, table, p, upper, x + panel->dim - left);
-            p += TQKV__(strip_bytes)(format, count);
-            upper += TQKV__(upper_bytes)(format, count);
+    uint8_t *p = (uint8_t *)dst;
+    if (type == TQKV_TYPE_F32) memcpy(dst, row, (size_t)n * sizeof(float));
+    if (type == TQKV_TYPE_F16)
+        for (int i = 0; i < n; i += TQKV__LANES, p += 2 * TQKV__LANES) TQKV__(store_half)(p, TQKV__(load)(row + i));
+    if (type == TQKV_TYPE_BF16)
+        for (int i = 0; i < n; i += TQKV__LANES, p += 2 * TQKV__LANES) {
+            TQKV__(words) bits, nan;
+            TQKV__(codes) words;
+            memcpy(&bits, row + i, sizeof bits);
+            nan = (TQKV__(words))((bits & 0x7fffffffu) > 0x7f800000u); /* all ones, or 0 */
+            bits = (((bits + 0x7fffu + ((bits >> 16) & 1u)) & ~nan) | ((bits | 0x400000u) & nan)) >> 16;
+            memcpy(&words, &bits, sizeof words);
+            TQKV__(store_words)(p, words);
         }
-    }
 }
 
-/* As reorder, for a matrix of `columns`; columns and decoded are constants where that is worth the code. */
-TQKV__OP void TQKV__(reorder_matrix)(const bool decoded, const int columns, const float *from, float *to)
+/* Does what tqkv__all_finite does for whole rows: the largest magnitude shows an exponent of all ones. */
+TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
 {
-    enum { most = TQKV__COLUMNS * TQKV__MATRIX_ROWS / TQKV__LANES };
-    TQKV__VECTOR x[most];
-    const int n = columns * TQKV__MATRIX_ROWS / TQKV__LANES;
-    TQKV__UNROLL /* over a constant: clang warns of a loop that it cannot unroll, gcc of what is left out */
-    for (int i = 0; i < most; i++) x[i] = TQKV__(load)(from + (i < n ? i : 0) * TQKV__LANES);
-    TQKV__(turn)(decoded, columns, x);
-    TQKV__UNROLL
-    for (int i = 0; i < most; i++)
-        if (i < n) TQKV__(store)(to + i * TQKV__LANES, x[i]);
-}
-
-TQKV__TARGET static void TQKV__(reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to)
-{
-    const int most = s->main_bits < 8 ? columns : 1;
-    for (int d = 0; most == 1 && d < s->head_dim; d += TQKV__LANES) TQKV__(store)(to + d, TQKV__(load)(from + d));
-    if (most == 1) return;
-    for (int d = 0, left = s->panel_dim, now; d < s->head_dim; d += now * TQKV__MATRIX_ROWS) {
-        for (now = most; now * TQKV__MATRIX_ROWS > left;) now /= 2;
-        if (now == TQKV__COLUMNS && decoded)
-            TQKV__(reorder_matrix)(true, TQKV__COLUMNS, from + d, to + d);
-        else if (now == TQKV__COLUMNS)
-            TQKV__(reorder_matrix)(false, TQKV__COLUMNS, from + d, to + d);
-        else
-            TQKV__(reorder_matrix)(decoded, now, from + d, to + d);
-        left -= now * TQKV__MATRIX_ROWS;
-        if (!left) left = s->panel_dim;
-    }
-}
-
-/* Rows of a matrix: queries or weights. */
-typedef struct TQKV__(rows) {
-    const float *at;
-    size_t offset[TQKV__ROWS]; /* of each row, in floats */
-} TQKV__(rows);
-
-/* Returns row r of a loop, in a panel: of three rows in the loop for four the last stands twice. Only that loop has a
-   row 3. */
-TQKV__OP int TQKV__(row_in)(const TQKV__(panel) * panel, const int r) { return r < 3 ? r : panel->n_rows - 1; }
-
-/* >>k-dot: scores straight from the codes. */
-
-TQKV__OP TQKV__(rows) TQKV__(open_rows)(const int rows, int stride, const TQKV__(panel) * panel)
-{
-    TQKV__(rows) all;
-    all.at = panel->rows;
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) all.offset[r] = (size_t)(TQKV__(row_in)(panel, r) * stride);
-    return all;
-}
-
-/* Whether the loop decodes a strip's vectors together. They share work, which the compiler finds only in adjacent
-   code. */
-TQKV__OP bool TQKV__(whole_strips)(const tqkv_format format)
-{
-    return TQKV__KIND(format) == TQKV__BOOK && (TQKV__STRIP_TOGETHER || !TQKV__PACKED(format));
-}
-
-/* Makes the compiler read the table from memory each time. 16 registers cannot hold tables and sums; tables are the
-   better ones to spill, because nothing waits for them. The sums of one row leave room for both. */
-TQKV__OP const TQKV__VECTOR *TQKV__(reload)(const int rows, const TQKV__VECTOR *table)
-{
-    if (TQKV__LANES == 8 && rows > 1) __asm__ volatile("" : "+r"(table)::"memory");
-    return table;
-}
-
-/* Four keys that are scored together: those of vectors at p[m] + at, with their upper bits at p[m] + upper. */
-typedef struct TQKV__(keys) {
-    const uint8_t *p[4];
-    size_t at, upper;
-} TQKV__(keys);
-
-/* Adds products to sums[row][m], lane by lane, of query `row` and a strip of per_lane vectors of key m */
-TQKV__OP void TQKV__(dot_strip)(const int per_lane, const tqkv_format format, const int rows, const TQKV__VECTOR *table,
-                                const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
-{
-    TQKV__VECTOR x[8], query[TQKV__ROWS];
-    if (TQKV__(whole_strips)(format)) {
+    TQKV__(codes) largest[4];
+    uint32_t lanes[4 * TQKV__LANES], all = 0;
+    memset(largest, 0, sizeof largest);
+    size_t i = 0;
+    for (; i + 4 * TQKV__LANES <= n; i += 4 * TQKV__LANES) {
         TQKV__UNROLL
-        for (int m = 0; m < 4; m++) {
-            const uint8_t *p = keys->p[m] + keys->at, *upper = keys->p[m] + keys->upper;
-            TQKV__(values)(format, per_lane, 0, per_lane, TQKV__(reload)(rows, table), p, upper, x);
-            TQKV__UNROLL
-            for (int k = 0; k < per_lane; k++) {
-                TQKV__UNROLL
-                for (int r = 0; r < rows; r++) {
-                    query[r] = TQKV__(load)(queries->at + queries->offset[r] + k * TQKV__LANES);
-                    sums[r][m] = TQKV__(fma)(query[r], x[k], sums[r][m]);
-                }
-            }
-        }
-        return;
+        for (int j = 0; j < 4; j++) largest[j] = TQKV__(larger_bits)(largest[j], TQKV__(load)(x + i + j * TQKV__LANES));
     }
-    TQKV__UNROLL
-    for (int k = 0; k < per_lane; k++) {
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(queries->at + queries->offset[r] + k * TQKV__LANES);
-        TQKV__UNROLL
-        for (int m = 0; m < 4; m++) {
-            x[m] = TQKV__(value)(format, per_lane, k, table, keys->p[m] + keys->at, keys->p[m] + keys->upper);
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(fma)(query[r], x[m], sums[r][m]);
-        }
-    }
+    for (; i < n; i += TQKV__LANES) largest[0] = TQKV__(larger_bits)(largest[0], TQKV__(load)(x + i));
+    memcpy(lanes, largest, sizeof lanes);
+    for (int j = 0; j < 4 * TQKV__LANES; j++) all = lanes[j] > all ? lanes[j] : all;
+    return all < 0x7f800000u;
 }
 
-/* A strip whose vectors are taken one after the other. */
-typedef struct TQKV__(rest) {
-    TQKV__(codes) main, upper, codes; /* of packed codes: fields, and codes of the next vectors */
-    const uint8_t *p;                 /* of others */
-} TQKV__(rest);
-
-/* Vectors whose codes are joined from the two fields together. */
-#define TQKV__JOINED(format) (TQKV__BOOK_BITS(format) > 4 ? 4 : 8)
-
-/* Opens the strip of each key; `count` is a constant for packed codes. */
-TQKV__OP void TQKV__(open_strips)(const tqkv_format format, const int count, const TQKV__(keys) * keys,
-                                  TQKV__(rest) * rest)
+/* Does what tqkv__values_finite does for whole rows. Two halves, or bfloat16s, in a word: a 1 added at the lowest bit
+   of an exponent carries into the sign bit from an exponent of all ones, and from no other. */
+TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size_t n)
 {
-    TQKV__UNROLL
-    for (int m = 0; m < 4; m++) {
-        rest[m].p = keys->p[m] + keys->at;
-        if (TQKV__PACKED(format)) {
-            const uint8_t *upper = keys->p[m] + keys->upper;
-            TQKV__(load_fields)(TQKV__BOOK_BITS(format), count, rest[m].p, upper, &rest[m].main, &rest[m].upper);
-        }
-    }
-}
-
-/* Joins the codes from vector k of the strips on. */
-TQKV__OP void TQKV__(join_strips)(const tqkv_format format, int k, TQKV__(rest) * rest)
-{
-    (void)k; /* only on vectors of 16 */
-    if (!TQKV__PACKED(format)) return;
-    TQKV__UNROLL
-    for (int m = 0; m < 4; m++, rest++)
-        rest->codes = TQKV__(join_fields)(TQKV__BOOK_BITS(format), k, rest->main, rest->upper);
-}
-
-/* Finds the next vector of each strip, whose codes are joined; x: [4] */
-TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const TQKV__VECTOR *table, TQKV__(rest) * rest,
-                                   TQKV__VECTOR *x)
-{
-    TQKV__UNROLL
-    for (int m = 0; m < 4; m++, rest++) {
-        if (TQKV__PACKED(format)) {
-            x[m] = TQKV__(look_up)(TQKV__BOOK_BITS(format), table, rest->codes);
-            TQKV__(next_codes)(TQKV__BOOK_BITS(format), &rest->codes);
+    const uint32_t one = type == TQKV_TYPE_F16 ? 0x04000400u : 0x00800080u;
+    const uint8_t *p = (const uint8_t *)x;
+    TQKV__(words) carries, pairs;
+    uint32_t lanes[TQKV__LANES], all = 0;
+    if (type == TQKV_TYPE_F32) return TQKV__(floats_finite)((const float *)x, n);
+    memset(&carries, 0, sizeof carries);
+    for (size_t left = 2 * n, size = sizeof pairs; left; left -= size, p += size) {
+        if (left < size) {
+            size = left;
+            memset(&pairs, 0, sizeof pairs);
+            memcpy(&pairs, p, left);
         } else {
-            x[m] = TQKV__(value)(format, 1, 0, table, rest->p, rest->p);
-            rest->p += TQKV__(strip_bytes)(format, 1);
+            memcpy(&pairs, p, sizeof pairs);
         }
+        carries |= (pairs & 0x7fff7fffu) + one;
     }
+    memcpy(lanes, &carries, sizeof lanes);
+    for (int i = 0; i < TQKV__LANES; i++) all |= lanes[i];
+    return !(all & 0x80008000u);
 }
 
-/* Does what dot_strip does for any number of vectors, one after the other; of packed codes 8 or 4. */
-TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int count, const TQKV__VECTOR *table,
-                                  const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
-{
-    const float *at = queries->at;
-    const int joined = TQKV__JOINED(format) == 8 ? count : 4;
-    TQKV__(rest) rest[4];
-    if (count == 8)
-        TQKV__(open_strips)(format, 8, keys, rest);
-    else
-        TQKV__(open_strips)(format, 4, keys, rest);
-    for (int k = 0; k < count; k += joined) {
-        TQKV__(join_strips)(format, k, rest);
-        for (int i = 0; i < joined; i++, at += TQKV__LANES) {
-            TQKV__VECTOR query[TQKV__ROWS], v[4];
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(at + queries->offset[r]);
-            TQKV__(next_vectors)(format, table, rest, v);
-            TQKV__UNROLL
-            for (int m = 0; m < 4; m++) {
-                TQKV__UNROLL
-                for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(fma)(query[r], v[m], sums[r][m]);
-            }
-        }
-    }
-}
-
-/* The cache that codes are fetched to. */
-#define TQKV__NEAR(format) (TQKV__UPPER_BITS(format) ? TQKV__L1 : TQKV__L2)
-
-/* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first strip of the
-   first panel, two lines at a time; others with each strip, because many lines at once are slower. Of the latter a
-   whole strip, because a loop for fewer lines costs more than they. `begin`: before the first strip */
-TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const bool begin, const TQKV__(panel) * panel,
-                                const TQKV__(keys) * keys)
-{
-    const uint8_t *first = keys->p[0] + panel->ahead;
-    if (format == TQKV__FLOATS || begin != TQKV__PACKED(format)) return;
-    if (begin)
-        for (size_t i = 0; panel->first && i < 4 * panel->stride; i += 128)
-            tqkv__prefetch(TQKV__NEAR(format), first + i, 128);
-    TQKV__UNROLL
-    for (int m = 0; !begin && m < 4; m++)
-        tqkv__prefetch(TQKV__NEAR(format), keys->p[m] + (ptrdiff_t)keys->at + panel->ahead,
-                       (size_t)TQKV__(strip_bytes)(format, TQKV__STRIP(format)));
-}
-
-/* Goes on behind a strip of `count` vectors. */
-TQKV__OP void TQKV__(advance)(const tqkv_format format, int count, TQKV__(keys) * keys, TQKV__(rows) * queries)
-{
-    keys->at += (size_t)TQKV__(strip_bytes)(format, count);
-    keys->upper += (size_t)TQKV__(upper_bytes)(format, count);
-    queries->at += count * TQKV__LANES;
-}
-
-/* -- The products of a panel with four keys, in the way that is quickest for its format -- */
-
-/* Vectors of 4 and 8 take strip after strip, with code for all vectors of each length. */
-TQKV__OP void TQKV__(dot_by_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
-                                    const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
-                                    TQKV__VECTOR (*sums)[4])
-{
-    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
-        count = TQKV__(strip_length)(format, left);
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        if (left >= TQKV__STRIP(format) * TQKV__LANES)
-            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, queries, sums);
-        else
-            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, queries, sums);
-        TQKV__(advance)(format, count, keys, queries);
-    }
-}
-
-/* Packed codes on vectors of 16 take strips of 8 and 4 one vector after the other, because code for all of their
-   vectors gains nothing there; but strips of 2 and 1. */
-TQKV__OP void TQKV__(dot_long_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
-                                      const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
-                                      TQKV__VECTOR (*sums)[4])
-{
-    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
-        count = TQKV__(strip_length)(format, left);
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        if (count > 2)
-            TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
-        else
-            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, queries, sums);
-        TQKV__(advance)(format, count, keys, queries);
-    }
-}
-
-/* Returns the vectors of the next strip where strips have any length, when so many values of the panel are left. */
-TQKV__OP int TQKV__(any_length)(const tqkv_format format, int left)
-{
-    const int room = TQKV__STRIP(format) * TQKV__LANES;
-    return (left < room ? left : room) / TQKV__LANES;
-}
-
-/* I8 on vectors of 16 takes all strips one vector after the other. */
-TQKV__OP void TQKV__(dot_by_vectors)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
-                                     const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
-                                     TQKV__VECTOR (*sums)[4])
-{
-    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
-        count = TQKV__(any_length)(format, left);
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
-        TQKV__(advance)(format, count, keys, queries);
-    }
-}
-
-/* Halves and decoded rows on vectors of 16 take whole strips: code for all vectors of whole strips gains 3%, the rest
-   goes one after the other. */
-TQKV__OP void TQKV__(dot_whole_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
-                                       const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
-                                       TQKV__VECTOR (*sums)[4])
-{
-    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
-        count = TQKV__(any_length)(format, left);
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        if (left < TQKV__STRIP(format) * TQKV__LANES)
-            TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
-        else
-            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, queries, sums);
-        TQKV__(advance)(format, count, keys, queries);
-    }
-}
-
-/* Finds sums[row][m]: products, lane by lane, of query `row` and key m; m < 4 */
-TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
-                               const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__VECTOR (*sums)[4])
-{
-    TQKV__(rows) queries = TQKV__(open_rows)(rows, panel->row_stride, panel);
-    TQKV__(ask_ahead)(format, true, panel, keys);
-    TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
-    if (TQKV__LANES < 16)
-        TQKV__(dot_by_strips)(format, rows, panel, table, keys, &queries, sums);
-    else if (TQKV__PACKED(format))
-        TQKV__(dot_long_strips)(format, rows, panel, table, keys, &queries, sums);
-    else if (TQKV__KIND(format) == TQKV__GRID)
-        TQKV__(dot_by_vectors)(format, rows, panel, table, keys, &queries, sums);
-    else
-        TQKV__(dot_whole_strips)(format, rows, panel, table, keys, &queries, sums);
-}
-
-/* Writes a vector of scores for each row: (+)= factors * sum_across(fours). */
-TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(panel) * panel, int first,
-                                   float (*fours)[TQKV__LANES * TQKV__LANES / 4])
-{
-    const TQKV__VECTOR factors = TQKV__(load)(panel->factors + first);
-    TQKV__VECTOR before[TQKV__ROWS];
-    float *to[TQKV__ROWS];
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        to[r] = panel->results + TQKV__(row_in)(panel, r) * TQKV__TILE + first;
-        before[r] = panel->add ? TQKV__(load)(to[r]) : TQKV__(set1)(0.0f);
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) TQKV__(store)(to[r], TQKV__(fma)(TQKV__(sum_across)(fours[r]), factors, before[r]));
-}
-
-/* Finds scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time. Each key is decoded once for all rows.
-   Summing the lanes of four vectors costs little more than of one. Writes whole vectors. */
-TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
-{
-    TQKV__ALIGNED float fours[TQKV__ROWS][TQKV__LANES * TQKV__LANES / 4];
-    const int n = panel->n;
-    const size_t stride = TQKV__(stride)(format, panel);
-    const uint8_t *codes = panel->codes;
-    TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, panel->stream, table);
-    for (int first = 0; first < n; first += TQKV__LANES) {
-        for (int i = 0; i < TQKV__LANES; i += 4) {
-            TQKV__VECTOR sums[TQKV__ROWS][4];
-            TQKV__(keys) keys;
-            keys.at = 0;
-            keys.upper = panel->upper;
-            TQKV__UNROLL
-            for (int m = 0; m < 4; m++) {
-                keys.p[m] = codes;
-                /* Past the end: the last key again; decoded rows are padded with copies of it. */
-                codes += format == TQKV__FLOATS || first + i + m + 1 < n ? stride : 0;
-            }
-            TQKV__(dot_keys)(format, rows, panel, table, &keys, sums);
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) TQKV__(store)(fours[r] + i / 4 * TQKV__LANES, TQKV__(sum_fours)(sums[r]));
-        }
-        TQKV__(store_scores)(rows, panel, first, fours);
-    }
-}
-
-/* >>k-accumulate: sums of values straight from the codes. */
-
-/* sums[row][v] += weights[row] * vector k + v of the strip of per_lane vectors at p; per_lane is a constant. Where
-   vectors are looked up together, weights come after them: 16 registers cannot hold both. */
-TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane, const int rows, const int k,
-                                   const int width, const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper,
-                                   const TQKV__(rows) * weights, TQKV__VECTOR (*sums)[8])
-{
-    TQKV__VECTOR weight[TQKV__ROWS], x[8];
-    if (TQKV__(whole_strips)(format)) {
-        TQKV__(values)(format, per_lane, k, width, TQKV__(reload)(rows, table), p, upper, x);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            weight[r] = TQKV__(set1)(weights->at[weights->offset[r]]);
-            TQKV__UNROLL
-            for (int v = 0; v < width; v++) sums[r][v] = TQKV__(fma)(weight[r], x[v], sums[r][v]);
-        }
-        return;
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) weight[r] = TQKV__(set1)(weights->at[weights->offset[r]]);
-    TQKV__UNROLL
-    for (int v = 0; v < width; v++) {
-        x[v] = TQKV__(value)(format, per_lane, k + v, table, p, upper);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) sums[r][v] = TQKV__(fma)(weight[r], x[v], sums[r][v]);
-    }
-}
-
-/* Loads or stores `width` vectors of sums of each row, at out; width is a constant, and so is `store`. */
-TQKV__OP void TQKV__(move_sums)(const bool store, const int rows, const int width, const TQKV__(panel) * panel,
-                                TQKV__VECTOR (*sums)[8], float *out)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < rows * width; i++) { /* in this order gcc 12 keeps all of them in registers */
-        const int r = store ? i % rows : i / width, v = store ? i / rows : i % width;
-        float *at = out + TQKV__(row_in)(panel, r) * panel->result_stride + v * TQKV__LANES;
-        if (store)
-            TQKV__(store)(at, sums[r][v]);
-        else
-            sums[r][v] = TQKV__(load)(at);
-    }
-}
-
-/* Accumulates: out[row] += sum_j weights[row][j] * value[j] for `width` vectors from vector k on of a strip of per_lane
-   vectors, whose sums are in registers over all positions; per_lane is a constant. p: of the strip at the first
-   position, out: of vector k */
-TQKV__OP void TQKV__(accumulate_vectors)(const tqkv_format format, const int per_lane, const int rows, const int k,
-                                         const int width, const TQKV__(panel) * panel, const TQKV__VECTOR *table,
-                                         const uint8_t *p, const uint8_t *upper, float *out)
-{
-    const int n = panel->n, size = TQKV__(strip_bytes)(format, per_lane) + TQKV__(upper_bytes)(format, per_lane);
-    const size_t stride = TQKV__(stride)(format, panel);
-    const ptrdiff_t ahead = panel->ahead;
-    TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, panel);
-    TQKV__VECTOR sums[TQKV__ROWS][8];
-    int j = 0;
-    TQKV__(move_sums)(false, rows, width, panel, sums, out);
-    do { /* n > 0: a loop that may strip no times costs copies of all sums */
-        if (format != TQKV__FLOATS && k == 0) tqkv__prefetch(TQKV__NEAR(format), p + ahead, (size_t)size);
-        TQKV__(add_weighted)(format, per_lane, rows, k, width, table, p, upper, &weights, sums);
-        p += stride;
-        upper += stride;
-        weights.at++;
-    } while (++j < n);
-    TQKV__(move_sums)(true, rows, width, panel, sums, out);
-}
-
-/* Accumulates all vectors of a whole strip, as many at a time as registers hold. */
-TQKV__OP void TQKV__(accumulate_strip)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
-                                       const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, float *out)
-{
-    const int per_lane = TQKV__STRIP(format), most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane;
-    TQKV__UNROLL
-    for (int k = 0; k < per_lane; k += width, out += width * TQKV__LANES)
-        TQKV__(accumulate_vectors)(format, per_lane, rows, k, width, panel, table, p, upper, out);
-}
-
-/* Loads or stores the sums of the vectors behind a strip: two, one or none; two is a constant if it is false. */
-TQKV__OP void TQKV__(move_behind)(const bool store, const int rows, bool one, bool two, const TQKV__(panel) * panel,
-                                  TQKV__VECTOR (*sums)[8], float *out)
-{
-    if (one) TQKV__(move_sums)(store, rows, 1, panel, sums, out);
-    if (two) TQKV__(move_sums)(store, rows, 2, panel, sums, out);
-}
-
-/* Does in one pass what accumulate_vectors does, for a strip of per_lane vectors, 4 or 2, or 0 for none, and for
-   `behind` vectors after it, 0, 1 or 2: the sums of so few would wait for each other in passes of their own. `behind`
-   is a constant but after a strip of 4: tests in the loop cost up to 0.1 of attention's time at head_dim 48. */
-TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_lane, const int behind, const int rows,
-                                      const TQKV__(panel) * panel, const TQKV__VECTOR *table, const uint8_t *p,
-                                      const uint8_t *upper, float *out)
-{
-    const int n = panel->n, asked = per_lane > 2 ? per_lane + 1 : 3; /* vectors of the next tile's codes */
-    const int bytes = TQKV__(strip_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
-    const bool two = per_lane == 4 && 6 * rows <= TQKV__SUMS && behind == 2, one = behind && !two;
-    const size_t stride = TQKV__(stride)(format, panel);
-    const size_t size = (size_t)(TQKV__(strip_bytes)(format, asked) + TQKV__(upper_bytes)(format, asked));
-    const ptrdiff_t ahead = panel->ahead;
-    TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, panel);
-    TQKV__VECTOR sums[TQKV__ROWS][8], sums_behind[TQKV__ROWS][8];
-    float *out_behind = out + per_lane * TQKV__LANES;
-    int j = 0;
-    if (per_lane) TQKV__(move_sums)(false, rows, per_lane, panel, sums, out);
-    TQKV__(move_behind)(false, rows, one, two, panel, sums_behind, out_behind);
-    do {
-        if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__NEAR(format), p + ahead, size);
-        if (per_lane) TQKV__(add_weighted)(format, per_lane, rows, 0, per_lane, table, p, upper, &weights, sums);
-        if (behind) {
-            const uint8_t *next = p + bytes, *next_upper = upper + upper_bytes;
-            if (two)
-                TQKV__(add_weighted)(format, 2, rows, 0, 2, table, next, next_upper, &weights, sums_behind);
-            else
-                TQKV__(add_weighted)(format, 1, rows, 0, 1, table, next, next_upper, &weights, sums_behind);
-        }
-        p += stride;
-        upper += stride;
-        weights.at++;
-    } while (++j < n);
-    if (per_lane) TQKV__(move_sums)(true, rows, per_lane, panel, sums, out);
-    TQKV__(move_behind)(true, rows, one, two, panel, sums_behind, out_behind);
-}
-
-/* Accumulates: out[row] += sum_j weights[row][j] * value[j], for the whole strips of a panel */
-TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
-{
-    const int strip = TQKV__STRIP(format);
-    const uint8_t *p = panel->codes, *upper = panel->codes + panel->upper;
-    float *out = panel->results;
-    TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, panel->stream, table);
-    for (int left = panel->dim / TQKV__LANES; left >= strip; left -= strip, out += strip * TQKV__LANES) {
-        TQKV__(accumulate_strip)(format, rows, panel, table, p, upper, out);
-        p += TQKV__(strip_bytes)(format, strip);
-        upper += TQKV__(upper_bytes)(format, strip);
-    }
-}
-
-/* Accumulates the vectors behind them, in passes. It is a function of its own: in one with whole strips gcc 12 spills a
-   sum of four rows. On vectors of 4 only 4 may be left, on vectors of 8 only 2; on vectors of 16
-
-     vectors left   7          6                           5                           4    3      2    1
-     passes         4, 2 + 1   4 + 2 for up to two rows,   4 + 1 for up to three       4    2 + 1  2    1
-                               else 4, 2                   rows, else 4, 1                                  */
-TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
-{
-    const int strip = TQKV__STRIP(format), vectors = panel->dim / TQKV__LANES, whole = vectors / strip * strip;
-    const bool wide = TQKV__LANES == 16;
-    const uint8_t *p = panel->codes + TQKV__(strip_bytes)(format, whole);
-    const uint8_t *upper = panel->codes + panel->upper + TQKV__(upper_bytes)(format, whole);
-    float *out = panel->results + whole * TQKV__LANES;
-    TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, panel->stream, table);
-    for (int left = vectors - whole, count; left > 0; left -= count, out += count * TQKV__LANES) {
-        const int behind = wide && left < 7 && left * rows <= TQKV__SUMS ? left - 4 : 0; /* a strip of 4 */
-        count = strip > 4 && left >= 4 ? 4 + behind : left;
-        if (strip > 4 && left >= 4) {
-            TQKV__(accumulate_rest)(format, 4, behind, rows, panel, table, p, upper, out);
-        } else if (strip * TQKV__LANES > 16) {
-            if (wide && left == 1)
-                TQKV__(accumulate_rest)(format, 0, 1, rows, panel, table, p, upper, out);
-            else if (wide && left == 3)
-                TQKV__(accumulate_rest)(format, 2, 1, rows, panel, table, p, upper, out);
-            else
-                TQKV__(accumulate_rest)(format, 2, 0, rows, panel, table, p, upper, out);
-        }
-        p += TQKV__(strip_bytes)(format, count);
-        upper += TQKV__(upper_bytes)(format, count);
-    }
-}
-
-/* >>k-tiles: the scores and the sums of a tile, by rows, decoded first or not. */
-
-/* Decodes with a codebook too large for table instructions: loads eight codes, stores a vector of centroids. */
-TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(panel) * panel, int n, float *x)
-{
-    const float *codebook = panel->stream->codebook;
-    for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(panel->dim)) {
-        const uint8_t *codes = panel->codes + (size_t)j * panel->stride;
-        for (int d = 0; d < panel->dim; d += TQKV__LANES) {
-            TQKV__VECTOR centroids = {0.0f};
-            uint64_t eight = 0;
-            TQKV__UNROLL
-            for (int i = 0; i < TQKV__LANES; i++, eight >>= 8) {
-                if (i % 8 == 0) memcpy(&eight, codes + d + i, TQKV__LANES < 8 ? TQKV__LANES : 8);
-                centroids[i] = codebook[eight & 255];
-            }
-            TQKV__(store)(x + d, centroids);
-        }
-    }
-}
-
-TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(panel) * panel, int n, float *x)
-{
-    if (TQKV__BOOK_BITS(format) == 8 && TQKV__LANES == 4)
-        TQKV__(decode_by_loads)(panel, n, x);
-    else
-        TQKV__(decode)(format, panel, n, x);
-}
-
-/* These go by the columns of a row of TQKV__FORMATS: what is left out here is not inlined to be thrown away. */
-#define TQKV__ROW_LOOPS(unused, format, name, kind, main, upper, book, plain)                                          \
-    TQKV__TARGET static void TQKV__(score_##format)(const TQKV__(panel) * panel, int rows)                             \
-    {                                                                                                                  \
-        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(score, format, TQKV__KEY_ROWS(kind, book));               \
-    }                                                                                                                  \
-    TQKV__TARGET static void TQKV__(accumulate_##format)(const TQKV__(panel) * panel, int rows)                        \
-    {                                                                                                                  \
-        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(accumulate, format, TQKV__VALUE_ROWS(kind, book));        \
-    }                                                                                                                  \
-    TQKV__TARGET static void TQKV__(rest_##format)(const TQKV__(panel) * panel, int rows)                              \
-    {                                                                                                                  \
-        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(add_rest, format, TQKV__VALUE_ROWS(kind, book));          \
-    }
-#define TQKV__DECODE_LOOP(unused, format, ...)                                                                         \
-    TQKV__TARGET static void TQKV__(decode_##format)(const TQKV__(panel) * panel, int n, float *x)                     \
-    {                                                                                                                  \
-        TQKV__(decode_rows)(format, panel, n, x);                                                                      \
-    }
-TQKV__FORMATS(TQKV__DECODE_LOOP, )
-TQKV__FORMATS(TQKV__ROW_LOOPS, )
-TQKV__ROW_LOOPS(, TQKV__FLOATS, , 0, 32, 0, 0, 0)
-
-#define TQKV__LOOPS_OF(unused, format, ...)                                                                            \
-    {TQKV__(decode_##format), TQKV__(score_##format), TQKV__(accumulate_##format), TQKV__(rest_##format)},
-static const TQKV__(loops) TQKV__(loops_by_format)[] = {
-    {NULL, TQKV__(score_TQKV__FLOATS), TQKV__(accumulate_TQKV__FLOATS), TQKV__(rest_TQKV__FLOATS)},
-    TQKV__FORMATS(TQKV__LOOPS_OF, )};
-
-/* Calls the loop for all rows of a panel, at most `most` at a time. Three take the loop for four, with one row twice:
-   as two and one they would decode everything twice. */
-static void TQKV__(by_rows)(TQKV__(panel) * panel, int n_rows, int most, void (*loop)(const TQKV__(panel) *, int rows))
-{
-    const float *rows = panel->rows;
-    float *results = panel->results;
-    for (int left = n_rows; left > 0; left -= panel->n_rows) {
-        panel->n_rows = left >= most ? most : left == 3 ? 3 : left >= 2 ? 2 : 1;
-        loop(panel, panel->n_rows == 3 ? most : panel->n_rows);
-        panel->rows += panel->n_rows * panel->row_stride;
-        panel->results += panel->n_rows * panel->result_stride;
-    }
-    panel->rows = rows;
-    panel->results = results;
-}
-
-/* Adds the values of a panel, of that format, to all rows. */
-static void TQKV__(add_values)(tqkv_format format, TQKV__(panel) * panel, int n_rows, int most)
-{
-    const TQKV__(loops) *loops = &TQKV__(loops_by_format)[format];
-    const int strip = TQKV__STRIP(format) * TQKV__LANES;
-    if (panel->dim >= strip) TQKV__(by_rows)(panel, n_rows, most, loops->accumulate);
-    if (panel->dim % strip) TQKV__(by_rows)(panel, n_rows, most, loops->add_rest);
-}
-
-/* Attends from decoded positions. Few at a time stay in the L1 cache, and each is decoded once. */
-TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(panel) * panel, int n_rows, bool keys)
-{
-    TQKV__ALIGNED float x[32 * TQKV__X_STRIDE(128)]; /* 18 KiB of stack */
-    const int step = panel->dim <= 128 ? 32 : 16;
-    const TQKV__(loops) *loops = &TQKV__(loops_by_format)[panel->stream->format];
-    const int n = panel->n;
-    for (int j = 0; j < n; j += step) {
-        const uint8_t *codes = panel->codes;
-        panel->n = n - j < step ? n - j : step;
-        tqkv__prefetch(TQKV__L2, codes + panel->ahead, (size_t)panel->n * panel->stride);
-        loops->decode(panel, panel->n, x);
-        for (int i = panel->n; i % TQKV__LANES; i++)
-            memcpy(x + i * TQKV__X_STRIDE(panel->dim), x + (i - 1) * TQKV__X_STRIDE(panel->dim),
-                   (size_t)panel->dim * sizeof(float));
-        panel->codes = (const uint8_t *)(const void *)x;
-        if (keys)
-            TQKV__(by_rows)(panel, n_rows, TQKV__DECODED_SCORE_ROWS, TQKV__(score_TQKV__FLOATS));
-        else
-            TQKV__(add_values)(TQKV__FLOATS, panel, n_rows, TQKV__ROWS);
-        panel->codes = codes + (size_t)step * panel->stride;
-        panel->rows += keys ? 0 : step;
-        panel->results += keys ? step : 0;
-        if (keys) panel->factors += step; /* NULL for values */
-    }
-}
-
-/* Attends to a panel. Few rows work straight from the codes; with a codebook only while no code is looked up twice. 32
-   wide registers hold four rows of multiply-adds and the look-ups of up to 5 bits: there any number of rows of values
-   works so, but at most eight where codes are joined from two fields (Zen 5: 12 rows of TQ3 and TQ5 take 0.92 times as
-   long decoded, 64 rows 0.85). */
-TQKV__TARGET static void TQKV__(attend_panel)(TQKV__(panel) * panel, int n_rows, bool keys)
-{
-    const tqkv__stream *s = panel->stream;
-    const TQKV__(loops) *loops = &TQKV__(loops_by_format)[s->format];
-    const bool any = !keys && TQKV__LANES == 16 && s->book_bits < 6 && (!s->upper_bits || n_rows <= 8);
-    const int most = keys ? TQKV__KEY_ROWS(s->kind, s->book_bits) : TQKV__VALUE_ROWS(s->kind, s->book_bits);
-    if (!TQKV__DIRECT(s->format) || (n_rows > (s->kind == TQKV__BOOK ? most : TQKV__ROWS) && !any))
-        TQKV__(attend_decoded)(panel, n_rows, keys);
-    else if (keys)
-        TQKV__(by_rows)(panel, n_rows, most, loops->score);
-    else
-        TQKV__(add_values)(s->format, panel, n_rows, most);
-}
-
-/* Opens the panel of values from `before` on for the segment. */
-static void TQKV__(open_panel)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int before,
-                               TQKV__(panel) * panel)
-{
-    const size_t main = (size_t)(before * s->main_bits / 8), upper = (size_t)(before * s->upper_bits / 8);
-    const size_t main_field = (size_t)(s->head_dim * s->main_bits) / 8;
-    panel->stream = s;
-    panel->codes = tqkv__codes_at(s, kv_head, segment->slot) + main;
-    panel->upper = s->upper_bits ? main_field + upper - main : 0;
-    panel->stride = s->row_bytes;
-    panel->ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    panel->first = before == 0;
-    panel->n = segment->n;
-    panel->dim = s->panel_dim;
-    panel->factors = NULL;
-    panel->add = false;
-}
-
-TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                            const float *q, int n_rows, bool add, float *scores)
-{
-    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    /* Rotation makes products unequal, and of more sums each is smaller. */
-    const int most = s->rotated || TQKV__LANES == 16 ? s->panel_dim : TQKV__MOST_ADDITIONS * TQKV__LANES;
-    TQKV__(panel) panel;
-    const float *of_panel = factors;
-    int left = s->panel_dim; /* of a panel */
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
-    for (int d = 0; d < s->head_dim; d += panel.dim) {
-        TQKV__(open_panel)(s, kv_head, segment, d, &panel);
-        panel.dim = left < most ? left : most;
-        panel.rows = q + d;
-        panel.row_stride = s->head_dim;
-        panel.results = scores;
-        panel.result_stride = TQKV__TILE;
-        panel.factors = of_panel;
-        panel.add = add || d > 0;
-        TQKV__(attend_panel)(&panel, n_rows, true);
-        left -= panel.dim;
-        if (left) continue;
-        left = s->panel_dim;
-        of_panel += TQKV__TILE;
-    }
-}
-
-/* weights, scaled: [n_rows][TQKV__TILE], factors: [TQKV__TILE] */
-TQKV__OP void TQKV__(scale_weights)(const float *weights, int n_rows, const float *factors, float *scaled)
-{
-    for (int row = 0; row < n_rows; row++, weights += TQKV__TILE, scaled += TQKV__TILE)
-        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES)
-            TQKV__(store)(scaled + j, TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j)));
-}
-
-TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                            const float *weights, int n_rows, float *scaled, float *out)
-{
-    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__(panel) panel;
-    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
-    const float *of_panel = factors;
-    if (norms) TQKV__(factors)(s, norms, segment, false, factors);
-    for (int d = 0; d < s->head_dim; d += s->panel_dim, of_panel += TQKV__TILE) {
-        if (norms) TQKV__(scale_weights)(weights, n_rows, of_panel, scaled);
-        TQKV__(open_panel)(s, kv_head, segment, d, &panel);
-        panel.rows = norms ? scaled : weights;
-        panel.row_stride = TQKV__TILE;
-        panel.results = out + d;
-        panel.result_stride = s->head_dim;
-        TQKV__(attend_panel)(&panel, n_rows, false);
-    }
-}
-
-/* >>k-rotate: rows to floats and the rotation by vectors. The sums and their order are those of >>codec, and so are the
+/* >>k-rotate: the rotation by vectors. The sums and their order are those of >>codec, and so are the
    bytes. */
 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
@@ -5870,8 +4908,8 @@ TQKV__OP void TQKV__(matrix_column)(int m, int column, float *signs)
         TQKV__(store)(signs + row, TQKV__(signs)((uint32_t)bits));
 }
 
-/* Between columns of signs: three vectors of 16 hold one of 36 */
-#define TQKV__COLUMN 48
+/* Between columns of signs: five vectors of 8 hold one of 36 */
+#define TQKV__COLUMN 40
 
 /* Mixes subrows: out[b] = sum over c of P[b][c] * x[c] in order, times factor, for `at_once` subrows b that share a
    vector: lane at_once * a + i is element a of subrow b + i. x: m vectors, x_stride floats apart; their lanes have each
@@ -5919,60 +4957,24 @@ TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *subrows, 
     TQKV__(mix_subrows)(m, at_once, count, spread, TQKV__LANES, signs, factor, n, out);
 }
 
-/* Applies the matrix of order 12, whose signs the compiler knows: no loads of them. Every second sum is made of
-   multiply-adds: a Zen 4 core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other:
-   clang 14 would reorder sums there with -fassociative-math. */
-TQKV__OP void TQKV__(mix_12)(const float *subrows, float factor, int n, float *out)
-{
-    const TQKV__VECTOR plus = TQKV__(rounded)(TQKV__(set1)(1.0f)), minus = TQKV__(rounded)(TQKV__(set1)(-1.0f));
-    for (int a = 0; a < n; a += TQKV__LANES) {
-        TQKV__VECTOR sums[12];
-        TQKV__UNROLL
-        for (int c = 0; c < 12; c++) {
-            const TQKV__VECTOR x = TQKV__(load)(subrows + c * n + a);
-            TQKV__UNROLL
-            for (int b = 0; b < 12; b++) {
-                const bool subtract = (tqkv__tables.hadamard_12[b][c / 8] >> (c % 8)) & 1;
-                if (c == 0)
-                    sums[b] = x * (subtract ? minus : plus);
-                else if (b % 2 || TQKV__LANES == 4)
-                    sums[b] = TQKV__(fma)(x, subtract ? minus : plus, sums[b]);
-                else if (subtract)
-                    sums[b] -= x;
-                else
-                    sums[b] += x;
-            }
-        }
-        TQKV__UNROLL
-        for (int b = 0; b < 12; b++) TQKV__(store)(out + b * n + a, sums[b] * TQKV__(set1)(factor));
-    }
-}
-
-#define TQKV__MIX(m, at_once)                                                                                          \
+#define TQKV__MIX(m)                                                                                                   \
     case m:                                                                                                            \
-        TQKV__(mix)(m, at_once, subrows, factor, n, out);                                                              \
+        if (TQKV__LANES > 4 && n < TQKV__LANES)                                                                        \
+            TQKV__(mix)(m, TQKV__LANES / 4, subrows, factor, n, out);                                                  \
+        else                                                                                                           \
+            TQKV__(mix)(m, 1, subrows, factor, n, out);                                                                \
         break;
 
-/* n below LANES is 4 of 8 lanes: other sets leave shorter subrows to AVX2, or have none. */
+/* Subrows shorter than a vector have 4 values. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float *subrows, float factor, int n,
                                                              float *out)
 {
-    if (m == 12 && n >= TQKV__LANES)
-        TQKV__(mix_12)(subrows, factor, n, out);
-    else if (n >= TQKV__LANES)
-        switch (m) {
-            TQKV__MIX(20, 1)
-            TQKV__MIX(28, 1)
-            TQKV__MIX(36, 1)
-        }
-    else if (m == 20)
-        TQKV__(mix_20)(subrows, factor, out);
-    else if (TQKV__LANES == 8)
-        switch (m) {
-            TQKV__MIX(12, 2)
-            TQKV__MIX(28, 2)
-            TQKV__MIX(36, 2)
-        }
+    switch (m) {
+        TQKV__MIX(12)
+        TQKV__MIX(20)
+        TQKV__MIX(28)
+        TQKV__MIX(36)
+    }
 }
 
 /* Does what hadamard does for head_dim = m * n, m > 1: H over the subrows, then the matrix across them */
@@ -5985,22 +4987,17 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, c
     const float factor = size->inverse_root;
     if (n == 4 && TQKV__LANES > 4)
         TQKV__(hadamard_subrows)(1, 4, type, in, head_dim, flip, subrows);
-    else if (n == 8 && TQKV__LANES > 8)
-        TQKV__(hadamard_subrows)(1, 8, type, in, head_dim, flip, subrows);
     else if (n == TQKV__LANES)
         TQKV__(hadamard_subrows)(1, TQKV__LANES, type, in, head_dim, flip, subrows);
     else if (n == 2 * TQKV__LANES)
         TQKV__(hadamard_subrows)(2, 2 * TQKV__LANES, type, in, head_dim, flip, subrows);
     else if (n == 4 * TQKV__LANES)
         TQKV__(hadamard_subrows)(4, 4 * TQKV__LANES, type, in, head_dim, flip, subrows);
-    else if (n == 8 * TQKV__LANES && TQKV__LANES < 16)
+    else if (n == 8 * TQKV__LANES)
         TQKV__(hadamard_subrows)(8, 8 * TQKV__LANES, type, in, head_dim, flip, subrows);
     else if (TQKV__LANES < 8)
         TQKV__(hadamard_subrows)(16, 16 * TQKV__LANES, type, in, head_dim, flip, subrows);
-    if (n < TQKV__LANES && TQKV__LANES == 16) /* a subrow of 8 fills the other set's vectors */
-        TQKV__MIX_SHORT_SUBROWS(m, subrows, factor, n, out);
-    else
-        TQKV__(mix_by_order)(m, subrows, factor, n, out);
+    TQKV__(mix_by_order)(m, subrows, factor, n, out);
 }
 
 /* Rotates: out = R(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */
@@ -6032,388 +5029,96 @@ TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
     for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store)(y + d, TQKV__(flip)(TQKV__(load)(y + d), d));
 }
 
-/* >>k-norms: sums of squares and norms, in the lanes and the order of >>codec. */
+/* >>k-norms: sums of squares in 16 strided lanes, as in >>codec, and the norms of rows. */
 
-/* Byte e of word i: a code of TQ2, which alone is not searched. Lane i of x[e]: the square of its centroid. */
-TQKV__OP void TQKV__(squares)(const tqkv__quantiser *q, TQKV__VECTOR words, TQKV__VECTOR *x)
+/* Returns the sum of the squares of x: [n] */
+TQKV__OP float TQKV__(sum_of_squares)(const float *x, int n)
 {
-    TQKV__(words) codes;
-    TQKV__VECTOR table[16 / TQKV__LANES];
-    memcpy(&codes, &words, sizeof codes);
+    TQKV__VECTOR lanes[16 / TQKV__LANES];
     TQKV__UNROLL
-    for (int i = 0; i < 16 / TQKV__LANES; i++) table[i] = TQKV__(load)(q->squares + i * TQKV__LANES);
-    TQKV__UNROLL
-    for (int e = 0; e < 4; e++) {
-        const TQKV__(words) at = codes >> (8 * e);
-        TQKV__(codes) entry;
-        memcpy(&entry, &at, sizeof entry);
-        x[e] = TQKV__(bound)(2, table, entry);
-    }
-}
-
-/* Transposes count * count squares of `count` vectors; count is a constant. */
-TQKV__OP void TQKV__(transpose)(const int count, TQKV__VECTOR *x)
-{
-    TQKV__UNROLL
-    for (int stage = 0; stage < 4; stage++)
-        if (1 << stage < count) {
-            TQKV__UNROLL
-            for (int i = 0; i < count / 2; i++) {
-                const int low = (i >> stage << (stage + 1)) + (i & ((1 << stage) - 1)), high = low + (1 << stage);
-                const TQKV__VECTOR a = x[low], b = x[high];
-                x[low] = TQKV__(even)(stage, a, b);
-                x[high] = TQKV__(odd)(stage, a, b);
-            }
-        }
-}
-
-/* Loads the words of LANES lanes, each of per_lane neighbours: x[e] has the e-th of each. If per_lane < LANES, bit j of
-   a lane's number moves to bit (j + log2(per_lane)) modulo log2(LANES) of where it comes to. Only per_lane words from
-   the first of count, a constant: the smaller of per_lane and LANES. */
-TQKV__OP void TQKV__(load_lanes)(const int count, int per_lane, const uint8_t *words, TQKV__VECTOR *x)
-{
-    const int stride = per_lane < TQKV__LANES ? TQKV__LANES : per_lane;
-    TQKV__UNROLL
-    for (int i = 0; i < count; i++, words += 4 * stride) memcpy(&x[i], words, sizeof x[i]);
-    TQKV__(transpose)(count, x);
-}
-
-/* Sums up the squares of LANES lanes, each over its per_lane floats in order; most: a constant, per_lane or LANES */
-TQKV__OP TQKV__VECTOR TQKV__(lane_sums)(const int most, int per_lane, const uint8_t *floats)
-{
-    const int count = most < TQKV__LANES ? most : TQKV__LANES;
-    TQKV__VECTOR sum = TQKV__(set1)(0.0f);
-    for (int first = 0; first < per_lane; first += count) {
-        TQKV__VECTOR x[16];
-        TQKV__(load_lanes)(count, per_lane, floats + 4 * first, x);
+    for (int k = 0; k < 16 / TQKV__LANES; k++) lanes[k] = TQKV__(set1)(0.0f);
+    for (int d = 0; d < n; d += 16) {
         TQKV__UNROLL
-        for (int i = 0; i < count; i++) sum += TQKV__(rounded)(x[i] * x[i]);
+        for (int k = 0; k < 16 / TQKV__LANES; k++) {
+            const TQKV__VECTOR v = TQKV__(load)(x + d + k * TQKV__LANES);
+            lanes[k] += TQKV__(rounded)(v * v);
+        }
     }
-    return sum;
+    return TQKV__(sum_16)(lanes);
 }
 
-/* Adds lanes by the xor-tree of tqkv__sums_of_products up to those that share a norm. x: the sums of n_lanes lanes of
-   per_lane words each, in the order of load_lanes; sums: one a norm. All numbers are constants. */
-TQKV__OP void TQKV__(add_lanes)(const int n_lanes, const int per_lane, const int n_norms, TQKV__VECTOR *x, float *sums)
+/* Returns the sum of the squares of the centroids of codes of TQ2, the one format that is not searched; codes: [n] */
+TQKV__OP float TQKV__(squares_of_codes)(const tqkv__quantiser *q, const uint8_t *codes, int n)
 {
-    const int width = per_lane < TQKV__LANES ? per_lane : TQKV__LANES, vectors = n_lanes / TQKV__LANES;
-    TQKV__ALIGNED float lanes[32];
+    TQKV__VECTOR lanes[16 / TQKV__LANES], table[16 / TQKV__LANES];
     TQKV__UNROLL
-    for (int bit = 0; bit < 4; bit++)
-        if (1 << bit < TQKV__LANES && 1 << bit < n_lanes / n_norms) {
-            const int moved = (1 << bit) * width, distance = moved < TQKV__LANES ? moved : moved / TQKV__LANES;
-            TQKV__UNROLL
-            for (int i = 0; i < vectors; i++) x[i] += TQKV__(swap)(distance, x[i]);
-        }
-    TQKV__UNROLL
-    for (int step = 1; step < 8; step++) {
-        if ((step & (step - 1)) || step >= vectors || step * TQKV__LANES >= n_lanes / n_norms) continue;
+    for (int k = 0; k < 16 / TQKV__LANES; k++) {
+        lanes[k] = TQKV__(set1)(0.0f);
+        table[k] = TQKV__(load)(q->squares + k * TQKV__LANES);
+    }
+    for (int d = 0; d < n; d += 16) {
         TQKV__UNROLL
-        for (int i = 0; i < vectors; i++)
-            if (!(i & step)) x[i] = x[i | step] = x[i] + x[i | step];
+        for (int k = 0; k < 16 / TQKV__LANES; k++)
+            lanes[k] += TQKV__(look_up_8)(table, TQKV__(widen_bytes)(codes + d + k * TQKV__LANES));
     }
-    sums[0] = TQKV__(first_lane)(x[0]);
-    if (n_norms == 1) return;
-    TQKV__UNROLL
-    for (int i = 0; i < vectors; i++) TQKV__(store)(lanes + i * TQKV__LANES, x[i]);
-    TQKV__UNROLL
-    for (int b = 1; b < n_norms; b++) {
-        const int lane = n_lanes / n_norms * b, at = lane % TQKV__LANES * width;
-        sums[b] = lanes[lane / TQKV__LANES * TQKV__LANES + at % TQKV__LANES + at / TQKV__LANES];
-    }
+    return TQKV__(sum_16)(lanes);
 }
 
-/* Sums up lanes of any length, in the lanes' own order; squared: x holds the squares. Reads up to three floats behind
-   the last lane. */
-TQKV__OP TQKV__VECTOR TQKV__(sums_of_lanes)(bool squared, const float *x, int per_lane)
+/* Returns the largest magnitude of x: [n] */
+TQKV__OP float TQKV__(largest_size)(const float *x, int n)
 {
-    TQKV__VECTOR sum = TQKV__(set1)(0.0f);
-    for (int e = 0; e < per_lane; e += 4) {
-        TQKV__VECTOR four[4];
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++) four[i] = TQKV__(load_fours)(x + i * per_lane + e, 4 * per_lane);
-        TQKV__(transpose)(4, four);
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++)
-            if (e + i < per_lane) sum += squared ? four[i] : TQKV__(rounded)(four[i] * four[i]);
+    TQKV__VECTOR even = TQKV__(set1)(0.0f), odd = even;
+    for (int d = 0; d < n; d += 2 * TQKV__LANES) {
+        even = TQKV__(max)(TQKV__(abs)(TQKV__(load)(x + d)), even);
+        odd = TQKV__(max)(TQKV__(abs)(TQKV__(load)(x + d + TQKV__LANES)), odd);
     }
-    return sum;
+    return TQKV__(largest_lane)(TQKV__(max)(even, odd));
 }
 
-/* Finds the sum of squares of a row of head_dim that is no power of two; three more floats are readable behind x. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(sum_of_row)(bool squared, const float *x, int head_dim, float *sum)
+/* Finds the norms and scales of a row. y: [head_dim], norms, scales: [norms_per_row] */
+TQKV__OP void TQKV__(norms)(const tqkv__stream *s, const float *y, float *norms, float *scales)
 {
-    const int n = TQKV__NORM_LANES(head_dim), per_lane = head_dim / n;
-    TQKV__VECTOR sums[32 / TQKV__LANES];
-    for (int i = 0; i < n; i += TQKV__LANES)
-        sums[i / TQKV__LANES] = TQKV__(sums_of_lanes)(squared, x + i * per_lane, per_lane);
-    if (n == 16)
-        TQKV__(add_lanes)(16, TQKV__LANES, 1, sums, sum);
-    else
-        TQKV__(add_lanes)(32, TQKV__LANES, 1, sums, sum);
-}
-
-/* Calls step(head_dim, norms of a row of BOOK) with the constants of s. */
-#define TQKV__BY_HEAD_DIM(step)                                                                                        \
-    switch (s->head_dim) {                                                                                             \
-        step(32, 1) step(64, 1) step(128, 1) step(256, 1) step(512, 2) step(1024, 4)                                   \
-    }
-
-/* Finds the sums of squares of one row, one for each norm; sums: [norms_per_row]. If head_dim is no power of two, three
-   more floats are readable behind y. */
-TQKV__TARGET static void TQKV__(sums_tq)(const tqkv__stream *s, const float *y, float *sums)
-{
-    const uint8_t *bytes = (const uint8_t *)(const void *)y;
-    const int per_lane = s->head_dim / 32;
-    TQKV__VECTOR x[32 / TQKV__LANES];
-    if (TQKV__HAS_MATRIX(s->head_dim)) {
-        TQKV__(sum_of_row)(false, y, s->head_dim, sums);
-        return;
-    }
-    if (per_lane >= TQKV__LANES)
-        for (int i = 0; i < 32 / TQKV__LANES; i++) {
-            const uint8_t *at = bytes + 4 * i * TQKV__LANES * per_lane;
-            if (per_lane == TQKV__LANES) /* with constant offsets */
-                x[i] = TQKV__(lane_sums)(TQKV__LANES, TQKV__LANES, at);
-            else
-                x[i] = TQKV__(lane_sums)(TQKV__LANES, per_lane, at);
-        }
-#define TQKV__SUM_FLOATS(D, n)                                                                                         \
-    case D:                                                                                                            \
-        TQKV__UNROLL                                                                                                   \
-        for (int i = 0; i < 32 / TQKV__LANES; i++)                                                                     \
-            if ((D) < 32 * TQKV__LANES)                                                                                \
-                x[i] = TQKV__(lane_sums)((D) / 32, (D) / 32, bytes + i * TQKV__LANES * ((D) / 8));                     \
-        TQKV__(add_lanes)(32, (D) / 32, n, x, sums);                                                                   \
-        break;
-    TQKV__BY_HEAD_DIM(TQKV__SUM_FLOATS)
-}
-
-/* Four codes to a word: lanes of one word up to D=128, fewer than 32 below. */
-#define TQKV__WORD_LANES(D) ((D) < 128 ? (D) / 4 : 32)
-#define TQKV__LANE_WORDS(D) ((D) / 4 / TQKV__WORD_LANES(D))
-
-/* Brings `words` words of each lane into the order of load_lanes; to: in vectors */
-TQKV__OP void TQKV__(turn_lanes)(const int count, int words, const uint8_t *codes, float *to)
-{
-    TQKV__VECTOR x[8];
-    TQKV__(load_lanes)(count, words, codes, x);
-    TQKV__UNROLL
-    for (int i = 0; i < count; i++) TQKV__(store)(to + i * TQKV__LANES, x[i]);
-}
-
-/* Brings the words of a row's codes into that order, the lanes of a vector after those of another; lanes have two words
-   or more. to: [head_dim / 4] */
-TQKV__OP void TQKV__(turn_words)(int words, const uint8_t *codes, int head_dim, float *to)
-{
-    const int step = words * TQKV__LANES;
-    for (int at = 0; at < head_dim / 4; at += step, codes += 4 * step) {
-        if (words == 4)
-            TQKV__(turn_lanes)(4, 4, codes, to + at);
-        else if (TQKV__LANES > 4)
-            TQKV__(turn_lanes)(8, 8, codes, to + at);
-        else
-            for (int w = 0; w < 8; w += 4) TQKV__(turn_lanes)(4, 8, codes + 4 * w, to + at + w * TQKV__LANES);
-    }
-}
-
-/* Sums up lanes of codes, LANES of them in a vector, each over its words in order. short_lanes: lanes have one or two
-   codes, and the first steps of the tree are taken here. */
-TQKV__OP void TQKV__(sums_of_words)(bool short_lanes, int words, int n_vectors, const tqkv__quantiser *q,
-                                    const uint8_t *codes, TQKV__VECTOR *sums)
-{
-    for (const TQKV__VECTOR *end = sums + n_vectors; sums < end; sums++) {
-        TQKV__VECTOR sum = TQKV__(set1)(0.0f), word[2], x[4];
-        if (words == 1) {
-            memcpy(&word[0], codes, sizeof word[0]);
-            codes += sizeof word[0];
-            TQKV__(squares)(q, word[0], x);
-            *sums = short_lanes ? (x[0] + x[1]) + (x[2] + x[3]) : ((x[0] + x[1]) + x[2]) + x[3];
-            continue;
-        }
-        for (int w = 0; w < words; w += 2, codes += 2 * sizeof word[0]) {
-            memcpy(&word[0], codes, sizeof word[0]);
-            memcpy(&word[1], codes + sizeof word[0], sizeof word[0]);
-            if (words == 2) TQKV__(transpose)(2, word);
-            TQKV__UNROLL
-            for (int i = 0; i < 2; i++) {
-                TQKV__(squares)(q, word[i], x);
-                sum = (((sum + x[0]) + x[1]) + x[2]) + x[3];
-            }
-        }
-        *sums = sum;
-    }
-}
-
-/* Finds the sums of the lanes of a row's codes. */
-TQKV__OP void TQKV__(lanes_of_codes)(const tqkv__stream *s, const tqkv__quantiser *q, const uint8_t *codes,
-                                     TQKV__VECTOR *sums)
-{
-    const int words = TQKV__LANE_WORDS(s->head_dim), n = TQKV__WORD_LANES(s->head_dim) / TQKV__LANES;
-    const bool short_lanes = s->head_dim < 128;
-    TQKV__ALIGNED float turned[TQKV_MAX_HEAD_DIM / 4];
-    if (words > 2) {
-        TQKV__(turn_words)(words, codes, s->head_dim, turned);
-        codes = (const uint8_t *)(const void *)turned;
-    }
-    TQKV__(sums_of_words)(short_lanes, words, n, q, codes, sums);
-}
-
-/* Does what sums_tq does, of the centroids of codes of TQ2: [head_dim]. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(centroid_sums)(const tqkv__stream *s, const tqkv__quantiser *q,
-                                                              const uint8_t *codes, float *sums)
-{
-    TQKV__ALIGNED float x[TQKV__X_STRIDE(TQKV_MAX_HEAD_DIM)];
-    TQKV__VECTOR lanes[32 / TQKV__LANES];
-    if (TQKV__HAS_MATRIX(s->head_dim)) {
-        for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
-            TQKV__VECTOR four[4];
-            TQKV__(squares)(q, TQKV__(widen_bytes)(codes + d), four);
-            TQKV__(store)(x + d, four[0]);
-        }
-        TQKV__(sum_of_row)(true, x, s->head_dim, sums);
-        return;
-    }
-    TQKV__(lanes_of_codes)(s, q, codes, lanes);
-#define TQKV__SUM_LANES(D, n)                                                                                          \
-    case D:                                                                                                            \
-        TQKV__(add_lanes)(TQKV__WORD_LANES(D), TQKV__LANE_WORDS(D), n, lanes, sums);                                   \
-        break;
-    TQKV__BY_HEAD_DIM(TQKV__SUM_LANES)
-}
-
-/* Does what tqkv__norm_tq does for a few rows, in whole vectors. values: [n_rows], norms, scales:
-   [n_rows][norms_per_row] */
-TQKV__TARGET static void TQKV__(norms_tq)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms,
-                                          float *scales)
-{
-    const bool several = s->norms_per_row > 1;
-    const TQKV__VECTOR share =
-        TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f); /* 1/256 is exact: same result as the division */
-    const TQKV__VECTOR factor = TQKV__(set1)(several ? s->block_scale : s->root);
-    const int n = n_rows * s->norms_per_row;
-    for (int i = 0; i < n_rows; i++) TQKV__(sums_tq)(s, values[i], norms + i * s->norms_per_row);
-    for (int i = n; i % TQKV__LANES; i++) norms[i] = 0.0f;
-    for (int i = 0; i < n; i += TQKV__LANES) {
-        const TQKV__VECTOR norm = TQKV__(abs)(TQKV__(sqrt)(TQKV__(load)(norms + i) * share));
-        TQKV__(store)(norms + i, norm);
-        TQKV__(store)(scales + i, TQKV__(invert_above)(TQKV__MIN_NORM, norm) * factor);
-    }
-}
-
-/* Does what tqkv__correct_norms does for a few rows; sums: of the squares of their centroids. norms, sums: [n], room
-   for whole vectors */
-TQKV__TARGET static void TQKV__(correct_norms)(const tqkv__stream *s, int n, const float *sums, float *norms)
-{
-    const bool several = s->norms_per_row > 1;
-    const TQKV__VECTOR share = TQKV__(set1)(several ? 1.0f / 256.0f : 1.0f);
-    const TQKV__VECTOR root = TQKV__(set1)(several ? s->block_scale : s->root);
-    for (int i = 0; i < n; i += TQKV__LANES) {
-        const TQKV__VECTOR norm = TQKV__(load)(norms + i), length = TQKV__(sqrt)(TQKV__(load)(sums + i) * share);
-        const TQKV__VECTOR next = norm * TQKV__(rounded)(root / length);
-        TQKV__(store)(norms + i, TQKV__(zero_below)(TQKV__(set1)(TQKV__NEXT_NORM), norm, next));
-    }
-}
-
-TQKV__TARGET static void TQKV__(norms_i8)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms,
-                                          float *scales)
-{
-    for (int i = 0; i < n_rows * s->norms_per_row; i++) {
-        const float *y = values[i / s->norms_per_row] + i % s->norms_per_row * s->norm_dim;
-        TQKV__VECTOR even = TQKV__(set1)(0.0f), odd = even;
-        for (const float *last = y + s->norm_dim - TQKV__LANES; y <= last; y += 2 * TQKV__LANES) {
-            even = TQKV__(max)(TQKV__(abs)(TQKV__(load)(y)), even);
-            odd = TQKV__(max)(TQKV__(abs)(TQKV__(load)(y < last ? y + TQKV__LANES : y)), odd);
-        }
-        norms[i] = tqkv__norm_i8(TQKV__(largest_lane)(TQKV__(max)(even, odd)), &scales[i]);
-    }
-}
-
-/* Finds norms and scales of a few rows as tqkv__scale_row does. */
-TQKV__OP void TQKV__(norms)(const tqkv__stream *s, const float *const *values, int n_rows, float *norms, float *scales)
-{
-    if (s->kind == TQKV__GRID)
-        TQKV__(norms_i8)(s, values, n_rows, norms, scales);
-    else
-        TQKV__(norms_tq)(s, values, n_rows, norms, scales);
+    for (int b = 0; b < s->norms_per_row; b++, y += s->norm_dim)
+        norms[b] = s->kind == TQKV__GRID ? tqkv__norm_i8(TQKV__(largest_size)(y, s->norm_dim), &scales[b])
+                                         : tqkv__norm_tq(s, TQKV__(sum_of_squares)(y, s->norm_dim), &scales[b]);
 }
 
 TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, float *norms)
 {
-    float row_norms[16], scales[16]; /* whole vectors */
-    float copy[TQKV_MAX_HEAD_DIM];
-    const float *y = row;
+    float scales[TQKV_MAX_HEAD_DIM / 128];
     if (s->rotated) TQKV__(rotate)(row, s->head_dim);
     if (s->kind == TQKV__HALF) return;
-    if (TQKV__HAS_MATRIX(s->head_dim)) y = (const float *)memcpy(copy, row, (size_t)s->head_dim * sizeof(float));
-    TQKV__(norms)(s, &y, 1, row_norms, scales);
-    memcpy(norms, row_norms, (size_t)s->norms_per_row * sizeof(float));
+    TQKV__(norms)(s, row, norms, scales);
     for (int d = 0; d < s->head_dim; d += TQKV__LANES)
         TQKV__(store)(row + d, TQKV__(load)(row + d) * TQKV__(set1)(scales[d / s->norm_dim]));
 }
 
-/* >>k-search: the factors of a few rows, by vectors; what tqkv__search_row does with one. */
+/* >>k-search: the factors of a row's norms, by vectors: does what tqkv__search_block does. */
 
-/* The scaled values of a row in the order that the sums take: element e of the lanes of a vector side by side, a vector
-   of each lane's next element n_lanes further on. So the sums of lanes are sums of vectors. Magnitudes are enough:
-   codebooks are symmetric, a value has the sign of its centroid, and a product of 0 adds nothing. */
-typedef struct TQKV__(turned) {
-    TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM + 128];
-    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM + 128]; /* -1 for positive values, see TQKV__(fold) */
-    TQKV__ALIGNED uint32_t found[TQKV_MAX_HEAD_DIM];     /* see TQKV__(find) */
-} TQKV__(turned);
+/* The scaled values of a row. Magnitudes are enough: codebooks are symmetric, a value has the sign of its centroid, and
+   a product of 0 adds nothing. */
+typedef struct TQKV__(sizes) {
+    TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
+    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM + 32]; /* -1 for positive values, see TQKV__(fold) */
+    TQKV__ALIGNED uint32_t cells[TQKV_MAX_HEAD_DIM];    /* of a codebook whose tables do not fit registers */
+} TQKV__(sizes);
 
-/* NaN becomes infinity, which is no larger with any factor either, and has the square of NaN's code. */
-TQKV__OP void TQKV__(turn_value)(TQKV__(turned) * t, int at, TQKV__VECTOR v)
+/* y: [head_dim], scales: [norms_per_row] -> v: scaled, [head_dim]. NaN becomes infinity, which is no larger with any
+   factor either, and has the square of NaN's code. */
+TQKV__OP void TQKV__(open_sizes)(const tqkv__stream *s, const float *y, const float *scales, float *v,
+                                 TQKV__(sizes) * t)
 {
-    const TQKV__(words) positive = (TQKV__(words))(v > TQKV__(set1)(0.0f));
-    TQKV__(store)(t->sizes + at, TQKV__(abs)(TQKV__(max)(v, TQKV__(set1)(-INFINITY))));
-    memcpy(t->less + at, &positive, sizeof positive);
+    for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
+        const TQKV__VECTOR x = TQKV__(load)(y + d) * TQKV__(set1)(scales[d / s->norm_dim]);
+        const TQKV__(words) positive = (TQKV__(words))(x > TQKV__(set1)(0.0f));
+        TQKV__(store)(v + d, x);
+        TQKV__(store)(t->sizes + d, TQKV__(abs)(TQKV__(max)(x, TQKV__(set1)(-INFINITY))));
+        memcpy(t->less + d, &positive, sizeof positive);
+    }
 }
-
-/* Lanes of three values and more: loads of four neighbours; reads up to three floats behind the last lane. Shorter
-   ones: a load has the values of two or four lanes, which come to different vectors. per_lane: a constant for 1, 2 and
-   4. v: [head_dim] */
-TQKV__OP void TQKV__(turn_values)(const int per_lane, int n_lanes, const float *v, TQKV__(turned) * t)
-{
-    const int together = per_lane < 3 ? 4 / per_lane : 1, width = together * per_lane;
-    for (int lane = 0; lane < n_lanes; lane += together * TQKV__LANES)
-        for (int e = 0; e < width; e += 4) {
-            TQKV__VECTOR four[4];
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++) four[i] = TQKV__(load_fours)(v + lane * per_lane + i * width + e, 4 * width);
-            TQKV__(transpose)(4, four);
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++)
-                if (per_lane < 3)
-                    TQKV__(turn_value)(t, i % per_lane * n_lanes + lane + i / per_lane * TQKV__LANES, four[i]);
-                else if (e + i < width)
-                    TQKV__(turn_value)(t, (e + i) * n_lanes + lane, four[i]);
-        }
-}
-
-/* y: [head_dim], scales: [norms_per_row] -> v: scaled, [head_dim] and room for three more, and turned */
-TQKV__OP void TQKV__(turn_row)(const tqkv__stream *s, const float *y, const float *scales, float *v, TQKV__(turned) * t)
-{
-    const int n_lanes = TQKV__NORM_LANES(s->head_dim), per_lane = s->head_dim / n_lanes;
-    for (int b = 0, d = 0; b < s->norms_per_row; b++)
-        for (const int end = d + s->norm_dim; d < end; d += TQKV__LANES)
-            TQKV__(store)(v + d, TQKV__(load)(y + d) * TQKV__(set1)(scales[b]));
-    if (per_lane == 1)
-        TQKV__(turn_values)(1, n_lanes, v, t);
-    else if (per_lane == 2)
-        TQKV__(turn_values)(2, n_lanes, v, t);
-    else if (per_lane == 4)
-        TQKV__(turn_values)(4, n_lanes, v, t);
-    else
-        TQKV__(turn_values)(per_lane, n_lanes, v, t);
-}
-
-/* Codebooks whose tables do not fit registers */
-#define TQKV__IS_LARGE(bits) ((bits) > (TQKV__LANES == 16 ? 6 : 4))
 
 /* Returns sizes times a factor, and the next float below where the value is positive: see TQKV__(fold). */
-TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(turned) * t, int at, TQKV__VECTOR factor)
+TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(sizes) * t, int at, TQKV__VECTOR factor)
 {
     const TQKV__VECTOR size = TQKV__(load)(t->sizes + at) * factor;
     TQKV__VECTOR w;
@@ -6425,247 +5130,154 @@ TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(turned) * t, int at, TQKV
     return w;
 }
 
-/* The tables of a codebook of up to 6 bits, in registers: vectors of 16 floats at least, which one permutation reads */
-#define TQKV__BOOK_VECTORS (TQKV__LANES == 4 ? 4 : 2)
+/* The tables of a codebook of up to 4 bits, in registers */
 typedef struct TQKV__(book) {
-    TQKV__VECTOR top, bounds[TQKV__BOOK_VECTORS], centroids[TQKV__BOOK_VECTORS];
-    TQKV__(codes) below[4];
+    TQKV__VECTOR top, bounds[16 / TQKV__LANES], centroids[16 / TQKV__LANES];
+    TQKV__(codes) below;
 } TQKV__(book);
 
-TQKV__OP void TQKV__(load_book)(const int bits, const tqkv__quantiser *q, TQKV__(book) * book)
+TQKV__OP void TQKV__(load_book)(const tqkv__quantiser *q, TQKV__(book) * book)
 {
     book->top = TQKV__(set1)(q->top);
-    if (bits <= 6) TQKV__(load_below)(bits, q->below, book->below);
-    for (int i = 0; i < TQKV__BOOK_VECTORS; i++) {
+    book->below = TQKV__(load_below)(q->below);
+    for (int i = 0; i < 16 / TQKV__LANES; i++) {
         book->bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
         book->centroids[i] = TQKV__(load)(q->centroids + i * TQKV__LANES);
     }
 }
 
 /* Returns the cells of sizes times a factor. slope: that of cells, times the factor */
-TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(turned) * t, int at, TQKV__VECTOR slope, TQKV__VECTOR top)
+TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(sizes) * t, int at, TQKV__VECTOR slope, TQKV__VECTOR top)
 {
     return TQKV__(truncate)(TQKV__(min)(TQKV__(load)(t->sizes + at) * slope, top));
 }
 
-/* Finds what nearest takes of a large codebook, for all values of a row: their centroids, or their cells. */
-TQKV__OP void TQKV__(find)(const tqkv__stream *s, const tqkv__quantiser *q, TQKV__VECTOR factor, TQKV__VECTOR slope,
-                           TQKV__(turned) * t)
-{
-    const TQKV__VECTOR top = TQKV__(set1)(q->top);
-#if TQKV__LANES == 16
-    uint8_t *codes = (uint8_t *)t->found + sizeof t->found - TQKV_MAX_HEAD_DIM; /* read before centroids come there */
-    for (int at = 0; at < s->head_dim; at += 64) {                              /* the last may be beyond the row */
-        TQKV__VECTOR w[4];
-        TQKV__(codes) cells[4];
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++) {
-            w[i] = TQKV__(sizes_times)(t, at + 16 * i, factor);
-            cells[i] = TQKV__(cells)(t, at + 16 * i, slope, top);
-        }
-        TQKV__(search_tq8)(q, cells, w, codes + at);
-    }
-    for (int at = 0; at < s->head_dim; at += 64) TQKV__(centroids_tq8)(s, codes + at, t->found + at);
-#else
-    (void)factor;
-    for (int at = 0; at < s->head_dim; at += TQKV__LANES) {
-        const TQKV__(codes) cells = TQKV__(cells)(t, at, slope, top);
-        memcpy(t->found + at, &cells, sizeof cells);
-    }
-#endif
-}
-
-/* Returns the centroids of sizes_times or, TQ8 on vectors of 16, their negatives; bits is a constant. For 3 bits three
-   comparisons are quicker than a cell. Of a large codebook one load takes the bound and the centroids of a cell. */
+/* Returns the centroids of sizes_times; bits is a constant, 8 for more than 4. For 3 bits three comparisons are quicker
+   than a cell. Of a large codebook one load has the bound and the centroids of a cell. */
 TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
-                                      const TQKV__(turned) * t, int at, TQKV__VECTOR factor, TQKV__VECTOR slope)
+                                      const TQKV__(sizes) * t, int at, TQKV__VECTOR factor, TQKV__VECTOR slope)
 {
     const TQKV__VECTOR w = TQKV__(sizes_times)(t, at, factor);
     TQKV__(codes) index;
     TQKV__VECTOR entries[3];
     memset(&index, 0, sizeof index);
     const TQKV__(codes) none = index;
-    if (TQKV__IS_LARGE(bits) && TQKV__LANES == 16) {
-        memcpy(entries, t->found + at, sizeof *entries);
-        return *entries;
-    }
-    if (TQKV__IS_LARGE(bits)) {
-        TQKV__(load_entries)(q->entries, t->found + at, entries);
+    if (bits == 8) {
+        TQKV__(load_entries)(q->entries, t->cells + at, entries);
         return TQKV__(choose)(entries[0], w, entries[1], entries[2]);
     }
     if (bits == 3) {
         TQKV__UNROLL
         for (int b = 0; b < 3; b++) index = TQKV__(code_from)(index, TQKV__(set1)(q->bounds[b]), w, none);
-        return TQKV__(bound)(bits, book->centroids, index);
+        return TQKV__(look_up_8)(book->centroids, index);
     }
-    index = TQKV__(below)(bits, book->below, TQKV__(cells)(t, at, slope, book->top));
-    index = TQKV__(code_from)(index, TQKV__(bound)(bits, book->bounds, index), w, none);
-    return TQKV__(bound)(bits, book->centroids, index);
+    index = TQKV__(below)(book->below, TQKV__(cells)(t, at, slope, book->top));
+    index = TQKV__(code_from)(index, TQKV__(look_up_8)(book->bounds, index), w, none);
+    return TQKV__(look_up_8)(book->centroids, index);
 }
 
-/* Finds the sums of v*c and of c*c of each lane: lanes[2f], lanes[2f + 1] of factor f */
-enum { TQKV__(sums_tried) = 2 * TQKV__MOST_FACTORS };
-TQKV__OP void TQKV__(try_factors)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q, TQKV__(turned) * t,
-                                  float (*lanes)[32])
+/* Finds the sums of v*c and of c*c over values [from, to) under factor f. */
+TQKV__OP void TQKV__(try_factor)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q,
+                                 const TQKV__(book) * book, int f, int from, int to, TQKV__(sizes) * t, float *sums)
 {
-    const int n_lanes = TQKV__NORM_LANES(s->head_dim);
-    TQKV__(book) book;
-    TQKV__(load_book)(bits, q, &book);
-    for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
-        const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]), slope = TQKV__(set1)(s->factors[f] * q->slope);
-        if (TQKV__IS_LARGE(bits)) TQKV__(find)(s, q, factor, slope, t);
-        for (int lane = 0; lane < n_lanes; lane += TQKV__LANES) {
-            TQKV__VECTOR products = TQKV__(set1)(0.0f), squares = products;
-            for (int at = lane; at < s->head_dim; at += n_lanes) {
-                const TQKV__VECTOR c = TQKV__(nearest)(bits, q, &book, t, at, factor, slope);
-                products += TQKV__(rounded)(TQKV__(load)(t->sizes + at) * c);
-                squares += TQKV__(rounded)(c * c);
-            }
-            TQKV__(store)(lanes[2 * f] + lane, products);
-            TQKV__(store)(lanes[2 * f + 1] + lane, squares);
-        }
-    }
-}
-
-/* Adds lanes that are 1 << stage apart: lanes with that bit clear have the sums of a, the others those of b. */
-TQKV__OP TQKV__VECTOR TQKV__(add_pairs)(const int stage, TQKV__VECTOR a, TQKV__VECTOR b)
-{
-    return TQKV__(even)(stage, a, b) + TQKV__(odd)(stage, a, b);
-}
-
-/* The xor-tree of tqkv__sums_of_products over `together` vectors of lanes, for all sums: sum k in x[k / LANES], lane
-   k % LANES. Of 16 lanes where a norm has 8 lanes, the last step is left out. */
-TQKV__OP void TQKV__(add_tried)(const float (*lanes)[32], int at, int together, bool whole, TQKV__VECTOR *x)
-{
-    TQKV__UNROLL
-    for (int k = 0; k < TQKV__(sums_tried); k++) {
-        const float *from = lanes[k] + at;
-        x[k] = TQKV__(load)(from);
-        if (together > 1) x[k] += TQKV__(load)(from + TQKV__LANES);
-        if (together > 2) x[k] += TQKV__(load)(from + 2 * TQKV__LANES) + TQKV__(load)(from + 3 * TQKV__LANES);
+    const TQKV__VECTOR factor = TQKV__(set1)(s->factors[f]), slope = TQKV__(set1)(s->factors[f] * q->slope);
+    TQKV__VECTOR products[16 / TQKV__LANES], squares[16 / TQKV__LANES];
+    for (int at = from; bits == 8 && at < to; at += TQKV__LANES) { /* a load soon after would wait for the store */
+        const TQKV__(codes) cells = TQKV__(cells)(t, at, slope, book->top);
+        memcpy(t->cells + at, &cells, sizeof cells);
     }
     TQKV__UNROLL
-    for (int stage = 0; stage < 4; stage++) {
-        const int last = (TQKV__(sums_tried) - 1) >> stage;
-        if (1 << stage >= TQKV__LANES || (stage == 3 && !whole)) continue;
+    for (int k = 0; k < 16 / TQKV__LANES; k++) products[k] = squares[k] = TQKV__(set1)(0.0f);
+    for (int at = from; at < to; at += 16) {
         TQKV__UNROLL
-        for (int i = 0; i < TQKV__(sums_tried); i += 2)
-            if (i <= last) x[i / 2] = TQKV__(add_pairs)(stage, x[i], x[i < last ? i + 1 : i]);
-    }
-}
-
-/* lanes, of `together` vectors whose values came in one load -> sums: [n_norms][16] */
-TQKV__OP void TQKV__(add_norms)(int n_lanes, int together, int n_norms, const float (*lanes)[32], float (*sums)[16])
-{
-    enum { vectors = (TQKV__(sums_tried) + TQKV__LANES - 1) / TQKV__LANES };
-    const int step = together * TQKV__LANES, per_norm = n_lanes / step / n_norms;
-    TQKV__VECTOR x[TQKV__(sums_tried)], all[8][vectors];
-    for (int b = 0; b < n_norms && per_norm; b++, sums++) {
-        for (int g = 0; g < per_norm; g++) {
-            TQKV__(add_tried)(lanes, (b * per_norm + g) * step, together, true, x);
-            TQKV__UNROLL
-            for (int i = 0; i < vectors; i++) all[g][i] = x[i];
+        for (int k = 0; k < 16 / TQKV__LANES; k++) {
+            const int i = at + k * TQKV__LANES;
+            const TQKV__VECTOR c = TQKV__(nearest)(bits, q, book, t, i, factor, slope);
+            products[k] += TQKV__(rounded)(TQKV__(load)(t->sizes + i) * c);
+            squares[k] += TQKV__(rounded)(c * c);
         }
-        for (int distance = 1; distance < per_norm; distance *= 2)
-            for (int g = 0; g < per_norm; g += 2 * distance) {
-                TQKV__UNROLL
-                for (int i = 0; i < vectors; i++) all[g][i] += all[g + distance][i];
-            }
-        memcpy(sums, all[0], sizeof all[0]);
     }
-    for (int b = 0; b < n_norms && !per_norm && TQKV__LANES == 16; b += 2, sums += 2) {
-        TQKV__(add_tried)(lanes, b * 8, 1, false, x);
-        TQKV__(store)(sums[0], TQKV__(even)(3, x[0], x[1]));
-        TQKV__(store)(sums[1], TQKV__(odd)(3, x[0], x[1]));
-    }
+    sums[0] = TQKV__(sum_16)(products);
+    sums[1] = TQKV__(sum_16)(squares);
 }
 
-/* Turns one row and tries the factors: sums as in add_norms */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(search_row)(const tqkv__stream *s, const tqkv__quantiser *q,
-                                                           const float *y, const float *scales, float *v,
-                                                           float (*sums)[16])
+/* Finds the best factor of each norm, the first of the largest (sum of v*c)^2 / (sum of c*c), and its sum of c*c. All
+   lanes have the same numbers: a comparison of floats would be a branch that is hard to predict. */
+TQKV__OP void TQKV__(search_as)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q, TQKV__(sizes) * t,
+                                float *factors, float *squares)
 {
-    TQKV__(turned) t;
-    TQKV__ALIGNED float lanes[TQKV__(sums_tried)][32];
-    const int n_lanes = TQKV__NORM_LANES(s->head_dim), per_lane = s->head_dim / n_lanes;
-    TQKV__(turn_row)(s, y, scales, v, &t);
-    if (s->book_bits == 3)
-        TQKV__(try_factors)(3, s, q, &t, lanes);
-    else if (s->book_bits == 4 || (s->book_bits == 5 && TQKV__LANES == 16)) /* the same code there */
-        TQKV__(try_factors)(4, s, q, &t, lanes);
-    else if (s->book_bits == 6 && TQKV__LANES == 16)
-        TQKV__(try_factors)(6, s, q, &t, lanes);
-    else
-        TQKV__(try_factors)(8, s, q, &t, lanes);
-    TQKV__(add_norms)(n_lanes, per_lane < 3 ? 4 / per_lane : 1, s->norms_per_row, (const float(*)[32])lanes, sums);
-}
-
-/* Finds the best factors of n norms, each the first of the largest (sum v*c)^2 / (sum c*c), and their sums of c*c.
-   tried: [n][16], factors, squares: [n]; room for whole vectors */
-TQKV__OP void TQKV__(choose_factors)(const tqkv__stream *s, int n, float (*tried)[16], float *factors, float *squares)
-{
-    for (int first = 0; first < n; first += TQKV__LANES) {
-        TQKV__ALIGNED float sums[TQKV__(sums_tried)][TQKV__LANES];
-        TQKV__VECTOR best = TQKV__(set1)(0.0f), factor = best, square = best;
-        for (int k = 0; k < TQKV__(sums_tried); k++)
-            for (int i = 0; i < TQKV__LANES; i++) sums[k][i] = first + i < n ? tried[first + i][k] : 1.0f;
+    TQKV__(book) book;
+    TQKV__(load_book)(q, &book);
+    for (int b = 0; b < s->norms_per_row; b++) {
+        TQKV__VECTOR best = TQKV__(set1)(-1.0f), factor = best, square = best;
         for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
-            const TQKV__VECTOR u = TQKV__(load)(sums[2 * f]), t = TQKV__(load)(sums[2 * f + 1]);
-            const TQKV__VECTOR share = TQKV__(rounded)(u * u) / t;
-            factor = f ? TQKV__(choose)(share, best, TQKV__(set1)(s->factors[f]), factor) : TQKV__(set1)(s->factors[f]);
-            square = f ? TQKV__(choose)(share, best, t, square) : t;
-            best = f ? TQKV__(choose)(share, best, share, best) : share;
+            float sums[2];
+            TQKV__(try_factor)(bits, s, q, &book, f, b * s->norm_dim, (b + 1) * s->norm_dim, t, sums);
+            const TQKV__VECTOR u = TQKV__(set1)(sums[0]), c = TQKV__(set1)(sums[1]);
+            const TQKV__VECTOR share = TQKV__(rounded)(u * u) / c;
+            factor = TQKV__(choose)(share, best, TQKV__(set1)(s->factors[f]), factor);
+            square = TQKV__(choose)(share, best, c, square);
+            best = TQKV__(choose)(share, best, share, best);
         }
-        TQKV__(store)(factors + first, factor);
-        TQKV__(store)(squares + first, square);
+        factors[b] = TQKV__(first_lane)(factor);
+        squares[b] = TQKV__(first_lane)(square);
     }
 }
 
-/* Scales a few rows; then their scales become the factors of the search. values: [n_rows], of which each becomes a row
-   of `rows`, [n_rows][head_dim] and room for three more; scales, squares: [n_rows][norms_per_row] and room for whole
-   vectors */
-TQKV__TARGET static void TQKV__(search)(const tqkv__stream *s, const tqkv__quantiser *q, int n_rows,
-                                        const float **values, float *rows, float *scales, float *squares)
+/* Scales a row, y to v: [head_dim]. Its scales become the factors of the search. scales, squares: [norms_per_row] */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(search_row)(const tqkv__stream *s, const tqkv__quantiser *q,
+                                                           const float *y, float *v, float *scales, float *squares)
 {
-    float tried[16][16];
-    const int n = s->norms_per_row, step = 16 / n;
-    for (int first = 0; first < n_rows; first += step) {
-        const int end = first + step < n_rows ? first + step : n_rows;
-        for (int i = first; i < end; i++, rows += s->head_dim) {
-            TQKV__(search_row)(s, q, values[i], scales + i * n, rows, tried + (i - first) * n);
-            values[i] = rows;
-        }
-        TQKV__(choose_factors)(s, (end - first) * n, tried, scales + first * n, squares + first * n);
-    }
+    TQKV__(sizes) t;
+    TQKV__(open_sizes)(s, y, scales, v, &t);
+    if (s->book_bits == 3)
+        TQKV__(search_as)(3, s, q, &t, scales, squares);
+    else if (s->book_bits == 4)
+        TQKV__(search_as)(4, s, q, &t, scales, squares);
+    else
+        TQKV__(search_as)(8, s, q, &t, scales, squares);
 }
 
 /* >>k-quantise: codes, packed, of whole rows. */
 
-/* Does what tqkv__quantise does, with the cells of tqkv__quantiser. bits is a constant, 4 for fewer, too. */
-TQKV__OP TQKV__(codes) TQKV__(quantise)(const int bits, const tqkv__quantiser *q, const TQKV__(codes) * below,
-                                        const TQKV__VECTOR *bounds, TQKV__VECTOR v)
+/* Quantises n values by one scale. bits is a constant, 0: the grid of I8, 4: a codebook of up to 4 bits. Codes are
+   written in whole groups of four vectors, but y is not read behind n. y, codes: [n] */
+TQKV__OP void TQKV__(quantise_short)(const int bits, const tqkv__quantiser *q, const float *y, int n, float scale,
+                                     uint8_t *codes)
 {
-    TQKV__(codes) side;
-    const TQKV__VECTOR w = TQKV__(fold)(q->half, v, &side);
-    const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
-    const TQKV__(codes) count = TQKV__(below)(bits, below, TQKV__(truncate)(cell));
-    return TQKV__(code_from)(count, TQKV__(bound)(bits, bounds, count), w, side);
+    TQKV__(codes) four[4], side;
+    TQKV__VECTOR bounds[16 / TQKV__LANES];
+    const TQKV__(codes) below = TQKV__(load_below)(q->below);
+    for (int i = 0; i < 16 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
+    for (int d = 0; d < n; d += 4 * TQKV__LANES) {
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++) {
+            const int at = d + i * TQKV__LANES;
+            const TQKV__VECTOR v = TQKV__(load)(y + (at < n ? at : d)) * TQKV__(set1)(scale);
+            if (!bits) {
+                four[i] = TQKV__(quantise_i8)(v);
+                continue;
+            }
+            const TQKV__VECTOR w = TQKV__(fold)(q->half, v, &side);
+            const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
+            const TQKV__(codes) count = TQKV__(below)(below, TQKV__(truncate)(cell));
+            four[i] = TQKV__(code_from)(count, TQKV__(look_up_8)(bounds, count), w, side);
+        }
+        const TQKV__(codes) bytes = TQKV__(narrow)(four);
+        memcpy(codes + d, &bytes, sizeof bytes);
+    }
 }
 
-#if TQKV__LANES < 16
-/* Quantises TQ8 where tables are too large for instructions: vectors find the cells of n values, loads the counts
-   and bounds, vectors compare. One loop a step: a vector load that follows stores of its lanes at once would wait
-   for them. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_loads)(const tqkv__quantiser *q, const float *y, int n,
-                                                               float scale, uint8_t *codes)
+/* Likewise for a codebook whose tables do not fit registers: vectors find the cells of up to 256 values, loads the
+   counts and bounds, vectors compare. One loop a step: a vector load soon after stores of its lanes would wait. */
+TQKV__OP void TQKV__(quantise_256)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
-    TQKV__ALIGNED float bounds[256]; /* n is at most that */
+    TQKV__ALIGNED float bounds[256];
     TQKV__ALIGNED int32_t cells[256];
     TQKV__(codes) side, four[4];
     for (int d = 0; d < n; d += TQKV__LANES) {
-        const TQKV__VECTOR w = TQKV__(fold)(128, TQKV__(load)(y + d) * TQKV__(set1)(scale), &side);
-        const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
-        four[0] = TQKV__(truncate)(cell);
+        const TQKV__VECTOR w = TQKV__(fold)(q->half, TQKV__(load)(y + d) * TQKV__(set1)(scale), &side);
+        four[0] = TQKV__(truncate)(TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top)));
         memcpy(cells + d, &four[0], sizeof four[0]);
     }
     for (int d = 0; d < n; d += 8) {
@@ -6678,102 +5290,58 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_loads)(const tqkv__quant
     for (int d = 0; d < n; d += 4 * TQKV__LANES) {
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
-            const int at = d + i * TQKV__LANES;
-            const TQKV__VECTOR w = TQKV__(fold)(128, TQKV__(load)(y + at) * TQKV__(set1)(scale), &side);
+            const int next = d + i * TQKV__LANES, at = next < n ? next : d;
+            const TQKV__VECTOR w = TQKV__(fold)(q->half, TQKV__(load)(y + at) * TQKV__(set1)(scale), &side);
             memcpy(&four[i], cells + at, sizeof four[i]);
             four[i] = TQKV__(code_from)(four[i], TQKV__(load)(bounds + at), w, side);
         }
-        const TQKV__(codes) narrow = TQKV__(narrow)(four);
-        memcpy(codes + d, &narrow, sizeof narrow);
+        const TQKV__(codes) bytes = TQKV__(narrow)(four);
+        memcpy(codes + d, &bytes, sizeof bytes);
     }
 }
-#endif
 
-/* Finds the codes of TQ8 for n values with one scale: 256 at a time, then whole vectors, then a tail with zeros behind
-   it. */
-TQKV__OP void TQKV__(quantise_values_tq8)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_large)(const tqkv__quantiser *q, const float *y, int n,
+                                                               float scale, uint8_t *codes)
+{
+    for (int d = 0; d < n; d += 256) TQKV__(quantise_256)(q, y + d, n - d < 256 ? n - d : 256, scale, codes + d);
+}
+
+/* Quantises a row. y: [head_dim], scales: [norms_per_row] -> codes: [head_dim] and room for four vectors */
+TQKV__TARGET static void TQKV__(quantise_row)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
+                                              const float *scales, uint8_t *codes)
+{
+    for (int d = 0; d < s->head_dim; d += s->norm_dim, scales++)
+        if (s->kind == TQKV__GRID)
+            TQKV__(quantise_short)(0, q, y + d, s->norm_dim, *scales, codes + d);
+        else if (s->book_bits <= 4)
+            TQKV__(quantise_short)(4, q, y + d, s->norm_dim, *scales, codes + d);
+        else
+            TQKV__(quantise_large)(q, y + d, s->norm_dim, *scales, codes + d);
+}
+
+/* Packs the `bits` bits from bit `low` on of each code; both are constants. codes: [head_dim] and room for a vector */
+TQKV__OP void TQKV__(pack_field)(const int bits, const int low, int head_dim, const uint8_t *codes, uint8_t *to)
 {
     enum { step = 4 * TQKV__LANES };
-    float tail[step] = {0};
-    uint8_t tail_codes[step];
-    const int rest = n % step;
-    for (int d = 0; d < n - rest; d += 256) /* what quantise_loads takes at most */
-        TQKV__(quantise_tq8)(q, y + d, n - rest - d < 256 ? n - rest - d : 256, scale, codes + d);
-    if (rest == 0) return;
-    memcpy(tail, y + n - rest, (size_t)rest * sizeof(float));
-    TQKV__(quantise_tq8)(q, tail, step, scale, tail_codes);
-    memcpy(codes + n - rest, tail_codes, (size_t)rest);
-}
-
-/* Quantises y: [head_dim], scales: [norms_per_row] -> codes: [head_dim]. bits is a constant: of the codebook, 4 for
-   fewer, 0 without. */
-TQKV__OP void TQKV__(quantise_as)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
-                                  const float *scales, uint8_t *codes)
-{
-    TQKV__(codes) below[4], four[4];
-    TQKV__VECTOR bounds[32 / TQKV__LANES];
-    if (bits) TQKV__(load_below)(bits, q->below, below);
-    if (bits)
-        for (int i = 0; i < 32 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
-    for (const float *end = y + s->head_dim; y < end; scales++)
-        for (int left = s->norm_dim, n; left > 0; left -= n, y += n, codes += n) {
-            n = left < 4 * TQKV__LANES ? left : 4 * TQKV__LANES;
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++) { /* behind n values the first vector again */
-                const float *from = y + (i * TQKV__LANES < n ? i * TQKV__LANES : 0);
-                const TQKV__VECTOR v = TQKV__(load)(from) * TQKV__(set1)(*scales);
-                four[i] = bits ? TQKV__(quantise)(bits, q, below, bounds, v) : TQKV__(quantise_i8)(v);
-            }
-            const TQKV__(codes) bytes = TQKV__(narrow)(four);
-            const bool whole = n == 4 * TQKV__LANES || s->main_bits < 8; /* packing reads whole vectors */
-            if (whole)
-                memcpy(codes, &bytes, sizeof bytes);
-            else
-                memcpy(codes, &bytes, (size_t)n);
-        }
-}
-
-/* Packs bytes: [head_dim], with room for whole vectors -> row: [row_bytes]. The bits are constants. */
-TQKV__OP void TQKV__(pack_as)(const int main_bits, const int upper_bits, int head_dim, const uint8_t *bytes,
-                              uint8_t *row)
-{
-    uint8_t *main = row, *upper = row + head_dim * main_bits / 8, field[2 * TQKV__LANES];
-    for (int left = head_dim; left > 0; left -= 4 * TQKV__LANES, bytes += 4 * TQKV__LANES) {
-        TQKV__(codes) codes;
-        const bool whole = left >= 4 * TQKV__LANES;
-        memcpy(&codes, bytes, sizeof codes);
-        TQKV__(pack)(main_bits, 0, codes, whole ? main : field);
-        if (!whole) memcpy(main, field, (size_t)(left * main_bits / 8));
-        if (upper_bits) TQKV__(pack)(upper_bits, main_bits, codes, whole ? upper : field);
-        if (upper_bits && !whole) memcpy(upper, field, (size_t)(left * upper_bits / 8));
-        main += TQKV__LANES * main_bits / 2;
-        upper += TQKV__LANES * upper_bits / 2;
+    uint8_t last[step];
+    for (int left = head_dim; left > 0; left -= step, codes += step, to += step * bits / 8) {
+        TQKV__(codes) bytes;
+        memcpy(&bytes, codes, sizeof bytes);
+        TQKV__(pack)(bits, low, bytes, left < step ? last : to);
+        if (left < step) memcpy(to, last, (size_t)(left * bits / 8));
     }
 }
 
-/* Quantises and packs y: [head_dim], scales: [norms_per_row] -> row: [row_bytes]. Returns the codes as bytes,
-   [head_dim]: the row itself or, if it is packed, `bytes`. */
-TQKV__TARGET static const uint8_t *TQKV__(quantise_row)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
-                                                        const float *scales, uint8_t *row, uint8_t *bytes)
+/* Packs codes: [head_dim] and room for a vector -> row: [row_bytes] */
+TQKV__TARGET static void TQKV__(pack_row)(const tqkv__stream *s, const uint8_t *codes, uint8_t *row)
 {
-    uint8_t *codes = s->main_bits < 8 ? bytes : row;
-    if (s->book_bits == 8)
-        for (int b = 0; b < s->head_dim; b += s->norm_dim)
-            TQKV__(quantise_values_tq8)(q, y + b, s->norm_dim, *scales++, row + b);
-    else if (s->book_bits == 6)
-        TQKV__(quantise_as)(6, s, q, y, scales, codes);
-    else if (s->book_bits == 5 && TQKV__LANES < 16)
-        TQKV__(quantise_as)(5, s, q, y, scales, codes);
-    else if (s->book_bits) /* vectors of 16 hold the bounds of 5 bits as well */
-        TQKV__(quantise_as)(4, s, q, y, scales, codes);
-    else
-        TQKV__(quantise_as)(0, s, q, y, scales, codes);
-    if (s->main_bits == 4 && s->upper_bits == 0) TQKV__(pack_as)(4, 0, s->head_dim, bytes, row);
-    if (s->main_bits == 4 && s->upper_bits == 1) TQKV__(pack_as)(4, 1, s->head_dim, bytes, row);
-    if (s->main_bits == 4 && s->upper_bits == 2) TQKV__(pack_as)(4, 2, s->head_dim, bytes, row);
-    if (s->main_bits == 2 && s->upper_bits == 0) TQKV__(pack_as)(2, 0, s->head_dim, bytes, row);
-    if (s->main_bits == 2 && s->upper_bits == 1) TQKV__(pack_as)(2, 1, s->head_dim, bytes, row);
-    return codes;
+    uint8_t *upper = row + s->head_dim * s->main_bits / 8;
+    if (s->main_bits == 8) memcpy(row, codes, (size_t)s->head_dim);
+    if (s->main_bits == 4) TQKV__(pack_field)(4, 0, s->head_dim, codes, row);
+    if (s->main_bits == 4 && s->upper_bits == 1) TQKV__(pack_field)(1, 4, s->head_dim, codes, upper);
+    if (s->main_bits == 4 && s->upper_bits == 2) TQKV__(pack_field)(2, 4, s->head_dim, codes, upper);
+    if (s->main_bits == 2) TQKV__(pack_field)(2, 0, s->head_dim, codes, row);
+    if (s->main_bits == 2 && s->upper_bits == 1) TQKV__(pack_field)(1, 2, s->head_dim, codes, upper);
 }
 
 /* Stores the codes of F16; type is a constant. */
@@ -6794,13 +5362,13 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
 
 /* Returns the values of a row that are to be quantised: less its centre, times its inverses, rotated, in row:
    [head_dim] or, where nothing is to be done, in the source. Halves are not widened first: that pass would make them a
-   tenth slower than floats. F16 is stored. The sums of a row that is not rotated may read behind it: a copy. */
+   tenth slower than floats. F16 is stored. */
 TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
     const bool half = s->kind == TQKV__HALF;
     const void *src = source->src;
     tqkv_type type = s->type;
-    const bool widens = !s->rotated && !half && (type != TQKV_TYPE_F32 || TQKV__HAS_MATRIX(s->head_dim));
+    const bool widens = !s->rotated && !half && type != TQKV_TYPE_F32;
     if (source->center || source->inverses || widens) {
         TQKV__(widen)(type, src, source->center, source->inverses, s->head_dim, row);
         type = TQKV_TYPE_F32;
@@ -6820,11 +5388,11 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
                                              int n_rows)
 {
     enum { buffer = 1536, most_norms = buffer / 32 }; /* 6 KiB: a fraction of an L1 cache, and of the stack */
-    TQKV__ALIGNED float rotated[buffer + 16], norms[most_norms], scales[most_norms]; /* fours are loaded beyond a row */
-    TQKV__ALIGNED float sums[most_norms];
-    TQKV__ALIGNED uint8_t bytes[TQKV_MAX_HEAD_DIM + 64];
+    TQKV__ALIGNED float rotated[buffer];
+    float norms[most_norms], scales[most_norms], sums[most_norms];
+    TQKV__ALIGNED uint8_t codes[TQKV_MAX_HEAD_DIM + 4 * TQKV__LANES];
     const float *values[most_norms];
-    const int batch = buffer / s->head_dim, norms_per_row = s->norms_per_row;
+    const int batch = buffer / s->head_dim, per_row = s->norms_per_row;
     for (int first = 0; first < n_rows; first += batch, rows += batch) {
         const int n = n_rows - first < batch ? n_rows - first : batch;
         for (int i = 0; i < n; i++) {
@@ -6832,74 +5400,33 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
             if (rows[i].half) TQKV__(store_f16_row)(TQKV_TYPE_F32, values[i], s->head_dim, rows[i].half);
         }
         if (s->kind == TQKV__HALF) continue;
-        TQKV__(norms)(s, values, n, norms, scales);
-        if (s->n_factors > 1) TQKV__(search)(s, q, n, values, rotated, scales, sums);
+        for (int i = 0; i < n; i++) TQKV__(norms)(s, values[i], norms + i * per_row, scales + i * per_row);
+        for (int i = 0; i < n && s->n_factors > 1; i++) {
+            float *scaled = rotated + i * s->head_dim;
+            TQKV__(search_row)(s, q, values[i], scaled, scales + i * per_row, sums + i * per_row);
+            values[i] = scaled;
+        }
         for (int i = 0; i < n; i++) {
-            const uint8_t *codes =
-                TQKV__(quantise_row)(s, q, values[i], scales + i * norms_per_row, rows[i].codes, bytes);
-            if (s->n_factors == 1) /* TQ2 */
-                TQKV__(centroid_sums)(s, q, codes, sums + i * norms_per_row);
-            if (s->n_factors > 1 && rows[i].factors)
-                memcpy(rows[i].factors, scales + i * norms_per_row, (size_t)norms_per_row * sizeof(float));
+            float *norm = norms + i * per_row, *scale = scales + i * per_row, *sum = sums + i * per_row;
+            TQKV__(quantise_row)(s, q, values[i], scale, codes);
+            TQKV__(pack_row)(s, codes, rows[i].codes);
+            for (int b = 0; b < per_row && s->n_factors == 1; b++) /* TQ2 */
+                sum[b] = TQKV__(squares_of_codes)(q, codes + b * s->norm_dim, s->norm_dim);
+            if (s->kind == TQKV__BOOK) tqkv__correct_norms(s, sum, norm);
+            memcpy(rows[i].norms, norm, (size_t)per_row * sizeof(float));
+            if (s->n_factors > 1 && rows[i].factors) memcpy(rows[i].factors, scale, (size_t)per_row * sizeof(float));
         }
-        for (int i = n * norms_per_row; i % TQKV__LANES; i++) sums[i] = 1.0f;
-        if (s->kind == TQKV__BOOK) TQKV__(correct_norms)(s, n * norms_per_row, sums, norms);
-        for (int i = 0; i < n; i++)
-            memcpy(rows[i].norms, norms + i * norms_per_row, (size_t)norms_per_row * sizeof(float));
     }
 }
-
-/* Does what tqkv__all_finite does for whole rows: the largest magnitude shows an exponent of all ones. */
-TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
-{
-    TQKV__(codes) largest[4];
-    uint32_t lanes[4 * TQKV__LANES], all = 0;
-    memset(largest, 0, sizeof largest);
-    size_t i = 0;
-    for (; i + 4 * TQKV__LANES <= n; i += 4 * TQKV__LANES) {
-        TQKV__UNROLL
-        for (int j = 0; j < 4; j++) largest[j] = TQKV__(larger_bits)(largest[j], TQKV__(load)(x + i + j * TQKV__LANES));
-    }
-    for (; i < n; i += TQKV__LANES) largest[0] = TQKV__(larger_bits)(largest[0], TQKV__(load)(x + i));
-    memcpy(lanes, largest, sizeof lanes);
-    for (int j = 0; j < 4 * TQKV__LANES; j++) all = lanes[j] > all ? lanes[j] : all;
-    return all < 0x7f800000u;
-}
-
-/* Does what tqkv__values_finite does for whole rows. Two halves, or bfloat16s, in a word: a 1 added at the lowest bit
-   of an exponent carries into the sign bit from an exponent of all ones, and from no other. */
-TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size_t n)
-{
-    const uint32_t one = type == TQKV_TYPE_F16 ? 0x04000400u : 0x00800080u;
-    const uint8_t *p = (const uint8_t *)x;
-    TQKV__(words) carries, pairs;
-    uint32_t lanes[TQKV__LANES], all = 0;
-    if (type == TQKV_TYPE_F32) return TQKV__(floats_finite)((const float *)x, n);
-    memset(&carries, 0, sizeof carries);
-    for (size_t left = 2 * n, size = sizeof pairs; left; left -= size, p += size) {
-        if (left < size) {
-            size = left;
-            memset(&pairs, 0, sizeof pairs);
-            memcpy(&pairs, p, left);
-        } else {
-            memcpy(&pairs, p, sizeof pairs);
-        }
-        carries |= (pairs & 0x7fff7fffu) + one;
-    }
-    memcpy(lanes, &carries, sizeof lanes);
-    for (int i = 0; i < TQKV__LANES; i++) all |= lanes[i];
-    return !(all & 0x80008000u);
-}
-
-/* >>k-table: the functions of a set. */
 
 static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(scales_valid), TQKV__(invert),
                                           TQKV__(widen),       TQKV__(narrow_row),   TQKV__(rotate),
                                           TQKV__(unrotate),    TQKV__(scale_row),    TQKV__(encode_rows)};
+#endif
 
-static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,        TQKV__COLUMNS,        &TQKV__(codec),
-                                      TQKV__(reorder),    TQKV__(score_tile), TQKV__(softmax_tile), TQKV__(end_piece),
-                                      TQKV__(value_tile), TQKV__(sum_heads)};
+/* >>k-table: the functions of a set. */
+
+static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME, TQKV__LANES, &TQKV__(codec)};
 
 #endif /* TQKV__LANES */
 
@@ -7381,20 +5908,43 @@ TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n
     }
 }
 
-/* >>k-halves: halves in integer attention. They are multiplied as floats, in one order for all sets: 16 sums of a key's
-   products, added up as sum_16 does; values position after position. */
+/* >>k-halves: keys and values that are multiplied as floats, see >>plain. Halves are read where they lie while few rows
+   need them; else, as TQ8 always, rows become floats first. */
 
 #ifndef TQKV__DECODED /* true: another set of the same name has these */
 
-/* Rows that share decoded keys, and values. Enough sums in progress to hide their latency,
- * few enough for the registers. */
+/* Query rows that share a key, and a value: enough sums in progress to hide their latency, and few enough for the
+   registers. */
 #define TQKV__HALF_KEY_ROWS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
 #define TQKV__HALF_ROWS     (TQKV__INTEGER_LANES == 16 ? 8 : 4)
 
-/* scores[row][j] (+)= query[row] . key j for four keys, which are halves or floats; rows and halves are constants.
-   Eight of the 16 sums at a time where registers hold no more. */
-TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, const uint8_t *const *keys,
-                                         const float *q, bool add, float *scores)
+/* Floats that are decoded together: 16 KiB, a fraction of an L1 cache */
+#define TQKV__DECODED_FLOATS 4096
+
+/* Decodes n rows to floats. keys: see tqkv__norm_of_key; to: [n][head_dim] */
+TQKV__OP void TQKV__S(decode_floats)(const tqkv__stream *s, const uint8_t *codes, const float *norms, int n, bool keys,
+                                     float *to)
+{
+    const int dim = s->head_dim;
+    if (s->kind == TQKV__HALF) {
+        for (int i = 0; i < n * dim; i += TQKV__INTEGER_LANES) TQKV__(store)(to + i, TQKV__(load_f16)(codes + 2 * i));
+        return;
+    }
+    for (int j = 0; j < n; j++, codes += dim) {
+        TQKV__(decode_tq8)(s, codes, dim, to);
+        for (int b = 0; b < s->norms_per_row; b++, norms++) {
+            const TQKV__VECTOR factor = TQKV__(set1)(tqkv__factor(s, keys ? tqkv__norm_of_key(*norms) : *norms));
+            for (int d = 0; d < s->norm_dim; d += TQKV__INTEGER_LANES, to += TQKV__INTEGER_LANES)
+                TQKV__(store)(to, TQKV__(load)(to) * factor);
+        }
+    }
+}
+
+/* Finds scores[row][j] (+)= query[row] . key j over the dimensions [begin, end), for four keys, which are halves or
+   floats; rows and halves are constants.
+   Eight of the 16 sums are in registers where these hold no more. */
+TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, int begin, int end,
+                                         const uint8_t *const *keys, const float *q, bool add, float *scores)
 {
     enum { ALL = 16 / TQKV__INTEGER_LANES, NOW = TQKV__INTEGER_LANES == 4 ? 2 : 1 };
     TQKV__VECTOR sums[TQKV__HALF_KEY_ROWS][4][ALL];
@@ -7403,7 +5953,7 @@ TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int 
         TQKV__VECTOR now[TQKV__HALF_KEY_ROWS][4][NOW];
         TQKV__UNROLL
         for (int i = 0; i < rows * 4 * NOW; i++) now[i / NOW / 4][i / NOW % 4][i % NOW] = TQKV__(set1)(0.0f);
-        for (int d = first * TQKV__INTEGER_LANES; d < dim; d += 16) {
+        for (int d = begin + first * TQKV__INTEGER_LANES; d < end; d += 16) {
             TQKV__UNROLL
             for (int i = 0; i < NOW; i++) {
                 const int at = d + i * TQKV__INTEGER_LANES;
@@ -7427,7 +5977,7 @@ TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int 
     for (int r = 0; r < rows; r++) TQKV__(add_sums_of_16)(&sums[r][0][0], add, scores + r * TQKV__TILE);
 }
 
-/* The same for n keys, `stride` bytes apart; past the end the last one again. */
+/* Does the same for n keys, `stride` bytes apart; past the end the last one again. */
 TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
                                        int n, const float *q, bool add, float *scores)
 {
@@ -7435,59 +5985,67 @@ TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int di
         const uint8_t *keys[4];
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) keys[i] = codes + (size_t)(j + i < n ? j + i : n - 1) * stride;
-        TQKV__S(score_four_halves)(rows, halves, dim, keys, q, add, scores + j);
+        for (int d = 0; d < dim; d += TQKV__MOST_PRODUCTS) {
+            const int end = dim - d < TQKV__MOST_PRODUCTS ? dim : d + TQKV__MOST_PRODUCTS;
+            TQKV__S(score_four_halves)(rows, halves, dim, d, end, keys, q, add || d > 0, scores + j);
+        }
     }
 }
 
-/* Many rows read keys that have become floats, a few at a time. */
-TQKV__TARGET static TQKV__NOINLINE int TQKV__S(score_many_halves)(const tqkv__stream *s, const uint8_t *codes, int n,
-                                                                  const float *q, int n_rows, bool add, float *scores)
+/* Scores n keys that have become floats; keys: [n][dim] */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_decoded)(const float *keys, int dim, int n, const float *q,
+                                                               int n_rows, bool add, float *scores)
 {
-    enum { ROOM = 4096 }; /* 16 KiB: a fraction of an L1 cache, and of the stack */
-    TQKV__ALIGNED float keys[ROOM];
-    const int dim = s->head_dim, fit = ROOM / dim / 4 * 4, most = fit > 16 ? 16 : fit;
-    const int rows = TQKV__HALF_KEY_ROWS, many = n_rows / rows * rows;
-    for (int j = 0; j < n; j += most) {
-        const int now = n - j < most ? n - j : most;
-        for (int i = 0; i < now * dim; i += TQKV__INTEGER_LANES)
-            TQKV__(store)(keys + i, TQKV__(load_f16)(codes + (size_t)j * s->row_bytes + 2 * i));
-        for (int row = 0; row < many; row += rows) TQKV__S(score_half_rows)
-        (TQKV__HALF_KEY_ROWS, false, dim, (const uint8_t *)(const void *)keys, (size_t)dim * sizeof *keys, now,
-         q + row * dim, add, scores + row * TQKV__TILE + j);
+    const uint8_t *codes = (const uint8_t *)(const void *)keys;
+    const size_t stride = (size_t)dim * sizeof *keys;
+    for (int left = n_rows, now; left > 0; left -= now, q += now * dim, scores += now * TQKV__TILE) {
+        now = left >= TQKV__HALF_KEY_ROWS ? TQKV__HALF_KEY_ROWS : left >= 2 ? 2 : 1;
+        if (now == 1)
+            TQKV__S(score_half_rows)(1, false, dim, codes, stride, n, q, add, scores);
+        else if (now == 2)
+            TQKV__S(score_half_rows)(2, false, dim, codes, stride, n, q, add, scores);
+        else
+            TQKV__S(score_half_rows)(TQKV__HALF_KEY_ROWS, false, dim, codes, stride, n, q, add, scores);
     }
-    return many;
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_halves)(const tqkv__stream *s, const uint8_t *codes,
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream *s, int kv_head,
                                                               const tqkv__segment *segment, const float *q, int n_rows,
                                                               bool add, float *scores)
 {
-    const int dim = s->head_dim, n = segment->n;
-    int row = 0;
+    TQKV__ALIGNED float keys[TQKV__DECODED_FLOATS];
+    const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
+    const int dim = s->head_dim, n = segment->n, fit = TQKV__DECODED_FLOATS / dim / 4 * 4, most = fit > 16 ? 16 : fit;
     tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
-    if (n_rows > 2) row = TQKV__S(score_many_halves)(s, codes, n, q, n_rows, add, scores);
-    for (int now; row < n_rows; row += now) {
-        now = row + 2 <= n_rows ? 2 : 1;
-        if (now == 2) TQKV__S(score_half_rows)
-        (2, true, dim, codes, s->row_bytes, n, q + row * dim, add, scores + row * TQKV__TILE);
-        else TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, q + row * dim, add,
-                                      scores + row * TQKV__TILE);
-    }
+    if (s->kind == TQKV__HALF && n_rows == 1)
+        TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, q, add, scores);
+    else if (s->kind == TQKV__HALF && n_rows == 2)
+        TQKV__S(score_half_rows)(2, true, dim, codes, s->row_bytes, n, q, add, scores);
+    else
+        for (int j = 0; j < n; j += most) {
+            const int now = n - j < most ? n - j : most;
+            TQKV__S(decode_floats)
+            (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, true, keys);
+            TQKV__S(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
+        }
 }
 
-/* out[row][d] += weights[row][j] * value j for `width` vectors of dimensions; rows and width are constants. */
-TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const tqkv__stream *s, const uint8_t *codes,
-                                        int n, const float *weights, float *out)
+/* Adds: out[row][d] += weights[row][j] * value j, for `width` vectors of dimensions; rows, width and halves are
+   constants. */
+TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const bool halves, int dim,
+                                        const uint8_t *codes, size_t stride, int n, const float *weights, float *out)
 {
-    const int dim = s->head_dim;
     TQKV__VECTOR sums[TQKV__HALF_ROWS][8];
     TQKV__UNROLL
     for (int i = 0; i < rows * width; i++)
         sums[i / width][i % width] = TQKV__(load)(out + i / width * dim + i % width * TQKV__INTEGER_LANES);
-    for (int j = 0; j < n; j++, codes += s->row_bytes) {
+    for (int j = 0; j < n; j++, codes += stride) {
         TQKV__VECTOR x[8];
         TQKV__UNROLL
-        for (int i = 0; i < width; i++) x[i] = TQKV__(load_f16)(codes + 2 * i * TQKV__INTEGER_LANES);
+        for (int i = 0; i < width; i++)
+            x[i] = halves ? TQKV__(load_f16)(codes + 2 * i * TQKV__INTEGER_LANES)
+                          : TQKV__(load)((const float *)(const void *)codes + i * TQKV__INTEGER_LANES);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
             const TQKV__VECTOR weight = TQKV__(set1)(weights[r * TQKV__TILE + j]);
@@ -7500,32 +6058,59 @@ TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const t
         TQKV__(store)(out + i / width * dim + i % width * TQKV__INTEGER_LANES, sums[i / width][i % width]);
 }
 
-/* The same for all dimensions, 32 or, for few rows on wide vectors, 64 at a time. */
-TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n,
-                                     const float *weights, float *out)
+/* Does the same for all dimensions, 32 or, for few rows on wide vectors, 64 at a time. */
+TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
+                                     int n, const float *weights, float *out)
 {
     const int sixteen = 16 / TQKV__INTEGER_LANES, most = TQKV__INTEGER_LANES == 16 && rows <= 2 ? 4 : 2;
+    const int bytes = halves ? 2 : 4; /* of a value */
     const bool wide = TQKV__INTEGER_LANES == 16 || rows <= 2;
     int d = 0;
-    for (; wide && d + 16 * most <= s->head_dim; d += 16 * most)
-        TQKV__S(add_half_vectors)(rows, most * sixteen, s, codes + 2 * d, n, weights, out + d);
-    for (; d < s->head_dim; d += 16) TQKV__S(add_half_vectors)(rows, sixteen, s, codes + 2 * d, n, weights, out + d);
+    for (; wide && d + 16 * most <= dim; d += 16 * most)
+        TQKV__S(add_half_vectors)(rows, most * sixteen, halves, dim, codes + bytes * d, stride, n, weights, out + d);
+    for (; d < dim; d += 16)
+        TQKV__S(add_half_vectors)(rows, sixteen, halves, dim, codes + bytes * d, stride, n, weights, out + d);
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
+/* Does the same for all rows; halves is a constant. */
+TQKV__OP void TQKV__S(add_to_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
+                                  const float *weights, int n_rows, float *out)
+{
+    for (int left = n_rows, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * dim) {
+        now = left >= TQKV__HALF_ROWS ? TQKV__HALF_ROWS : left >= 2 ? 2 : 1;
+        if (now == 1)
+            TQKV__S(add_half_rows)(1, halves, dim, codes, stride, n, weights, out);
+        else if (now == 2)
+            TQKV__S(add_half_rows)(2, halves, dim, codes, stride, n, weights, out);
+        else
+            TQKV__S(add_half_rows)(TQKV__HALF_ROWS, halves, dim, codes, stride, n, weights, out);
+    }
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_decoded)(const float *values, int dim, int n, const float *weights,
+                                                             int n_rows, float *out)
+{
+    TQKV__S(add_to_all)
+    (false, dim, (const uint8_t *)(const void *)values, (size_t)dim * sizeof *values, n, weights, n_rows, out);
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *s, int kv_head,
                                                             const tqkv__segment *segment, const float *weights,
                                                             int n_rows, float *out)
 {
-    const int n = segment->n;
+    TQKV__ALIGNED float values[TQKV__DECODED_FLOATS];
+    const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
+    const int dim = s->head_dim, n = segment->n, most = TQKV__DECODED_FLOATS / dim;
     tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
-    for (int left = n_rows, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * s->head_dim) {
-        now = left >= TQKV__HALF_ROWS ? TQKV__HALF_ROWS : left >= 2 ? 2 : 1;
-        if (now == 1)
-            TQKV__S(add_half_rows)(1, s, codes, n, weights, out);
-        else if (now == 2)
-            TQKV__S(add_half_rows)(2, s, codes, n, weights, out);
-        else
-            TQKV__S(add_half_rows)(TQKV__HALF_ROWS, s, codes, n, weights, out);
+    if (s->kind == TQKV__HALF) {
+        TQKV__S(add_to_all)(true, dim, codes, s->row_bytes, n, weights, n_rows, out);
+        return;
+    }
+    for (int j = 0; j < n; j += most) {
+        const int now = n - j < most ? n - j : most;
+        TQKV__S(decode_floats)(s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, false, values);
+        TQKV__S(add_decoded)(values, dim, now, weights + j, n_rows, out);
     }
 }
 #endif
@@ -8026,18 +6611,18 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, 
 }
 #endif
 
-/* >>k-integer-tiles: the scores and the sums of a tile in integers. */
+/* >>k-integer-tiles: the scores and the sums of a tile. */
 
-TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                                     const float *q, int n_rows, bool add, float *scores)
+TQKV__TARGET static void TQKV__I(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                             const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__ALIGNED int8_t room[TQKV__MOST_KEYS_AT_ONCE * TQKV__PANEL];
     const bool lanes = n_rows >= TQKV__LANES_ROWS;
     const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__KEYS_AT_ONCE;
     const int dim = s->panel_dim, head_dim = s->head_dim;
-    if (s->kind == TQKV__HALF) {
-        TQKV__S(score_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, q, n_rows, add, scores);
+    if (tqkv__in_floats(s)) {
+        TQKV__S(score_floats)(s, kv_head, segment, q, n_rows, add, scores);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
@@ -8080,14 +6665,14 @@ TQKV__OP void TQKV__I(open_sums)(const tqkv__stream *s, int b, int n, const floa
     p->add = true;
 }
 
-TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                                     const float *weights, int n_rows, float *scaled, float *out)
+TQKV__TARGET static void TQKV__I(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                             const float *weights, int n_rows, float *scaled, float *out)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
     TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__PANEL];
     const int dim = s->panel_dim, head_dim = s->head_dim;
-    if (s->kind == TQKV__HALF) {
-        TQKV__S(add_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, weights, n_rows, out);
+    if (tqkv__in_floats(s)) {
+        TQKV__S(add_floats)(s, kv_head, segment, weights, n_rows, out);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, false, factors);
@@ -8105,38 +6690,27 @@ TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int 
     }
 }
 
-static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
-                                                 TQKV__I(round_query),
-                                                 {TQKV__ISA_NAME, TQKV__INTEGER_LANES, 1, &TQKV__(codec),
-                                                  TQKV__(reorder), TQKV__I(integer_score_tile), TQKV__(softmax_tile),
-                                                  TQKV__(end_piece), TQKV__I(integer_value_tile), TQKV__(sum_heads)}};
+static const tqkv__kernels TQKV__I(kernels) = {TQKV__I(round_query), TQKV__I(score_tile), TQKV__(softmax_tile),
+                                               TQKV__(end_piece),    TQKV__I(value_tile), TQKV__(sum_heads)};
 
 #endif /* TQKV__INTEGER_LANES */
 
 #if defined(TQKV__LANES) || defined(TQKV__INTEGER_LANES)
 /* The macros that a set defines, and two that depend on it. Those of the loops are the same for all. */
 #undef TQKV__
-#undef TQKV__COLUMNS
 #undef TQKV__DECODED
-#undef TQKV__DECODED_SCORE_ROWS
 #undef TQKV__DOT_LANES
+#undef TQKV__ENCODES
 #undef TQKV__I
 #undef TQKV__INTEGER_LANES
 #undef TQKV__ISA_NAME
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
 #undef TQKV__LOOKED_UP
-#undef TQKV__MATRIX_ROWS
-#undef TQKV__MIX_SHORT_SUBROWS
-#undef TQKV__NIBBLE_STRIP
 #undef TQKV__PRODUCTS
 #undef TQKV__PRODUCT_ROWS
 #undef TQKV__ROUNDED
-#undef TQKV__ROWS
 #undef TQKV__S
-#undef TQKV__SCORE_ROWS
-#undef TQKV__STRIP_TOGETHER
-#undef TQKV__SUMS
 #undef TQKV__TARGET
 #undef TQKV__WHOLE_LANES
 #undef TQKV__WIDTH
@@ -8150,7 +6724,10 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
    the rest of the file is compiled with. clang has no such pragma: it leaves the sets out, and plain C takes a fifth of
    the time. */
 #if defined(__OPTIMIZE__) || !defined(__clang__)
-#if defined(__x86_64__) && !defined(TQKV_NO_AVX2)
+#if defined(__x86_64__) && !defined(TQKV_NO_AVX2) && defined(_WIN32) && !defined(__clang__) &&                         \
+    !defined(TQKV_WINDOWS_AVX)
+#pragma message("tqkv.h: without AVX, see TQKV_WINDOWS_AVX")
+#elif defined(__x86_64__) && !defined(TQKV_NO_AVX2)
 #define TQKV__AVX2
 #ifndef TQKV_NO_AVX512
 #define TQKV__AVX512
@@ -8176,555 +6753,6 @@ static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
 
 static inline __m128i tqkv__load_64(const uint8_t *p) { return _mm_loadl_epi64((const __m128i *)(const void *)p); }
 static inline __m128i tqkv__load_128(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)(const void *)p); }
-
-/* >>set-avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
-
-#ifdef TQKV__AVX512
-
-#define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")))
-typedef __m512 tqkv__vector_avx512;
-typedef __m512i tqkv__codes_avx512;
-
-TQKV__OP __m512 tqkv__set1_avx512(float x) { return _mm512_set1_ps(x); }
-TQKV__OP __m512 tqkv__fma_avx512(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
-/* Returns a > b ? a : b; gives b if either is NaN, in every set */
-TQKV__OP __m512 tqkv__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
-TQKV__OP __m512 tqkv__abs_avx512(__m512 x) { return _mm512_abs_ps(x); }
-TQKV__OP __m512 tqkv__copysign_avx512(__m512 magnitude, __m512 sign)
-{
-    return _mm512_or_ps(magnitude, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign)); /* magnitude >= 0 */
-}
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored                                                                                         \
-    "-Wsign-conversion" /* without optimisation GCC's intrinsic is a macro with a cast of -1 */
-TQKV__OP __m512 tqkv__round_avx512(__m512 x) { return _mm512_roundscale_ps(x, 8); }
-#pragma GCC diagnostic pop
-TQKV__OP __m512 tqkv__exp2_avx512(__m512 n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n); }
-TQKV__OP float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
-TQKV__OP float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
-/* Adds up 16 sums, in one order for all sets: lane i and i + 8, then i + 4, i + 2, i + 1. */
-TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
-{
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(*x), _mm512_extractf32x8_ps(*x, 1));
-    __m128 m = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-    m = _mm_add_ps(m, _mm_movehl_ps(m, m));
-    return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
-}
-
-/* Finds to[m] (+)= sum_16 of x[m], m < 4 */
-TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
-{
-    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xee));
-    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(x[2], x[3], 0x44), _mm512_shuffle_f32x4(x[2], x[3], 0xee));
-    __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4e));
-    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xb1));
-    const __m128 sums = _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, all));
-    _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
-}
-
-/* Returns value where x >= least or x is NaN, else 0 */
-TQKV__OP __m512 tqkv__zero_below_avx512(__m512 least, __m512 x, __m512 value)
-{
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), value);
-}
-/* Returns a * b; 0 where a is 0, even if b is infinite or NaN */
-TQKV__OP __m512 tqkv__mul_nonzero_avx512(__m512 a, __m512 b)
-{
-    return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ), a, b);
-}
-
-TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
-{
-    return _mm256_loadu_si256((const __m256i *)(const void *)p);
-}
-/* Loads a field of 1 or 2 bits a lane, of which bit `first` comes to bit `to`. */
-TQKV__OP __m512i tqkv__load_short_field_avx512(const int bits, const int first, const int to, const uint8_t *p)
-{
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i turn =
-        _mm512_add_epi32(_mm512_slli_epi32(lanes, (unsigned)(bits - 1)), _mm512_set1_epi32((first - to) & 31));
-    uint32_t all;
-    int16_t half;
-    if (bits == 1) { /* twice in a lane */
-        memcpy(&half, p, sizeof half);
-        return _mm512_rorv_epi32(_mm512_set1_epi16(half), turn);
-    }
-    memcpy(&all, p, sizeof all);
-    return _mm512_rorv_epi32(_mm512_set1_epi32((int)all), turn);
-}
-/* Loads a field of a strip: lane l holds `bits` bits from bit l * bits of p on. With the codes l * per_lane ... of a
-   strip in a lane, one shift moves the k-th code of every lane to bit 0. Other bits may follow those of the lane. */
-TQKV__OP __m512i tqkv__load_field_avx512(const int bits, const uint8_t *p)
-{
-    uint64_t word;
-    if (bits == 32) return _mm512_loadu_si512((const void *)p);
-    if (bits < 4) return tqkv__load_short_field_avx512(bits, 0, 0, p);
-    if (bits == 16) return _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
-    if (bits == 8) return _mm512_cvtepu8_epi32(tqkv__load_128(p));
-    memcpy(&word, p, sizeof word); /* 4: the lowest byte of each lane takes a window of 8 bits */
-    return _mm512_multishift_epi64_epi8(_mm512_set_epi32(60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0),
-                                        _mm512_set1_epi64((long long)word));
-}
-/* Returns the k-th codes of a strip of one or two vectors. */
-TQKV__OP __m512i tqkv__short_codes_avx512(const int bits, const int per_lane, const int k, const uint8_t *p,
-                                          const uint8_t *upper)
-{
-    const int main_bits = bits < 4 ? 2 : 4, upper_bits = bits - main_bits;
-    const __m512i low = main_bits * per_lane > 2 ? _mm512_srli_epi32(tqkv__load_field_avx512(main_bits * per_lane, p),
-                                                                     (unsigned)(main_bits * k))
-                                                 : tqkv__load_short_field_avx512(2, 0, 0, p);
-    if (!upper_bits) return low;
-    const __m512i high =
-        upper_bits * per_lane > 2
-            ? _mm512_slli_epi32(tqkv__load_field_avx512(4, upper), (unsigned)(main_bits - upper_bits * k))
-            : tqkv__load_short_field_avx512(upper_bits * per_lane, upper_bits * k, main_bits, upper);
-    return _mm512_ternarylogic_epi64(_mm512_set1_epi32((1 << main_bits) - 1), low, high, 0xca);
-}
-/* Loads the fields of a strip of 8 or 4 vectors. */
-TQKV__OP void tqkv__load_fields_avx512(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
-                                       __m512i *low, __m512i *high)
-{
-    const int main_bits = bits < 4 ? 2 : 4, upper_bits = bits - main_bits;
-    *low = tqkv__load_field_avx512(count * main_bits, p);
-    if (upper_bits) *high = tqkv__load_field_avx512(count * upper_bits, upper);
-}
-/* Joins all codes of TQ3 as nibbles. Bytes take windows of 8 bits from both fields, in words of 64 bits: two codes' low
-   pairs in bits 0 to 3, their third bits in bits 4 and 5. One look-up puts these six bits in order. */
-TQKV__OP __m512i tqkv__join_tq3_avx512(__m512i low, __m512i high)
-{
-    const __m512i pairs = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x2c2824200c080400), low);
-    const __m512i third = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x22201e1c02003e3c), high);
-    const __m512i six = _mm512_ternarylogic_epi64(_mm512_set1_epi8(15), pairs, third, 0xca);
-    const __m512i upper_five =
-        _mm512_set_epi32(0x74747474, 0x64646464, 0x54545454, 0x44444444, 0x70707070, 0x60606060, 0x50505050, 0x40404040,
-                         0x34343434, 0x24242424, 0x14141414, 0x04040404, 0x30303030, 0x20202020, 0x10101010, 0);
-    return _mm512_permutexvar_epi8(six, _mm512_or_si512(upper_five, _mm512_set1_epi32(0x03020100)));
-}
-/* Joins the codes from the k-th on of each lane: of TQ5 and TQ6 four as bytes, in the same way, whose upper bits may be
-   others; of the other formats all of them, in as many bits as their codes or, TQ3, in four. */
-TQKV__OP __m512i tqkv__join_fields_avx512(const int bits, int k, __m512i low, __m512i high)
-{
-    const long long each = 0x0101010101010101, upper_at = bits == 5 ? 0x1f1e1d1c3f3e3d3c : 0x22201e1c02003e3c;
-    if (bits == 3) return tqkv__join_tq3_avx512(low, high);
-    if (bits < 5) return low;
-    low = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x2c2824200c080400 + k * 4 * each), low);
-    high = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(upper_at + k * (bits - 4) * each), high);
-    return _mm512_ternarylogic_epi64(_mm512_set1_epi8(15), low, high, 0xca);
-}
-TQKV__OP __m512 tqkv__look_up_avx512(const int bits, const __m512 *table, __m512i codes)
-{
-    if (bits <= 4) return _mm512_permutexvar_ps(codes, table[0]);
-    const __m512 lower = _mm512_permutex2var_ps(table[0], codes, table[1]);
-    if (bits == 5) return lower;
-    return _mm512_mask_blend_ps(_mm512_test_epi32_mask(codes, _mm512_set1_epi32(0x20)), lower,
-                                _mm512_permutex2var_ps(table[2], codes, table[3]));
-}
-/* Brings the next of the joined codes of each lane to bit 0. */
-TQKV__OP void tqkv__next_codes_avx512(const int bits, __m512i *codes)
-{
-    *codes = _mm512_srli_epi32(*codes, bits == 2 ? 2u : bits < 5 ? 4u : 8u);
-}
-/* Byte codes look up each byte of a centroid in one register; TQ8 in two for 128 centroids, the half it needs. */
-TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const tqkv__stream *s, __m512 *table)
-{
-    if (bits == 2) table[0] = _mm512_broadcast_f32x4(_mm_loadu_ps(s->codebook));
-    if (bits == 3) table[0] = _mm512_broadcast_f32x8(_mm256_loadu_ps(s->codebook));
-    if (nibbles && bits > 3)
-        for (int i = 0; i < 1 << (bits - 4); i++) table[i] = _mm512_loadu_ps(s->codebook + 16 * i);
-    if (!nibbles)
-        for (int p = 0; p < 4; p++) {
-            table[p] = _mm512_loadu_ps((const void *)s->planes[p]);
-            if (bits == 8) table[4 + p] = _mm512_loadu_ps((const void *)(s->planes[p] + 64));
-        }
-}
-TQKV__OP __m512 tqkv__centroids_of_packed_avx512(const int bits, const int per_lane, const int k, const __m512 *table,
-                                                 const uint8_t *p, const uint8_t *upper)
-{
-    const int main_bits = bits < 4 ? 2 : 4, upper_bits = bits - main_bits;
-    if (per_lane < 4) return tqkv__look_up_avx512(bits, table, tqkv__short_codes_avx512(bits, per_lane, k, p, upper));
-    const __m512i low = tqkv__load_field_avx512(main_bits * per_lane, p);
-    const __m512i high = upper_bits ? tqkv__load_field_avx512(upper_bits * per_lane, upper) : low;
-    const __m512i codes = tqkv__join_fields_avx512(bits, k / 4 * 4, low, high);
-    const int at = bits == 2 ? 2 * k : bits < 5 ? 4 * k : 8 * (k % 4);
-    return tqkv__look_up_avx512(bits, table, _mm512_srli_epi32(codes, (unsigned)at));
-}
-/* Looks up the four bytes of 64 centroids and joins them. TQ8: a code c of the upper half takes ~c and flips the
-   sign. */
-TQKV__OP __m512 tqkv__centroids_of_bytes_avx512(const int bits, const int per_lane, const int k, const __m512 *table,
-                                                const uint8_t *p)
-{
-    /* dword 4i + j goes to dword i of 128-bit lane j; two unpacks then leave codes 16k to 16k + 15 in vector k */
-    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    const __m512i loaded = _mm512_maskz_loadu_epi32((__mmask16)((1 << 4 * per_lane) - 1), (const void *)p);
-    __m512i codes = _mm512_permutexvar_epi32(order, loaded), bytes[4];
-    const __mmask64 upper = _mm512_movepi8_mask(codes);
-    if (bits == 8) codes = _mm512_mask_sub_epi8(codes, upper, _mm512_set1_epi8(-1), codes);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        const __m512i first = _mm512_castps_si512(table[i]), second = _mm512_castps_si512(table[bits == 8 ? 4 + i : i]);
-        bytes[i] = bits == 8 ? _mm512_permutex2var_epi8(first, codes, second) : _mm512_permutexvar_epi8(codes, first);
-    }
-    if (bits == 8) bytes[3] = _mm512_mask_add_epi8(bytes[3], upper, bytes[3], _mm512_set1_epi8(-128));
-    const __m512i low = k < 2 ? _mm512_unpacklo_epi8(bytes[0], bytes[1]) : _mm512_unpackhi_epi8(bytes[0], bytes[1]);
-    const __m512i high = k < 2 ? _mm512_unpacklo_epi8(bytes[2], bytes[3]) : _mm512_unpackhi_epi8(bytes[2], bytes[3]);
-    return _mm512_castsi512_ps(k % 2 ? _mm512_unpackhi_epi16(low, high) : _mm512_unpacklo_epi16(low, high));
-}
-TQKV__OP __m512 tqkv__load_i8_avx512(const uint8_t *p)
-{
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(tqkv__load_128(p)));
-}
-TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p) { return _mm512_cvtph_ps(tqkv__load_256_avx512(p)); }
-TQKV__OP __m512 tqkv__load_bf16_avx512(const uint8_t *p)
-{
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(tqkv__load_256_avx512(p)), 16));
-}
-
-/* Sums up fours: lane 4i + m has the sum of lanes 4i to 4i + 3 of x[m] */
-TQKV__OP __m512 tqkv__sum_fours_avx512(const __m512 *x)
-{
-    const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
-    const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
-    return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
-}
-/* Sums up across x, four such vectors. Lane 4i + m: the sum of the lanes 4j + m of the i-th */
-TQKV__OP __m512 tqkv__sum_across_avx512(const float *x)
-{
-    const __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + 16), c = _mm512_load_ps(x + 32),
-                 d = _mm512_load_ps(x + 48);
-    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-}
-
-/* A matrix [16][columns] to [columns][16], or back: each step moves the lowest bit of a place to the top, or back. */
-TQKV__OP void tqkv__turn_step_avx512(const bool decoded, const int columns, __m512 *x)
-{
-    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    const __m512i high = _mm512_or_si512(low, _mm512_set1_epi32(8));
-    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
-    __m512 y[8];
-    const int half = columns / 2;
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        if (i >= half) break;
-        const __m512 a = decoded ? x[2 * i] : x[i], b = decoded ? x[2 * i + 1] : x[half + i];
-        y[decoded ? i : 2 * i] = _mm512_permutex2var_ps(a, decoded ? even : low, b);
-        y[decoded ? half + i : 2 * i + 1] = _mm512_permutex2var_ps(a, decoded ? odd : high, b);
-    }
-    TQKV__UNROLL
-    for (int i = 0; i < 8; i++)
-        if (i < 2 * half) x[i] = y[i];
-}
-TQKV__OP void tqkv__turn_avx512(const bool decoded, const int columns, __m512 *x)
-{
-    if (columns > 1) tqkv__turn_step_avx512(decoded, columns, x);
-    if (columns > 2) tqkv__turn_step_avx512(decoded, columns, x);
-    if (columns > 4) tqkv__turn_step_avx512(decoded, columns, x);
-}
-
-/* Encoding. An empty asm prevents the fusion of a product with a following sum, as in tqkv__rounded. */
-TQKV__OP __m512 tqkv__rounded_avx512(__m512 x)
-{
-    __asm__("" : "+v"(x));
-    return x;
-}
-TQKV__OP __m512 tqkv__min_avx512(__m512 a, __m512 b) { return _mm512_min_ps(a, b); }
-TQKV__OP __m512 tqkv__sqrt_avx512(__m512 x) { return _mm512_sqrt_ps(x); }
-/* Returns x > least ? 1/x : 0. */
-TQKV__OP __m512 tqkv__invert_above_avx512(float least, __m512 x)
-{
-    return _mm512_maskz_div_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GT_OQ), _mm512_set1_ps(1.0f), x);
-}
-/* Applies the table's signs of elements d to d + LANES - 1 to x. */
-TQKV__OP __m512 tqkv__flip_avx512(__m512 x, int d)
-{
-    uint16_t signs;
-    memcpy(&signs, tqkv__tables.signs + d % 512 / 8, sizeof signs);
-    return _mm512_mask_xor_ps(x, signs, x, _mm512_set1_ps(-0.0f));
-}
-/* Returns -1 for bits of 1, else 1; lane i has bit i. */
-TQKV__OP __m512 tqkv__signs_avx512(uint32_t bits)
-{
-    return _mm512_mask_blend_ps((__mmask16)bits, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
-}
-/* See >>set-avx2. Subrows that do not fill a vector of 16 are rotated there: n is 1. */
-TQKV__OP __m512 tqkv__repeat_avx512(const int n, const float *p)
-{
-    (void)n;
-    return _mm512_set1_ps(*p);
-}
-TQKV__OP __m512 tqkv__spread_avx512(const int n, int i, __m512 x)
-{
-    (void)n, (void)i;
-    return x;
-}
-TQKV__OP __m512 tqkv__unite_avx512(const int n, __m512 x)
-{
-    (void)n;
-    return x;
-}
-TQKV__OP void tqkv__mix_20_avx512(const float *subrows, float factor, float *out)
-{
-    (void)subrows, (void)factor, (void)out;
-}
-/* Loads four floats at p, p + stride and so on. */
-TQKV__OP __m512 tqkv__load_fours_avx512(const float *p, int stride)
-{
-    __m512 x = _mm512_castps128_ps512(_mm_loadu_ps(p));
-    x = _mm512_insertf32x4(x, _mm_loadu_ps(p + stride), 1);
-    x = _mm512_insertf32x4(x, _mm_loadu_ps(p + 2 * stride), 2);
-    return _mm512_insertf32x4(x, _mm_loadu_ps(p + 3 * stride), 3);
-}
-/* Widens bytes to words. */
-TQKV__OP __m512 tqkv__widen_bytes_avx512(const uint8_t *p)
-{
-    return _mm512_castsi512_ps(_mm512_cvtepu8_epi32(tqkv__load_128(p)));
-}
-/* Lane i of the result is lane i ^ distance of x; distance is a constant. */
-TQKV__OP __m512 tqkv__swap_avx512(const int distance, __m512 x)
-{
-    if (distance == 1) return _mm512_permute_ps(x, 0xb1);
-    if (distance == 2) return _mm512_permute_ps(x, 0x4e);
-    if (distance == 4) return _mm512_shuffle_f32x4(x, x, 0xb1);
-    return _mm512_shuffle_f32x4(x, x, 0x4e);
-}
-/* Lanes i and i ^ 2^stage become their sum and difference. The product with 1 or -1 is exact. */
-TQKV__OP __m512 tqkv__butterfly_avx512(const int stage, __m512 x)
-{
-    const __mmask16 upper[4] = {0xaaaa, 0xcccc, 0xf0f0, 0xff00};
-    const __m512 sign = _mm512_mask_blend_ps(upper[stage], _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
-    return _mm512_fmadd_ps(x, sign, tqkv__swap_avx512(1 << stage, x));
-}
-/* Both pick lanes. even: lanes of a and b with bit `stage` clear, those of b moved up by 2^stage. odd: the others, a's
-   moved down. */
-TQKV__OP __m512 tqkv__even_avx512(const int stage, __m512 a, __m512 b)
-{
-    if (stage == 0) return _mm512_mask_moveldup_ps(a, 0xaaaa, b);
-    if (stage == 1) return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
-    if (stage == 2) return _mm512_mask_shuffle_f32x4(a, 0xf0f0, b, b, 0xa0);
-    return _mm512_shuffle_f32x4(a, b, 0x44);
-}
-TQKV__OP __m512 tqkv__odd_avx512(const int stage, __m512 a, __m512 b)
-{
-    if (stage == 0) return _mm512_mask_movehdup_ps(b, 0x5555, a);
-    if (stage == 1) return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
-    if (stage == 2) return _mm512_mask_shuffle_f32x4(b, 0x0f0f, a, a, 0xf5);
-    return _mm512_shuffle_f32x4(a, b, 0xee);
-}
-TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
-{
-    return _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(x)));
-}
-
-/* Returns the magnitude of v; for positive v the next float below: "boundary <= result" then counts ties down on both
-   sides. NaN becomes -TQKV__FAR, its magnitude TQKV__FAR. With half = 2^(bits-1) and c boundaries passed, the code is
-   half + c on the positive side and half - 1 - c on the negative: c ^ side. */
-TQKV__OP __m512 tqkv__fold_avx512(const int half, __m512 v, __m512i *side)
-{
-    v = _mm512_max_ps(v, _mm512_set1_ps(-TQKV__FAR));
-    const __mmask16 positive = _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_GT_OQ);
-    const __m512i size = _mm512_castps_si512(_mm512_abs_ps(v));
-    *side = _mm512_mask_blend_epi32(positive, _mm512_set1_epi32(half - 1), _mm512_set1_epi32(half));
-    return _mm512_castsi512_ps(_mm512_mask_sub_epi32(size, positive, size, _mm512_set1_epi32(1)));
-}
-TQKV__OP __m512i tqkv__truncate_avx512(__m512 x) { return _mm512_cvttps_epi32(x); }
-TQKV__OP void tqkv__load_below_avx512(const int bits, const uint8_t *table, __m512i *below)
-{
-    (void)bits; /* 64 entries are one register */
-    below[0] = _mm512_loadu_si512((const void *)table);
-}
-/* Looks up bytes: the upper three of each lane are 0 and find the table's first entry, which is 0. */
-TQKV__OP __m512i tqkv__below_avx512(const int bits, const __m512i *below, __m512i cells)
-{
-    (void)bits;
-    return _mm512_permutexvar_epi8(cells, below[0]);
-}
-TQKV__OP __m512 tqkv__bound_avx512(const int bits, const __m512 *bounds, __m512i index)
-{
-    return bits < 6 ? _mm512_permutexvar_ps(index, bounds[0]) : _mm512_permutex2var_ps(bounds[0], index, bounds[1]);
-}
-/* Returns the code, from the count before the cell and the one boundary that may lie in it */
-TQKV__OP __m512i tqkv__code_from_avx512(__m512i count, __m512 bound, __m512 w, __m512i side)
-{
-    const __mmask16 above = _mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ);
-    return _mm512_xor_si512(_mm512_mask_sub_epi32(count, above, count, _mm512_set1_epi32(-1)), side);
-}
-/* Returns above where bound <= w, else below. */
-TQKV__OP __m512 tqkv__choose_avx512(__m512 bound, __m512 w, __m512 below, __m512 above)
-{
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(bound, w, _CMP_LE_OQ), below, above);
-}
-TQKV__OP void tqkv__load_entries_avx512(const float (*entries)[2], const uint32_t *cells, __m512 *x)
-{
-    (void)entries, (void)cells; /* search_tq8 takes their place */
-    memset(x, 0, 3 * sizeof *x);
-}
-TQKV__OP __m512i tqkv__quantise_i8_avx512(__m512 v)
-{
-    v = _mm512_min_ps(v, _mm512_set1_ps(127.0f)); /* gives the second operand if either is NaN */
-    v = _mm512_max_ps(v, _mm512_set1_ps(-127.0f));
-    return _mm512_and_si512(_mm512_cvtps_epi32(v), _mm512_set1_epi32(255));
-}
-/* Joins four vectors of codes below 256 into one vector of bytes. */
-TQKV__OP __m512i tqkv__narrow_avx512(const __m512i *four)
-{
-    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    const __m512i mixed =
-        _mm512_packus_epi16(_mm512_packus_epi32(four[0], four[1]), _mm512_packus_epi32(four[2], four[3]));
-    return _mm512_permutexvar_epi32(order, mixed);
-}
-/* Stores the `bits` bits from bit `low` on of each byte, packed: 1, 2 or 4 bits. */
-TQKV__OP void tqkv__pack_avx512(const int bits, const int low, __m512i codes, uint8_t *p)
-{
-    if (bits == 1) {
-        const __mmask64 set = _mm512_test_epi8_mask(codes, _mm512_set1_epi8((char)(1 << low)));
-        memcpy(p, &set, sizeof set);
-        return;
-    }
-    const __m512i field =
-        _mm512_and_si512(_mm512_srl_epi16(codes, _mm_cvtsi32_si128(low)), _mm512_set1_epi8((char)((1 << bits) - 1)));
-    if (bits == 4) {
-        const __m512i joined = _mm512_maddubs_epi16(field, _mm512_set1_epi16(0x1001)); /* first + 16 * second */
-        _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi16_epi8(joined));
-        return;
-    }
-    const __m512i pairs = _mm512_maddubs_epi16(field, _mm512_set1_epi16(0x0401));
-    const __m512i fours = _mm512_madd_epi16(pairs, _mm512_set1_epi32(0x00100001));
-    _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8(fours));
-}
-/* Stores rounded halves; beyond the largest infinity. store_f16 clamps instead. */
-TQKV__OP void tqkv__store_half_avx512(uint8_t *p, __m512 x)
-{
-    const __m256i halves = /* without a mask GCC's macro gives a warning */
-        _mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    _mm256_storeu_si256((__m256i *)(void *)p, halves);
-}
-TQKV__OP void tqkv__store_f16_avx512(uint8_t *p, __m512 x)
-{
-    tqkv__store_half_avx512(p, _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(65504.0f)), _mm512_set1_ps(-65504.0f)));
-}
-/* Stores the lower halves of 32-bit words, whose upper halves are 0. */
-TQKV__OP void tqkv__store_words_avx512(uint8_t *p, __m512i words)
-{
-    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(words));
-}
-
-/* Joins byte p of words, in plane[p], to the words themselves. */
-TQKV__OP void tqkv__join_planes_avx512(const __m512i *plane, __m512i *words)
-{
-    const __m512i low01 = _mm512_unpacklo_epi8(plane[0], plane[1]), high01 = _mm512_unpackhi_epi8(plane[0], plane[1]);
-    const __m512i low23 = _mm512_unpacklo_epi8(plane[2], plane[3]), high23 = _mm512_unpackhi_epi8(plane[2], plane[3]);
-    words[0] = _mm512_unpacklo_epi16(low01, low23);
-    words[1] = _mm512_unpackhi_epi16(low01, low23);
-    words[2] = _mm512_unpacklo_epi16(high01, high23);
-    words[3] = _mm512_unpackhi_epi16(high01, high23);
-}
-
-/* Quantises 64 values at a time. One byte look-up finds the count before the cell, four find the bytes of the
-   boundary in it. Packing and interleaving are inverse within 128 bits: boundaries meet their values. `order` sorts
-   the counts. */
-TQKV__TARGET static void tqkv__quantise_tq8_avx512(const tqkv__quantiser *q, const float *y, int n, float scale,
-                                                   uint8_t *codes)
-{
-    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    const __m512 slope = _mm512_set1_ps(q->slope), top = _mm512_set1_ps(q->top);
-    __m512i below[4], plane[4], unused;
-    for (int i = 0; i < 4; i++) below[i] = _mm512_loadu_si512((const void *)(q->below + 64 * i));
-    for (int d = 0; d < n; d += 64, y += 64) {
-        __m512 w[4];
-        __m512i cell[4], bound[4];
-        __mmask64 positive = 0, above = 0;
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++) {
-            const __m512 v = _mm512_mul_ps(_mm512_loadu_ps(y + 16 * i), _mm512_set1_ps(scale));
-            w[i] = tqkv__fold_avx512(128, v, &unused);
-            cell[i] = _mm512_cvttps_epi32(_mm512_min_ps(_mm512_mul_ps(w[i], slope), top));
-            positive |= (__mmask64)_mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_GT_OQ) << (16 * i);
-        }
-        const __m512i cells =
-            _mm512_packus_epi16(_mm512_packus_epi32(cell[0], cell[1]), _mm512_packus_epi32(cell[2], cell[3]));
-        const __m512i count =
-            _mm512_mask_blend_epi8(_mm512_movepi8_mask(cells), _mm512_permutex2var_epi8(below[0], cells, below[1]),
-                                   _mm512_permutex2var_epi8(below[2], cells, below[3]));
-        TQKV__UNROLL
-        for (int p = 0; p < 4; p++)
-            plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)q->planes[p]), count,
-                                                _mm512_loadu_si512((const void *)(q->planes[p] + 64)));
-        tqkv__join_planes_avx512(plane, bound);
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++)
-            above |= (__mmask64)_mm512_cmp_ps_mask(_mm512_castsi512_ps(bound[i]), w[i], _CMP_LE_OQ) << (16 * i);
-        __m512i code = _mm512_permutexvar_epi32(order, count);
-        code = _mm512_mask_sub_epi8(code, above, code, _mm512_set1_epi8(-1));
-        code = _mm512_xor_si512(code, _mm512_mask_blend_epi8(positive, _mm512_set1_epi8(127), _mm512_set1_epi8(-128)));
-        _mm512_storeu_si512((void *)(codes + d), code);
-    }
-}
-
-/* Looks bytes up in a table of 128. upper: those of which the index is 64 or more */
-TQKV__OP __m512i tqkv__look_up_byte_avx512(const uint8_t *table, __mmask64 upper, __m512i index)
-{
-    const __m512i first = _mm512_permutexvar_epi8(index, _mm512_loadu_si512((const void *)table));
-    return _mm512_mask_permutexvar_epi8(first, upper, index, _mm512_loadu_si512((const void *)(table + 64)));
-}
-/* Looks words up in a table of 128, in planes of bytes, in the order in which packing has them. */
-TQKV__OP void tqkv__look_up_words_avx512(const uint8_t (*planes)[128], __m512i index, __m512i *words)
-{
-    const __mmask64 upper = _mm512_movepi8_mask(_mm512_slli_epi16(index, 1));
-    __m512i plane[4];
-    TQKV__UNROLL
-    for (int p = 0; p < 4; p++) plane[p] = tqkv__look_up_byte_avx512(planes[p], upper, index);
-    tqkv__join_planes_avx512(plane, words);
-}
-/* Finds where the centroids of 64 sizes times a factor, w, of a search of TQ8 are: counts and bounds by bytes, as in
-   quantise_tq8. Bounds are compared as integers, whose signs packing keeps. */
-TQKV__OP void tqkv__search_tq8_avx512(const tqkv__quantiser *q, const __m512i *cell, const __m512 *w, uint8_t *codes)
-{
-    __m512i words[4];
-    const __m512i cells =
-        _mm512_packus_epi16(_mm512_packus_epi32(cell[0], cell[1]), _mm512_packus_epi32(cell[2], cell[3]));
-    const __mmask64 odd = _mm512_movepi8_mask(_mm512_slli_epi16(cells, 1)), upper = _mm512_movepi8_mask(cells);
-    __m512i count = _mm512_mask_blend_epi8(upper, tqkv__look_up_byte_avx512(q->below, odd, cells),
-                                           tqkv__look_up_byte_avx512(q->below + 128, odd, cells));
-    tqkv__look_up_words_avx512(q->planes, count, words);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++)
-        words[i] = _mm512_sub_epi32(_mm512_castps_si512(w[i]), words[i]); /* negative: below the bound */
-    const __m512i differences =
-        _mm512_packs_epi16(_mm512_packs_epi32(words[0], words[1]), _mm512_packs_epi32(words[2], words[3]));
-    count = _mm512_sub_epi8(_mm512_set1_epi8(126), count); /* of the next larger centroid */
-    count = _mm512_mask_sub_epi8(count, _mm512_movepi8_mask(differences), count, _mm512_set1_epi8(-1));
-    _mm512_storeu_si512((void *)codes, count);
-}
-/* Looks up the centroids, all negative, of 64 such codes: the stream has their bytes from the most negative one on. */
-TQKV__OP void tqkv__centroids_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, uint32_t *centroids)
-{
-    __m512i words[4];
-    tqkv__look_up_words_avx512(s->planes, _mm512_loadu_si512((const void *)codes), words);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) _mm512_storeu_si512((void *)(centroids + 16 * i), words[i]);
-}
-
-static void tqkv__mix_by_order_avx2(int m, const float *subrows, float factor, int n, float *out);
-
-#define TQKV__(name)             tqkv__##name##_avx512
-#define TQKV__WIDTH              16 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME           "avx512"
-#define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
-#define TQKV__LANES              16
-#define TQKV__COLUMNS            8 /* of a matrix of packed codes: see reorder */
-#define TQKV__MATRIX_ROWS        16
-#define TQKV__NIBBLE_STRIP       8 /* vectors in a strip of nibbles */
-#define TQKV__STRIP_TOGETHER     0 /* do the vectors of a strip share work? */
-#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
-#define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
-#define TQKV__DECODED_SCORE_ROWS 4
-#define TQKV__SUMS               16 /* vectors of sums of values in registers */
-#include "tqkv.h"
-
-#endif /* TQKV__AVX512 */
 
 /* >>set-avx2: with FMA and F16C */
 
@@ -8779,160 +6807,24 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
-TQKV__OP __m256 tqkv__sum_fours_avx2(const __m256 *x)
+/* Loads eight centroids of TQ8 at a time. The asm keeps the codes in a register of which x86 reads the two lowest bytes
+   (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
+TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float *to)
 {
-    const __m256 a = _mm256_add_ps(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
-    const __m256 b = _mm256_add_ps(_mm256_unpacklo_ps(x[2], x[3]), _mm256_unpackhi_ps(x[2], x[3]));
-    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
-}
-TQKV__OP __m256 tqkv__sum_across_avx2(const float *x)
-{
-    const __m256 a = _mm256_load_ps(x), b = _mm256_load_ps(x + 8);
-    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-}
-/* A matrix [4][2] to [2][4], or back */
-TQKV__OP void tqkv__turn_avx2(const bool decoded, const int columns, __m256 *x)
-{
-    const __m256i to = _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0), back = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
-    if (columns == 2) *x = _mm256_permutevar8x32_ps(*x, decoded ? to : back);
-}
-/* Permutes use the lowest three bits. Blends use the sign bit, to which the shifts bring the bits above. */
-TQKV__OP __m256 tqkv__permute_16_avx2(const __m256 *table, __m256i codes)
-{
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table[0], codes), _mm256_permutevar8x32_ps(table[1], codes),
-                            _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
-}
-TQKV__OP __m256 tqkv__permute_32_avx2(const __m256 *table, __m256i codes)
-{
-    return _mm256_blendv_ps(tqkv__permute_16_avx2(table, codes), tqkv__permute_16_avx2(table + 2, codes),
-                            _mm256_castsi256_ps(_mm256_slli_epi32(codes, 27)));
-}
-/* Looks up the four bytes of 32 centroids and joins them: vector k of four has codes 4k to 4k + 3 of either half.
-   upper: all ones for a code in the upper half. index: its number among 16. second: the sign bit marks the second 16 of
-   the half. The table has these as xor with the first: a negative index gives 0, and xor is cheaper than a blend. Both
-   unpacks of two bytes come before the next look-up and save registers, whichever of them this vector needs. */
-TQKV__OP __m256 tqkv__centroids_of_planes_avx2(const int bits, const int k, const __m256 *table, __m256i index,
-                                               __m256i upper, __m256i second)
-{
-    const __m256i sign = _mm256_set1_epi8(-128), beyond = _mm256_or_si256(index, _mm256_andnot_si256(second, sign));
-    __m256i bytes[4], words[2];
-    TQKV__UNROLL
-    for (int p = 0; p < 4; p++) {
-        bytes[p] = _mm256_shuffle_epi8(_mm256_castps_si256(table[p]), index);
-        if (bits == 6)
-            bytes[p] = _mm256_xor_si256(bytes[p], _mm256_shuffle_epi8(_mm256_castps_si256(table[4 + p]), beyond));
-        if (bits > 4 && p == 3) bytes[3] = _mm256_xor_si256(bytes[3], _mm256_and_si256(upper, sign));
-        if (p % 2 == 0) continue;
-        const __m256i lower = _mm256_unpacklo_epi8(bytes[p - 1], bytes[p]);
-        const __m256i higher = _mm256_unpackhi_epi8(bytes[p - 1], bytes[p]);
-        words[p / 2] = k < 2 ? lower : higher;
-    }
-    return _mm256_castsi256_ps(k % 2 ? _mm256_unpackhi_epi16(words[0], words[1])
-                                     : _mm256_unpacklo_epi16(words[0], words[1]));
-}
-TQKV__OP void tqkv__load_table_avx2(const int bits, const bool nibbles, const tqkv__stream *s, __m256 *table)
-{
-    (void)nibbles; /* always the bytes of centroids */
-    for (int p = 0; p < 4; p++) {
-        const __m128i first = tqkv__load_128(s->planes[p]), second = tqkv__load_128(s->planes[p] + 16);
-        table[p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(first));
-        if (bits == 6) table[4 + p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(_mm_xor_si128(first, second)));
-    }
-}
-/* Sets all bits of the bytes that have those of `bit`. */
-TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i bit)
-{
-    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
-}
-/* Loads the first `size` bytes at p, 2 to 16, then zeros. */
-TQKV__OP __m128i tqkv__load_bytes_avx2(const int size, const uint8_t *p)
-{
-    long long word = 0;
-    if (size == 16) return tqkv__load_128(p);
-    if (size == 8) return tqkv__load_64(p);
-    memcpy(&word, p, (size_t)(size % 8));
-    return _mm_cvtsi64_si128(word);
-}
-/* Spreads the pairs of bits of 2 * per_lane bytes, in the order of nibbles: the even ones, then the odd ones, each in
-   the lowest bits of a byte with others above it. */
-TQKV__OP __m256i tqkv__spread_pairs_avx2(const int per_lane, const uint8_t *p)
-{
-    const __m128i words = _mm_cvtepu8_epi16(tqkv__load_bytes_avx2(2 * per_lane, p)),
-                  spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
-    return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(spread), _mm256_set_epi64x(2, 2, 0, 0));
-}
-/* A strip is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to
-   the upper half. */
-TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
-                                               const uint8_t *p, const uint8_t *upper)
-{
-    const __m256i fifteen = _mm256_set1_epi8(15);
-    const __m256i codes = bits < 4
-                              ? tqkv__spread_pairs_avx2(per_lane, p)
-                              : _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_bytes_avx2(4 * per_lane, p)),
-                                                  _mm256_set_epi64x(4, 4, 0, 0));
-    if (bits == 2) {
-        const __m256i index = _mm256_and_si256(codes, _mm256_set1_epi8(3));
-        return tqkv__centroids_of_planes_avx2(2, k, table, index, index, index);
-    }
-    if (bits == 4) return tqkv__centroids_of_planes_avx2(4, k, table, _mm256_and_si256(codes, fifteen), codes, codes);
-    __m256i half, second;
-    if (bits == 3 || bits == 5) { /* bits 2i and 2i + 1 of four bytes */
-        int word = 0;
-        memcpy(&word, upper, per_lane == 4 ? 4 : 2);
-        const __m256i order = _mm256_broadcastsi128_si256(_mm_set_epi32(0x03030303, 0x02020202, 0x01010101, 0));
-        const __m256i bit = _mm256_set_m128i(_mm_set1_epi32((int)0x80200802), _mm_set1_epi32(0x40100401));
-        second = half = tqkv__has_bit_avx2(_mm256_shuffle_epi8(_mm256_set1_epi32(word), order), bit);
-        if (bits == 3) {
-            const __m256i pair = _mm256_and_si256(codes, _mm256_set1_epi8(3));
-            const __m256i index = _mm256_or_si256(pair, _mm256_and_si256(half, _mm256_set1_epi8(4)));
-            return tqkv__centroids_of_planes_avx2(3, k, table, index, index, index);
+    const float *centroids = s->codebook;
+    for (int d = 0; d < n; d += 8) {
+        __m128 pairs[4];
+        uint64_t codes;
+        memcpy(&codes, from + d, sizeof codes);
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++, codes >>= 16) {
+            __asm__("" : "+Q"(codes));
+            pairs[i] =
+                _mm_unpacklo_ps(_mm_load_ss(centroids + (codes & 255)), _mm_load_ss(centroids + (codes >> 8 & 255)));
         }
-    } else { /* bits 4i to 4i + 3 of eight bytes */
-        const __m256i order =
-            _mm256_broadcastsi128_si256(_mm_set_epi32(0x07070606, 0x05050404, 0x03030202, 0x01010000));
-        const __m256i bytes =
-            _mm256_shuffle_epi8(_mm256_broadcastq_epi64(tqkv__load_bytes_avx2(2 * per_lane, upper)), order);
-        const __m256i fifth = _mm256_set_m128i(_mm_set1_epi16(0x4004), _mm_set1_epi16(0x1001));
-        half = tqkv__has_bit_avx2(bytes, _mm256_add_epi8(fifth, fifth));
-        second = _mm256_xor_si256(tqkv__has_bit_avx2(bytes, fifth), half);
+        _mm_storeu_ps(to + d, _mm_movelh_ps(pairs[0], pairs[1]));
+        _mm_storeu_ps(to + d + 4, _mm_movelh_ps(pairs[2], pairs[3]));
     }
-    return tqkv__centroids_of_planes_avx2(bits, k, table, _mm256_and_si256(_mm256_xor_si256(codes, half), fifteen),
-                                          half, second);
-}
-/* Loads eight centroids of TQ8, whose magnitudes would take 32 shuffles. The asm keeps the codes in a register of which
-   x86 reads the two lowest bytes (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
-TQKV__OP __m256 tqkv__centroids_by_loads_avx2(const uint8_t *p)
-{
-    const float *centroids = tqkv__tables.codebook_8;
-    __m128 pairs[4];
-    uint64_t codes;
-    memcpy(&codes, p, sizeof codes);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++, codes >>= 16) {
-        __asm__("" : "+Q"(codes));
-        const __m128 low = _mm_load_ss(centroids + (codes & 255)), high = _mm_load_ss(centroids + (codes >> 8 & 255));
-        pairs[i] = _mm_unpacklo_ps(low, high);
-    }
-    return _mm256_set_m128(_mm_movelh_ps(pairs[2], pairs[3]), _mm_movelh_ps(pairs[0], pairs[1]));
-}
-TQKV__OP __m256 tqkv__centroids_of_bytes_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
-                                              const uint8_t *p)
-{
-    if (bits == 8) return tqkv__centroids_by_loads_avx2(p + 8 * k);
-    const __m256i order =
-        _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0); /* puts the codes of each of the four vectors in place */
-    const __m256i bytes = per_lane == 4 ? _mm256_loadu_si256((const __m256i *)(const void *)p)
-                                        : _mm256_zextsi128_si256(tqkv__load_128(p));
-    const __m256i codes = _mm256_permutevar8x32_epi32(bytes, order);
-    const __m256i half = _mm256_cmpgt_epi8(_mm256_setzero_si256(), _mm256_slli_epi16(codes, 8 - bits));
-    const __m256i index = _mm256_and_si256(_mm256_xor_si256(codes, half), _mm256_set1_epi8(15));
-    return tqkv__centroids_of_planes_avx2(bits, k, table, index, half,
-                                          _mm256_xor_si256(_mm256_slli_epi16(codes, 3), half));
-}
-TQKV__OP __m256 tqkv__load_i8_avx2(const uint8_t *p)
-{
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(tqkv__load_64(p)));
 }
 TQKV__OP __m256 tqkv__load_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(tqkv__load_128(p)); }
 TQKV__OP __m256 tqkv__load_bf16_avx2(const uint8_t *p)
@@ -8983,14 +6875,8 @@ TQKV__OP __m256 tqkv__unite_avx2(const int n, __m256 x)
 {
     return n == 1 ? x : _mm256_permutevar8x32_ps(x, _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0));
 }
-TQKV__OP __m256 tqkv__load_fours_avx2(const float *p, int stride)
-{
-    return _mm256_set_m128(_mm_loadu_ps(p + stride), _mm_loadu_ps(p));
-}
-TQKV__OP __m256 tqkv__widen_bytes_avx2(const uint8_t *p)
-{
-    return _mm256_castsi256_ps(_mm256_cvtepu8_epi32(tqkv__load_64(p)));
-}
+/* Widens bytes to words. */
+TQKV__OP __m256i tqkv__widen_bytes_avx2(const uint8_t *p) { return _mm256_cvtepu8_epi32(tqkv__load_64(p)); }
 TQKV__OP __m256 tqkv__swap_avx2(const int distance, __m256 x)
 {
     if (distance == 1) return _mm256_permute_ps(x, 0xb1);
@@ -9005,18 +6891,6 @@ TQKV__OP __m256 tqkv__butterfly_avx2(const int stage, __m256 x)
                                      : _mm256_blend_ps(plus, minus, 0xf0);
     return _mm256_fmadd_ps(x, sign, tqkv__swap_avx2(1 << stage, x));
 }
-TQKV__OP __m256 tqkv__even_avx2(const int stage, __m256 a, __m256 b)
-{
-    if (stage == 0) return _mm256_blend_ps(a, _mm256_moveldup_ps(b), 0xaa);
-    if (stage == 1) return _mm256_shuffle_ps(a, b, 0x44);
-    return _mm256_permute2f128_ps(a, b, 0x20);
-}
-TQKV__OP __m256 tqkv__odd_avx2(const int stage, __m256 a, __m256 b)
-{
-    if (stage == 0) return _mm256_blend_ps(_mm256_movehdup_ps(a), b, 0xaa);
-    if (stage == 1) return _mm256_shuffle_ps(a, b, 0xee);
-    return _mm256_permute2f128_ps(a, b, 0x31);
-}
 TQKV__OP __m256i tqkv__larger_bits_avx2(__m256i largest, __m256 x)
 {
     return _mm256_max_epu32(largest, _mm256_castps_si256(tqkv__abs_avx2(x)));
@@ -9029,28 +6903,17 @@ TQKV__OP __m256 tqkv__fold_avx2(const int half, __m256 v, __m256i *side)
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(tqkv__abs_avx2(v)), positive));
 }
 TQKV__OP __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); }
-/* Byte shuffles see 16 entries, the same in either half of the register. */
-TQKV__OP void tqkv__load_below_avx2(const int bits, const uint8_t *table, __m256i *below)
+/* Looks up bytes of a table of 16, the same in either half of a register: the upper three of each lane are 0 and find
+   the first entry, which is 0. */
+TQKV__OP __m256i tqkv__load_below_avx2(const uint8_t *table)
 {
-    for (int i = 0; i < (bits < 4 ? 1 : 1 << (bits - 4)); i++)
-        below[i] = _mm256_broadcastsi128_si256(tqkv__load_128(table + 16 * i));
+    return _mm256_broadcastsi128_si256(tqkv__load_128(table));
 }
-TQKV__OP __m256i tqkv__below_32_avx2(const __m256i *below, __m256i cells)
+TQKV__OP __m256i tqkv__below_avx2(__m256i table, __m256i cells) { return _mm256_shuffle_epi8(table, cells); }
+/* Looks up floats of a table of eight. */
+TQKV__OP __m256 tqkv__look_up_8_avx2(const __m256 *table, __m256i index)
 {
-    return _mm256_blendv_epi8(_mm256_shuffle_epi8(below[0], cells), _mm256_shuffle_epi8(below[1], cells),
-                              _mm256_slli_epi32(cells, 3));
-}
-TQKV__OP __m256i tqkv__below_avx2(const int bits, const __m256i *below, __m256i cells)
-{
-    if (bits <= 4) return _mm256_shuffle_epi8(below[0], cells);
-    if (bits == 5) return tqkv__below_32_avx2(below, cells);
-    return _mm256_blendv_epi8(tqkv__below_32_avx2(below, cells), tqkv__below_32_avx2(below + 2, cells),
-                              _mm256_slli_epi32(cells, 2));
-}
-TQKV__OP __m256 tqkv__bound_avx2(const int bits, const __m256 *bounds, __m256i index)
-{
-    if (bits <= 4) return _mm256_permutevar8x32_ps(bounds[0], index);
-    return bits == 5 ? tqkv__permute_16_avx2(bounds, index) : tqkv__permute_32_avx2(bounds, index);
+    return _mm256_permutevar8x32_ps(*table, index);
 }
 TQKV__OP __m256i tqkv__code_from_avx2(__m256i count, __m256 bound, __m256 w, __m256i side)
 {
@@ -9118,75 +6981,117 @@ TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
     const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
     _mm_storeu_si128((__m128i *)(void *)p, _mm_packus_epi32(low, high));
 }
-#define tqkv__quantise_tq8_avx2 tqkv__quantise_loads_avx2
 
-/* Adds: out[b] += P[b][c] * x for ten subrows b from `first` on, of 4 values each; P: the matrix of order 20. Its signs
-   are known to the compiler, and every second sum is made of multiply-adds, see TQKV__(mix_12). The asm keeps the sums
-   in order. */
-TQKV__OP void tqkv__mix_column_avx2(const int first, const int c, __m128 x, __m128 plus, __m128 minus, __m128 *sums)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < 10; i++) {
-        const bool subtract = (tqkv__tables.hadamard_20[first + i][c / 8] >> (c % 8)) & 1;
-        if (c == 0)
-            sums[i] = _mm_mul_ps(x, subtract ? minus : plus);
-        else if (i % 2)
-            sums[i] = _mm_fmadd_ps(x, subtract ? minus : plus, sums[i]);
-        else
-            sums[i] = subtract ? _mm_sub_ps(sums[i], x) : _mm_add_ps(sums[i], x);
-        __asm__("" : "+x"(sums[i]));
-    }
-}
-/* Applies the matrix of order 20. subrows, out: [20][4] */
-TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *subrows, float factor, float *out)
-{
-    const __m256 ones = tqkv__rounded_avx2(_mm256_set1_ps(1.0f)), less = tqkv__rounded_avx2(_mm256_set1_ps(-1.0f));
-    const __m128 plus = _mm256_castps256_ps128(ones), minus = _mm256_castps256_ps128(less);
-    TQKV__UNROLL
-    for (int first = 0; first < 20; first += 10) {
-        __m128 sums[10];
-        TQKV__UNROLL
-        for (int c = 0; c < 10; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(subrows + 4 * c), plus, minus, sums);
-        TQKV__UNROLL
-        for (int c = 10; c < 20; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(subrows + 4 * c), plus, minus, sums);
-        TQKV__UNROLL
-        for (int i = 0; i < 10; i++) _mm_storeu_ps(out + 4 * (first + i), _mm_mul_ps(sums[i], _mm_set1_ps(factor)));
-    }
-}
-
-/* Only vectors of 16 need these. */
-TQKV__OP void tqkv__load_fields_avx2(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
-                                     __m256i *low, __m256i *high)
-{
-    (void)bits, (void)count, (void)p, (void)upper;
-    *low = *high = _mm256_setzero_si256();
-}
-TQKV__OP __m256i tqkv__join_fields_avx2(const int bits, int k, __m256i low, __m256i high)
-{
-    (void)bits, (void)k, (void)high;
-    return low;
-}
-TQKV__OP void tqkv__next_codes_avx2(const int bits, __m256i *codes) { (void)bits, (void)codes; }
-TQKV__OP __m256 tqkv__look_up_avx2(const int bits, const __m256 *table, __m256i codes)
-{
-    (void)bits, (void)codes;
-    return *table;
-}
-
-#define TQKV__(name)             tqkv__##name##_avx2
-#define TQKV__WIDTH              8 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME           "avx2"
-#define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
-#define TQKV__LANES              8
-#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
-#define TQKV__MATRIX_ROWS        4
-#define TQKV__NIBBLE_STRIP       4
-#define TQKV__STRIP_TOGETHER     1
-#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
-#define TQKV__SCORE_ROWS         2 /* keys, and decoded keys */
-#define TQKV__DECODED_SCORE_ROWS 3
-#define TQKV__SUMS               8 /* vectors of sums of values in registers */
+#define TQKV__(name) tqkv__##name##_avx2
+#define TQKV__ENCODES
+#define TQKV__WIDTH    8 /* vectors of the rotation in registers */
+#define TQKV__ISA_NAME "avx2"
+#define TQKV__LANES    8
 #include "tqkv.h"
+
+/* >>set-avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
+
+#ifdef TQKV__AVX512
+
+#define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")))
+typedef __m512 tqkv__vector_avx512;
+typedef __m512i tqkv__codes_avx512;
+
+TQKV__OP __m512 tqkv__set1_avx512(float x) { return _mm512_set1_ps(x); }
+TQKV__OP __m512 tqkv__fma_avx512(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+/* Returns a > b ? a : b; gives b if either is NaN, in every set */
+TQKV__OP __m512 tqkv__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
+TQKV__OP __m512 tqkv__abs_avx512(__m512 x) { return _mm512_abs_ps(x); }
+TQKV__OP __m512 tqkv__copysign_avx512(__m512 magnitude, __m512 sign)
+{
+    return _mm512_or_ps(magnitude, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign)); /* magnitude >= 0 */
+}
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored                                                                                         \
+    "-Wsign-conversion" /* without optimisation GCC's intrinsic is a macro with a cast of -1 */
+TQKV__OP __m512 tqkv__round_avx512(__m512 x) { return _mm512_roundscale_ps(x, 8); }
+#pragma GCC diagnostic pop
+TQKV__OP __m512 tqkv__exp2_avx512(__m512 n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n); }
+TQKV__OP float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
+TQKV__OP float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
+/* Adds up 16 sums, in one order for all sets: lane i and i + 8, then i + 4, i + 2, i + 1. */
+TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
+{
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(*x), _mm512_extractf32x8_ps(*x, 1));
+    __m128 m = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    m = _mm_add_ps(m, _mm_movehl_ps(m, m));
+    return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
+}
+
+/* Finds to[m] (+)= sum_16 of x[m], m < 4 */
+TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
+{
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xee));
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(x[2], x[3], 0x44), _mm512_shuffle_f32x4(x[2], x[3], 0xee));
+    __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4e));
+    all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xb1));
+    const __m128 sums = _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, all));
+    _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
+}
+
+/* Returns value where x >= least or x is NaN, else 0 */
+TQKV__OP __m512 tqkv__zero_below_avx512(__m512 least, __m512 x, __m512 value)
+{
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), value);
+}
+/* Returns a * b; 0 where a is 0, even if b is infinite or NaN */
+TQKV__OP __m512 tqkv__mul_nonzero_avx512(__m512 a, __m512 b)
+{
+    return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ), a, b);
+}
+
+TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
+{
+    return _mm256_loadu_si256((const __m256i *)(const void *)p);
+}
+TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p) { return _mm512_cvtph_ps(tqkv__load_256_avx512(p)); }
+
+/* Looks up n centroids of TQ8, 64 at a time: those of the lower half, for a code c of the upper half that of ~c with its
+   sign flipped. Unpacks of bytes undo the order of dwords. n: a multiple of 16 */
+TQKV__OP void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, int n, float *to)
+{
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    for (int d = 0; d < n; d += 64) {
+        const __mmask16 mask = (__mmask16)(0xffff >> (n - d < 64 ? 16 - (n - d) / 4 : 0));
+        __m512i index = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi32(mask, (const void *)(codes + d)));
+        __m512i plane[4], words[4];
+        const __mmask64 upper = _mm512_movepi8_mask(index);
+        index = _mm512_mask_sub_epi8(index, upper, _mm512_set1_epi8(-1), index);
+        TQKV__UNROLL
+        for (int p = 0; p < 4; p++)
+            plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)s->planes[p]), index,
+                                                _mm512_loadu_si512((const void *)(s->planes[p] + 64)));
+        plane[3] = _mm512_mask_add_epi8(plane[3], upper, plane[3], _mm512_set1_epi8(-128));
+        const __m512i low[2] = {_mm512_unpacklo_epi8(plane[0], plane[1]), _mm512_unpackhi_epi8(plane[0], plane[1])};
+        const __m512i high[2] = {_mm512_unpacklo_epi8(plane[2], plane[3]), _mm512_unpackhi_epi8(plane[2], plane[3])};
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++)
+            words[i] =
+                i % 2 ? _mm512_unpackhi_epi16(low[i / 2], high[i / 2]) : _mm512_unpacklo_epi16(low[i / 2], high[i / 2]);
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++)
+            if (d + 16 * i < n) _mm512_storeu_si512((void *)(to + d + 16 * i), words[i]);
+    }
+}
+
+TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
+{
+    return _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(x)));
+}
+
+#define tqkv__codec_avx512 tqkv__codec_avx2 /* rows are encoded by the narrower set */
+#define TQKV__(name)       tqkv__##name##_avx512
+#define TQKV__ISA_NAME     "avx512"
+#define TQKV__LANES        16
+#include "tqkv.h"
+
+#endif /* TQKV__AVX512 */
 
 #elif defined(TQKV__NEON)
 #include <arm_neon.h>
@@ -9251,145 +7156,15 @@ TQKV__OP void tqkv__add_sums_of_16_neon(const float32x4_t *x, bool add, float *t
     }
     vst1q_f32(to, vaddq_f32(add ? vld1q_f32(to) : vdupq_n_f32(0.0f), vpaddq_f32(pairs[0], pairs[1])));
 }
-TQKV__OP float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
+/* Loads centroids of TQ8, eight codes at a time. */
+TQKV__OP void tqkv__decode_tq8_neon(const tqkv__stream *s, const uint8_t *codes, int n, float *to)
 {
-    return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3]));
-}
-TQKV__OP float32x4_t tqkv__sum_across_neon(const float *x) { return vld1q_f32(x); }
-/* A matrix [16][2] to [2][16], or back */
-TQKV__OP void tqkv__turn_neon(const bool decoded, const int columns, float32x4_t *x)
-{
-    float32x4_t y[8];
-    if (columns < 2) return;
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        y[decoded ? i : 2 * i] = decoded ? vuzp1q_f32(x[2 * i], x[2 * i + 1]) : vzip1q_f32(x[i], x[4 + i]);
-        y[decoded ? 4 + i : 2 * i + 1] = decoded ? vuzp2q_f32(x[2 * i], x[2 * i + 1]) : vzip2q_f32(x[i], x[4 + i]);
+    for (int d = 0; d < n; d += 8) {
+        uint64_t eight;
+        memcpy(&eight, codes + d, sizeof eight);
+        TQKV__UNROLL
+        for (int i = 0; i < 8; i++, eight >>= 8) to[d + i] = s->codebook[eight & 255];
     }
-    TQKV__UNROLL
-    for (int i = 0; i < 8; i++) x[i] = y[i];
-}
-/* Looks up bytes: entry i is bytes 4i to 4i + 3 of 64 in a table. vqtbx keeps the byte of an index beyond. */
-TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
-{
-    codes = vandq_u32(codes, vdupq_n_u32((1u << bits) - 1));
-    uint8x16_t index = vreinterpretq_u8_u32(vmlaq_n_u32(vdupq_n_u32(0x03020100u), codes, 0x04040404u));
-    uint8x16_t found = vdupq_n_u8(0);
-    TQKV__UNROLL
-    for (int i = 0; i < (1 << bits) / 16; i++, table += 4) {
-        const uint8x16x4_t entries = {{vreinterpretq_u8_f32(table[0]), vreinterpretq_u8_f32(table[1]),
-                                       vreinterpretq_u8_f32(table[2]), vreinterpretq_u8_f32(table[3])}};
-        found = i == 0 ? vqtbl4q_u8(entries, index) : vqtbx4q_u8(found, entries, index);
-        index = vsubq_u8(index, vdupq_n_u8(64));
-    }
-    return vreinterpretq_f32_u8(found);
-}
-/* Looks up the four bytes of 16 centroids, for 16 codes at a time, and joins them into vector k of four. upper: all
-   ones for a code in the upper half. index: its number in the half. */
-TQKV__OP float32x4_t tqkv__centroids_of_planes_neon(const int bits, const int k, const float32x4_t *table,
-                                                    uint8x16_t index, uint8x16_t upper)
-{
-    uint8x16_t bytes[4];
-    TQKV__UNROLL
-    for (int p = 0; p < 4; p++) {
-        const uint8x16x2_t pair = {
-            {vreinterpretq_u8_f32(table[p]), vreinterpretq_u8_f32(table[bits == 6 ? 4 + p : p])}};
-        bytes[p] = bits == 6 ? vqtbl2q_u8(pair, index) : vqtbl1q_u8(pair.val[0], index);
-#ifdef __clang__ /* clang 16 and 19 crash where they may join two look-ups of two registers into one of four */
-        if (bits == 6 && p % 2) __asm__("" : "+w"(bytes[p]));
-#endif
-    }
-    if (bits > 4) bytes[3] = veorq_u8(bytes[3], vandq_u8(upper, vdupq_n_u8(128)));
-    const uint16x8_t low = vreinterpretq_u16_u8(k < 2 ? vzip1q_u8(bytes[0], bytes[1]) : vzip2q_u8(bytes[0], bytes[1]));
-    const uint16x8_t high = vreinterpretq_u16_u8(k < 2 ? vzip1q_u8(bytes[2], bytes[3]) : vzip2q_u8(bytes[2], bytes[3]));
-    return vreinterpretq_f32_u16(k % 2 ? vzip2q_u16(low, high) : vzip1q_u16(low, high));
-}
-TQKV__OP void tqkv__load_table_neon(const int bits, const bool nibbles, const tqkv__stream *s, float32x4_t *table)
-{
-    (void)nibbles; /* always the bytes of centroids */
-    for (int i = 0; i < (bits == 6 ? 8 : 4); i++)
-        table[i] = vreinterpretq_f32_u8(vld1q_u8(s->planes[i % 4] + 16 * (i / 4)));
-}
-/* Looks up codes: [16]; bits above the code are ignored */
-TQKV__OP float32x4_t tqkv__centroids_of_codes_neon(const int bits, const int k, const float32x4_t *table,
-                                                   uint8x16_t codes)
-{
-    const uint8x16_t upper = vtstq_u8(codes, vdupq_n_u8((uint8_t)(1 << (bits - 1))));
-    const uint8x16_t index = vandq_u8(veorq_u8(codes, upper), vdupq_n_u8((uint8_t)((1 << (bits - 1)) - 1)));
-    return tqkv__centroids_of_planes_neon(bits, k, table, index, upper);
-}
-/* Spreads the pairs of bits of eight bytes: those of even codes in the lowest bits of a byte, those of odd codes
-   above. */
-TQKV__OP uint8x16_t tqkv__spread_pairs_neon(const uint8_t *p)
-{
-    const uint16x8_t words = vmovl_u8(vld1_u8(p));
-    return vreinterpretq_u8_u16(vsliq_n_u16(words, words, 4));
-}
-/* Spreads four bytes to 16 pairs of bits, in their own order. */
-TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
-{
-    uint32_t word;
-    memcpy(&word, p, sizeof word);
-    const uint32x4_t bytes = vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(word))));
-    const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
-    return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
-}
-/* Returns the main bits of codes 16 * (k / 4) ... of a strip, in the order of reorder. A strip is 32 codes:
-   the low nibbles give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own
-   order. */
-TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
-{
-    const uint8x16_t mask = vdupq_n_u8((uint8_t)((1 << main_bits) - 1));
-    if (per_lane == 4 && main_bits == 2) return tqkv__pairs_neon(p);
-    if (per_lane == 4) {
-        const uint16x8_t wide = vmovl_u8(vld1_u8(p));
-        return vandq_u8(vreinterpretq_u8_u16(vorrq_u16(wide, vshlq_n_u16(wide, 4))), mask);
-    }
-    const uint8x16_t both = main_bits == 2 ? tqkv__spread_pairs_neon(p) : vld1q_u8(p);
-    return vandq_u8(k < 4 ? both : main_bits == 2 ? vshrq_n_u8(both, 2) : vshrq_n_u8(both, 4), mask);
-}
-/* Loads a field of one upper bit: all ones for a 1. */
-TQKV__OP uint8x16_t tqkv__upper_bit_neon(const int per_lane, const int k, const uint8_t *upper)
-{
-    if (per_lane == 4) {
-        const uint8x8_t bits = vcreate_u8(0x8040201008040201ULL);
-        return vtstq_u8(vcombine_u8(vdup_n_u8(upper[0]), vdup_n_u8(upper[1])), vcombine_u8(bits, bits));
-    }
-    uint32_t word; /* bits 2i and 2i + 1 of four bytes */
-    memcpy(&word, upper, sizeof word);
-    const uint32_t at[4] = {0, 0x01010101u, 0x02020202u, 0x03030303u};
-    const uint8x16_t order = vreinterpretq_u8_u32(vld1q_u32(at));
-    const uint8x16_t bytes = vqtbl1q_u8(vreinterpretq_u8_u32(vdupq_n_u32(word)), order);
-    return vtstq_u8(bytes, vreinterpretq_u8_u32(vdupq_n_u32(k < 4 ? 0x40100401u : 0x80200802u)));
-}
-TQKV__OP float32x4_t tqkv__centroids_of_packed_neon(const int bits, const int per_lane, const int k,
-                                                    const float32x4_t *table, const uint8_t *p, const uint8_t *upper)
-{
-    const uint8x16_t codes = tqkv__main_codes_neon(bits < 4 ? 2 : 4, per_lane, k, p);
-    if (bits == 2 || bits == 4) return tqkv__centroids_of_planes_neon(bits, k % 4, table, codes, codes);
-    if (bits == 3 || bits == 5) {
-        const uint8x16_t half = tqkv__upper_bit_neon(per_lane, k, upper);
-        const uint8x16_t index = bits == 3 ? vorrq_u8(codes, vandq_u8(half, vdupq_n_u8(4)))
-                                           : vandq_u8(veorq_u8(codes, half), vdupq_n_u8(15));
-        return tqkv__centroids_of_planes_neon(bits, k % 4, table, index, half);
-    }
-    if (per_lane == 4) return tqkv__centroids_of_codes_neon(6, k, table, vsliq_n_u8(codes, tqkv__pairs_neon(upper), 4));
-    /* bits 4i to 4i + 3 of eight bytes, spread to the lower halves of 16 */
-    const uint16x8_t wide = vmovl_u8(vld1_u8(upper));
-    const uint8x16_t bytes = vreinterpretq_u8_u16(vorrq_u16(wide, vshlq_n_u16(wide, 4)));
-    return tqkv__centroids_of_codes_neon(6, k % 4, table, vsliq_n_u8(codes, k < 4 ? bytes : vshrq_n_u8(bytes, 2), 4));
-}
-TQKV__OP float32x4_t tqkv__centroids_of_bytes_neon(const int bits, const int per_lane, const int k,
-                                                   const float32x4_t *table, const uint8_t *p)
-{
-    (void)per_lane; /* 4 */
-    return tqkv__centroids_of_codes_neon(bits, k, table, vld1q_u8(p));
-}
-TQKV__OP float32x4_t tqkv__load_i8_neon(const uint8_t *p)
-{
-    uint64_t bytes = 0;
-    memcpy(&bytes, p, 4);
-    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bytes)))));
 }
 TQKV__OP float32x4_t tqkv__load_f16_neon(const uint8_t *p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
 TQKV__OP float32x4_t tqkv__load_bf16_neon(const uint8_t *p)
@@ -9438,20 +7213,11 @@ TQKV__OP float32x4_t tqkv__unite_neon(const int n, float32x4_t x)
     (void)n;
     return x;
 }
-TQKV__OP void tqkv__mix_20_neon(const float *subrows, float factor, float *out)
-{
-    (void)subrows, (void)factor, (void)out;
-}
-TQKV__OP float32x4_t tqkv__load_fours_neon(const float *p, int stride)
-{
-    (void)stride;
-    return vld1q_f32(p);
-}
-TQKV__OP float32x4_t tqkv__widen_bytes_neon(const uint8_t *p)
+TQKV__OP uint32x4_t tqkv__widen_bytes_neon(const uint8_t *p)
 {
     uint32_t four;
     memcpy(&four, p, sizeof four);
-    return vreinterpretq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))));
+    return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
 }
 TQKV__OP float32x4_t tqkv__swap_neon(const int distance, float32x4_t x)
 {
@@ -9461,16 +7227,6 @@ TQKV__OP float32x4_t tqkv__butterfly_neon(const int stage, float32x4_t x)
 {
     const float signs[2][4] = {{1.0f, -1.0f, 1.0f, -1.0f}, {1.0f, 1.0f, -1.0f, -1.0f}};
     return vfmaq_f32(tqkv__swap_neon(1 << stage, x), x, vld1q_f32(signs[stage]));
-}
-TQKV__OP float32x4_t tqkv__even_neon(const int stage, float32x4_t a, float32x4_t b)
-{
-    if (stage == 0) return vtrn1q_f32(a, b);
-    return vreinterpretq_f32_f64(vtrn1q_f64(vreinterpretq_f64_f32(a), vreinterpretq_f64_f32(b)));
-}
-TQKV__OP float32x4_t tqkv__odd_neon(const int stage, float32x4_t a, float32x4_t b)
-{
-    if (stage == 0) return vtrn2q_f32(a, b);
-    return vreinterpretq_f32_f64(vtrn2q_f64(vreinterpretq_f64_f32(a), vreinterpretq_f64_f32(b)));
 }
 TQKV__OP uint32x4_t tqkv__larger_bits_neon(uint32x4_t largest, float32x4_t x)
 {
@@ -9484,26 +7240,18 @@ TQKV__OP float32x4_t tqkv__fold_neon(const int half, float32x4_t v, uint32x4_t *
     return vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(vabsq_f32(v)), positive));
 }
 TQKV__OP uint32x4_t tqkv__truncate_neon(float32x4_t x) { return vcvtq_u32_f32(x); }
-TQKV__OP void tqkv__load_below_neon(const int bits, const uint8_t *table, uint32x4_t *below)
-{
-    for (int i = 0; i < (bits < 4 ? 1 : 1 << (bits - 4)); i++)
-        below[i] = vreinterpretq_u32_u8(vld1q_u8(table + 16 * i));
-}
+TQKV__OP uint32x4_t tqkv__load_below_neon(const uint8_t *table) { return vreinterpretq_u32_u8(vld1q_u8(table)); }
 /* Looks up bytes: the upper three of each lane are 0 and find the table's first entry, which is 0. */
-TQKV__OP uint32x4_t tqkv__below_neon(const int bits, const uint32x4_t *below, uint32x4_t cells)
+TQKV__OP uint32x4_t tqkv__below_neon(uint32x4_t table, uint32x4_t cells)
 {
-    uint8x16x4_t t;
-    const uint8x16_t index = vreinterpretq_u8_u32(cells);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) t.val[i] = vreinterpretq_u8_u32(below[bits > 4 && i < 1 << (bits - 4) ? i : 0]);
-    const uint8x16x2_t half = {{t.val[0], t.val[1]}};
-    return vreinterpretq_u32_u8(bits <= 4   ? vqtbl1q_u8(t.val[0], index)
-                                : bits == 5 ? vqtbl2q_u8(half, index)
-                                            : vqtbl4q_u8(t, index));
+    return vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(table), vreinterpretq_u8_u32(cells)));
 }
-TQKV__OP float32x4_t tqkv__bound_neon(const int bits, const float32x4_t *bounds, uint32x4_t index)
+/* Looks up floats of a table of eight, in two vectors: entry i is its bytes 4i to 4i + 3. */
+TQKV__OP float32x4_t tqkv__look_up_8_neon(const float32x4_t *table, uint32x4_t index)
 {
-    return tqkv__permute_table_neon(bits == 6 ? 5 : 4, bounds, index);
+    const uint8x16x2_t entries = {{vreinterpretq_u8_f32(table[0]), vreinterpretq_u8_f32(table[1])}};
+    const uint32x4_t bytes = vmlaq_n_u32(vdupq_n_u32(0x03020100u), index, 0x04040404u);
+    return vreinterpretq_f32_u8(vqtbl2q_u8(entries, vreinterpretq_u8_u32(bytes)));
 }
 TQKV__OP uint32x4_t tqkv__code_from_neon(uint32x4_t count, float32x4_t bound, float32x4_t w, uint32x4_t side)
 {
@@ -9519,10 +7267,13 @@ TQKV__OP void tqkv__load_entries_neon(const float (*entries)[2], const uint32_t 
     float32x4_t four[4];
     TQKV__UNROLL
     for (int i = 0; i < 4; i++) four[i] = vld1q_f32(entries[cells[i]]);
-    const float32x4_t low = vtrn2q_f32(four[0], four[1]), high = vtrn2q_f32(four[2], four[3]);
-    x[0] = tqkv__even_neon(1, vtrn1q_f32(four[0], four[1]), vtrn1q_f32(four[2], four[3]));
-    x[1] = tqkv__even_neon(1, low, high);
-    x[2] = tqkv__odd_neon(1, low, high);
+    const float64x2_t bounds[2] = {vreinterpretq_f64_f32(vtrn1q_f32(four[0], four[1])),
+                                   vreinterpretq_f64_f32(vtrn1q_f32(four[2], four[3]))};
+    const float64x2_t centroids[2] = {vreinterpretq_f64_f32(vtrn2q_f32(four[0], four[1])),
+                                      vreinterpretq_f64_f32(vtrn2q_f32(four[2], four[3]))};
+    x[0] = vreinterpretq_f32_f64(vtrn1q_f64(bounds[0], bounds[1]));
+    x[1] = vreinterpretq_f32_f64(vtrn1q_f64(centroids[0], centroids[1]));
+    x[2] = vreinterpretq_f32_f64(vtrn2q_f64(centroids[0], centroids[1]));
 }
 TQKV__OP uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)
 {
@@ -9565,44 +7316,14 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 {
     vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(words)));
 }
-#define tqkv__quantise_tq8_neon tqkv__quantise_loads_neon
-
-/* Only vectors of 16 need these. */
-TQKV__OP void tqkv__load_fields_neon(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
-                                     uint32x4_t *low, uint32x4_t *high)
-{
-    (void)bits, (void)count, (void)p, (void)upper;
-    *low = *high = vdupq_n_u32(0);
-}
-TQKV__OP uint32x4_t tqkv__join_fields_neon(const int bits, int k, uint32x4_t low, uint32x4_t high)
-{
-    (void)bits, (void)k, (void)high;
-    return low;
-}
-TQKV__OP void tqkv__next_codes_neon(const int bits, uint32x4_t *codes) { (void)bits, (void)codes; }
-TQKV__OP float32x4_t tqkv__look_up_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
-{
-    (void)bits, (void)codes;
-    return *table;
-}
-
-#define TQKV__(name)             tqkv__##name##_neon
-#define TQKV__WIDTH              16 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME           "neon"
-#define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_neon
-#define TQKV__LANES              4
-#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
-#define TQKV__MATRIX_ROWS        16
-#define TQKV__NIBBLE_STRIP       8
-#define TQKV__STRIP_TOGETHER     1
-#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
-#define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
-#define TQKV__DECODED_SCORE_ROWS 4
-#define TQKV__SUMS               16 /* vectors of sums of values in registers */
+#define TQKV__(name) tqkv__##name##_neon
+#define TQKV__ENCODES
+#define TQKV__WIDTH    16 /* vectors of the rotation in registers */
+#define TQKV__ISA_NAME "neon"
+#define TQKV__LANES    4
 #include "tqkv.h"
 #endif
 
-#ifndef TQKV_NO_INTEGER
 /* >>integer-avx512: what AVX-512 brings to >>k-integer, with the products of VNNI */
 
 #ifdef TQKV__AVX512
@@ -10434,7 +8155,6 @@ TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, 
 #include "tqkv.h"
 #endif
 #endif
-#endif
 
 #undef TQKV__NESTED
 #ifdef TQKV__OPTIMISED
@@ -10458,22 +8178,33 @@ static const tqkv__isa *const tqkv__isas[] = {
     &tqkv__isa_scalar};
 #define TQKV__ISAS (sizeof tqkv__isas / sizeof tqkv__isas[0])
 
+#ifdef TQKV__AVX2
+/* Asks the processor and the system: __builtin_cpu_supports is the word of the compiler's runtime library, which clang
+   for Windows lacks and in which zig answers 0. */
+static bool tqkv__x86_present(bool avx512)
+{
+    const unsigned basic = bit_OSXSAVE | bit_FMA | bit_F16C, vectors = 0x06, wide_vectors = 0xe0;
+    unsigned eax, ebx, ecx, edx, saved;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & basic) != basic) return false;
+    __asm__ volatile("xgetbv" : "=a"(saved), "=d"(edx) : "c"(0)); /* the registers that the system saves */
+    if ((saved & vectors) != vectors || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+    if (!avx512) return (ebx & bit_AVX2) != 0;
+#ifdef __APPLE__ /* from their first use on */
+    saved |= wide_vectors;
+#endif
+    const unsigned b = bit_AVX2 | bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
+    const unsigned c = bit_AVX512VBMI | bit_AVX512VNNI;
+    return (saved & wide_vectors) == wide_vectors && (ebx & b) == b && (ecx & c) == c;
+}
+#endif
+
 static bool tqkv__isa_present(const tqkv__isa *isa)
 {
 #ifdef TQKV__AVX2
-    unsigned eax, ebx, ecx = 0, edx;
-    __builtin_cpu_init();
-#ifdef TQKV__AVX512
-    if (isa == &tqkv__isa_avx512)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512vbmi") && tqkv__isa_present(&tqkv__isa_avx2);
-#endif
-    if (isa == &tqkv__isa_avx2)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && /* clang 14 does not know f16c */
-               __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
-#endif
+    return isa && (isa == &tqkv__isa_scalar || tqkv__x86_present(isa != &tqkv__isa_avx2));
+#else
     return isa != NULL;
+#endif
 }
 
 /* The library's only variable beside tqkv__products: set once, or by tqkv_isa_force */
@@ -10492,6 +8223,9 @@ static const tqkv__isa *tqkv__isa_now(void)
     if (isa) return isa;
     const char *wanted = getenv("TQKV_ISA");
     isa = wanted ? tqkv__isa_named(wanted) : NULL;
+    if (wanted && !tqkv__isa_present(isa))
+        TQKV_EXPLAIN(isa ? "TQKV_ISA: the processor lacks this instruction set; the best one that it has is in use"
+                         : "TQKV_ISA: no instruction set of this build; the best one is in use");
     for (size_t i = 0; i < TQKV__ISAS && (!isa || !tqkv__isa_present(isa)); i++) isa = tqkv__isas[i];
     const tqkv__isa *now = NULL; /* or what another thread has chosen in the meantime */
     const bool first =
@@ -10513,14 +8247,6 @@ static const tqkv__isa *tqkv__narrower(const tqkv__isa *a, const tqkv__isa *b) {
 
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
 
-#ifdef TQKV_NO_INTEGER
-/* Plain C for all sets: only the time differs. */
-static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
-{
-    (void)isa;
-    return &tqkv__integers_scalar;
-}
-#else
 static char tqkv__products; /* set once. 1: what every processor of a set has, 2: AVX-VNNI or DotProd, 3: I8MM */
 
 #if defined(TQKV__NEON) && defined(__APPLE__)
@@ -10565,26 +8291,25 @@ static char tqkv__products_now(void)
     return known;
 }
 
-/* Integers beside the floats of a set, by the best products that the processor has. */
-static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
+/* Returns the functions of attention of a set, by the best products that the processor has. */
+static const tqkv__kernels *tqkv__kernels_for(const tqkv__isa *isa)
 {
     const char products = tqkv__products_now();
 #ifdef TQKV__AVX512
-    if (isa == &tqkv__isa_avx512 && __builtin_cpu_supports("avx512vnni")) return &tqkv__i_integers_avx512;
+    if (isa == &tqkv__isa_avx512) return &tqkv__i_kernels_avx512;
 #endif
 #ifdef TQKV__AVX2
-    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_integers_avxvnni : &tqkv__i_integers_avx2;
+    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_kernels_avxvnni : &tqkv__i_kernels_avx2;
 #endif
 #ifdef TQKV__NEON
 #ifdef TQKV__I8MM
-    if (isa != &tqkv__isa_scalar && products > 2) return &tqkv__i_integers_i8mm;
+    if (isa != &tqkv__isa_scalar && products > 2) return &tqkv__i_kernels_i8mm;
 #endif
-    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_integers_dotprod : &tqkv__i_integers_neon;
+    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_kernels_dotprod : &tqkv__i_kernels_neon;
 #endif
     (void)isa, (void)products;
-    return &tqkv__integers_scalar;
+    return &tqkv__kernels_scalar;
 }
-#endif
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
 
@@ -10625,22 +8350,13 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
-#define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
-
-/* Changes to the integers of the set, if the call asks for them. */
-static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
+/* Takes the functions of the set, and what they look up. */
+static void tqkv__take_kernels(tqkv__attention *a)
 {
-    if (a->call.arithmetic == TQKV_FLOAT) return TQKV_OK;
-    if (a->call.arithmetic != TQKV_INTEGER) return TQKV__INVALID("arithmetic: no tqkv_arithmetic");
-    if (a->keys.book_bits > 6 || a->values.book_bits > 6 || a->tail.book_bits > 6)
-        return TQKV__REFUSE(UNSUPPORTED, "arithmetic: the centroids of TQ8 do not fit integers of 8 bits");
-    const tqkv__integers *integers = tqkv__integers_for(a->isa);
-    a->isa = &integers->isa;
-    a->round_query = integers->round_query;
+    a->kernels = tqkv__kernels_for(a->isa);
     tqkv__fill_integers(&a->keys);
     tqkv__fill_integers(&a->values);
     if (a->call.tail) tqkv__fill_integers(&a->tail);
-    return TQKV_OK;
 }
 
 /* Takes the tail, which lies in the slots of the keys. */
@@ -10715,8 +8431,6 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     r->key_dim = r->keys.head_dim;
     r->value_dim = r->values.head_dim;
     r->n_kv_heads = r->keys.n_kv_heads;
-    if (!call->n_heads) call->n_heads = r->n_kv_heads;
-    if (!call->n_queries) call->n_queries = 1;
     r->isa = tqkv__narrower(tqkv__isa_for(r->key_dim), tqkv__isa_for(r->value_dim));
     if ((result = tqkv__take_tail(r)) != TQKV_OK) return result;
     if (call->scale == 0.0f) call->scale = tqkv__inverse_root(r->key_dim);
@@ -10726,8 +8440,8 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     r->rotate_queries = r->keys.rotated && a->query_basis == TQKV_ORIGINAL;
     r->unrotate_output = r->values.rotated && a->output_basis == TQKV_ORIGINAL;
     if (r->values.n_kv_heads != r->n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
-    if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
-        return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
+    if (call->n_heads <= 0 || call->n_heads % r->n_kv_heads != 0)
+        return TQKV__INVALID("n_heads: 0, or not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
     if ((result = tqkv__check_options(a)) != TQKV_OK) return result;
     if (!tqkv__resolve_allocator(&call->allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
@@ -10737,7 +8451,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
         r->n_rows > (size_t)INT_MAX)
         return TQKV__INVALID("n_queries * n_heads * head_dim is too large");
     if ((result = tqkv__take_strides(r)) != TQKV_OK) return result;
-    if ((result = tqkv__take_arithmetic(r)) != TQKV_OK) return result;
+    tqkv__take_kernels(r);
     return tqkv__check_tree_and_sinks(call);
 }
 
@@ -10889,7 +8603,7 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
         tqkv_result r = open(call->first_tail, &a->first_tail);
         if (r == TQKV_OK) r = tqkv__check_first_tail(a, &a->first_tail);
         if (r != TQKV_OK) return r;
-        if (a->round_query) tqkv__fill_integers(&a->first_tail);
+        tqkv__fill_integers(&a->first_tail);
     }
     a->exact_below = below;
     a->kept = below < a->first ? below : a->first;
@@ -11303,18 +9017,7 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
     return r;
 }
 
-/* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
-
-/* Queries take the order of decoded codes; sums of values are put back. */
-static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
-{
-    isa->reorder(s, isa->columns, true, natural, decoded);
-}
-
-static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
-{
-    isa->reorder(s, isa->columns, false, decoded, natural);
-}
+/* >>tile: tiles, and the sums of a tile, of a piece and of a stretch */
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 
@@ -11435,9 +9138,25 @@ static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__seg
     tqkv__prefetch(TQKV__L1, (const uint8_t *)norms, norms_size + 63); /* they may begin within a line */
 }
 
-/* Does what value_tile does, safe for F16: if a tile holds NaN or Inf and some row does not see all of it, each
-   position is added alone, and only to rows that see it: also with a weight that has underflowed to 0, as where all see
-   all of it. */
+/* Whether no value of a segment is infinite or NaN, so that a weight of 0 adds nothing. */
+static bool tqkv__segment_finite(const tqkv__attention *a, const tqkv__stream *s, int kv_head,
+                                 const tqkv__segment *segment)
+{
+    const size_t n = (size_t)segment->n;
+    if (!tqkv__in_floats(s)) return true;
+    if (s->kind == TQKV__HALF)
+        return a->isa->codec->rows_finite(TQKV_TYPE_F16, tqkv__codes_at(s, kv_head, segment->slot),
+                                          n * (size_t)s->head_dim);
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
+    for (size_t i = 0; i < n * (size_t)s->norms_per_row; i++) {
+        const float most = tqkv__factor(s, norms[i]) * s->codebook[255];
+        if (!tqkv__all_finite(&most, 1)) return false;
+    }
+    return true;
+}
+
+/* Does what value_tile does, safe for floats: if a tile holds NaN or infinity and some row does not see all of it, each
+   position is added alone, to the rows that see it, even with a weight that has underflowed to 0. */
 static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__attention *a = tile->streams;
@@ -11445,10 +9164,8 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
     const tqkv__segment *segment = &tile->values;
     const int kv_head = tile->kv_head;
     const float *weights = tile->scores + tile->begin;
-    if (s->kind != TQKV__HALF || tile->whole ||
-        a->isa->codec->rows_finite(TQKV_TYPE_F16, tqkv__codes_at(s, kv_head, segment->slot),
-                                   (size_t)segment->n * (size_t)s->head_dim)) {
-        a->isa->value_tile(s, kv_head, segment, weights, n_rows, tile->scaled, out);
+    if (tile->whole || tqkv__segment_finite(a, s, kv_head, segment)) {
+        a->kernels->value_tile(s, kv_head, segment, weights, n_rows, tile->scaled, out);
         return;
     }
     for (int row = 0; row < n_rows; row++)
@@ -11457,7 +9174,7 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
             float alone[TQKV__TILE] = {0};
             alone[0] = weights[row * TQKV__TILE + j];
             if (!tqkv__span_has(&tile->spans[row], tile->begin + j)) continue;
-            a->isa->value_tile(s, kv_head, &one, alone, 1, tile->scaled, out + (size_t)row * (size_t)s->head_dim);
+            a->kernels->value_tile(s, kv_head, &one, alone, 1, tile->scaled, out + (size_t)row * (size_t)s->head_dim);
         }
 }
 
@@ -11535,26 +9252,13 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n
     const bool codes = tile->region.keys == &a->keys;
     const size_t all = (size_t)n_rows, of_keys = all * (size_t)a->keys.head_dim;
     const float *rest = q + all * tqkv__first_floats(a);
-    a->isa->score_tile(tile->region.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim, n_rows,
-                       false, scores);
+    a->kernels->score_tile(tile->region.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim,
+                           n_rows, false, scores);
     if (a->call.tail)
-        a->isa->score_tile(tile->region.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
-    if ((digits & 1) && codes) a->isa->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
+        a->kernels->score_tile(tile->region.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
+    if ((digits & 1) && codes) a->kernels->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
     if (digits & 2)
-        a->isa->score_tile(tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
-}
-
-/* Brings sums of values, which have the order of the stream that is added to them, into that of another. */
-static void tqkv__turn_sums(const tqkv__attention *a, const tqkv__stream *from, const tqkv__stream *to, int n_rows,
-                            float *out)
-{
-    if (a->isa->columns == 1 || (from->main_bits < 8) == (to->main_bits < 8)) return;
-    for (int row = 0; row < n_rows; row++, out += a->value_dim) {
-        if (from->main_bits < 8)
-            tqkv__to_natural(a->isa, from, out, out);
-        else
-            tqkv__to_decoded(a->isa, to, out, out);
-    }
+        a->kernels->score_tile(tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
 }
 
 /* >>walk: an item from tile to tile */
@@ -11850,8 +9554,7 @@ static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
     if (!before) return;
     if (before->region.number == tile->region.number && before->position / TQKV__PIECE == tile->position / TQKV__PIECE)
         return;
-    w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, &w->sums);
-    tqkv__turn_sums(w->a, before->region.values, tile->region.values, n_rows, w->sums.out);
+    w->a->kernels->end_piece(n_rows, w->a->value_dim, &w->piece, &w->sums);
 }
 
 static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
@@ -11860,8 +9563,8 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
     tqkv__score_tile(tile, w->q, w->digits, n_rows);
     tqkv__add_before(w, tile->ranks);
     tqkv__end_piece_before(w, tile);
-    w->a->isa->softmax_tile(w->a, tile->spans, w->offsets, n_rows, tile->scores, w->piece.max, w->piece.sum,
-                            w->piece.out);
+    w->a->kernels->softmax_tile(w->a, tile->spans, w->offsets, n_rows, tile->scores, w->piece.max, w->piece.sum,
+                                w->piece.out);
     w->before = tile;
 }
 
@@ -12246,9 +9949,8 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged:
-   [n_rows][head_dim]; so is halves, the queries for halves of the same basis, or NULL, and rest, the second digits of
-   integers. Whether there are any. */
+/* Brings part 0 or 1 of an item's queries into the basis of a stream, times scale, as floats or integers. Returns whether
+   there are second digits. arranged, halves (as floats, or NULL), rest (second digits): [n_rows][head_dim] */
 static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
                                const tqkv__stream *s, float *arranged, float *halves, float *rest)
 {
@@ -12262,14 +9964,14 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
         if (s->rotated && original) a->isa->codec->rotate(natural, s->head_dim);
         tqkv__scale(natural, s->head_dim, a->call.scale);
         if (halves) memcpy(halves + (size_t)i * (size_t)s->head_dim, natural, (size_t)s->head_dim * sizeof(float));
-        if (!a->round_query || s->kind == TQKV__HALF) {
-            tqkv__to_decoded(a->isa, s, natural, arranged);
+        if (tqkv__in_floats(s)) {
+            memcpy(arranged, natural, (size_t)s->head_dim * sizeof(float));
             continue;
         }
-        a->round_query(s, natural, arranged);
+        a->kernels->round_query(s, natural, arranged);
         float *second = rest + (size_t)i * (size_t)s->head_dim;
         if (tqkv__round_rest(natural, s->head_dim)) {
-            a->round_query(s, natural, second);
+            a->kernels->round_query(s, natural, second);
             digits = true;
         } else {
             memset(second, 0, (size_t)s->head_dim * sizeof(float));
@@ -12279,13 +9981,10 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
 }
 
 /* Returns the floats of an arranged query with its second digits. */
-static size_t tqkv__query_floats(const tqkv__attention *a)
-{
-    return tqkv__first_floats(a) + (a->round_query ? (size_t)a->key_dim : 0);
-}
+static size_t tqkv__query_floats(const tqkv__attention *a) { return tqkv__first_floats(a) + (size_t)a->key_dim; }
 
-/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then
-   second digits of integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
+/* Returns which parts have second digits: 1 for the keys, 2 for the tail. arranged: [n_rows][head_dim] of the keys, of
+   the tail and, if some keys are halves, of the keys for these; then the second digits of both parts */
 static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
     const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
@@ -12381,10 +10080,9 @@ static const float *tqkv__output_center(const tqkv__attention *a, int kv_head, f
     return room;
 }
 
-/* Settles the NaNs of integers, see tqkv__one_nan. out: [value_dim] */
+/* Makes a row the same on all processors, see tqkv__one_nan. out: [value_dim] */
 static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, float *sum)
 {
-    if (!a->round_query) return;
     for (int d = 0; d < a->value_dim; d++) out[d] = tqkv__one_nan(out[d]);
     *max = tqkv__one_nan(TQKV__AS_FLOAT(*max + 0.0f)); /* second digits of other rows turn -0 into 0 */
     *sum = tqkv__one_nan(*sum);
@@ -12406,10 +10104,10 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
         void *to = tqkv__output_at(request, row);
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, request->q, row)) : 0.0;
-        tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
+        const float *from = sums->out + (size_t)i * (size_t)a->value_dim;
         /* Codes of masked slots have the weight 0, and leave their signs in sums that have underflowed: -0 becomes
            0. */
-        for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + 0.0f);
+        for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(from[d] + 0.0f);
         if (scored) tqkv__shift_scores(a, score, out, &max, &sum);
         if (!request->max)
             tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), a->unrotate_output, center, out, max, sum);
@@ -12504,8 +10202,7 @@ static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, in
     else
         for (int pass = 0; pass < TQKV__PASSES; pass++) tqkv__attend_rows(w, pass, range);
     tqkv__add_before(w, NULL);
-    w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
-    if (w->before) tqkv__turn_sums(w->a, w->before->region.values, &w->a->values, n_rows, sums->out);
+    w->a->kernels->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
 }
 
 /* Returns the sums of n_rows rows in memory. */
@@ -12860,8 +10557,8 @@ static tqkv_result tqkv__attend(const tqkv__attention *a, const void *q, void *o
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q, void *out)
 {
     tqkv__attention a;
-    tqkv_result r = tqkv__attention_open(attention, &a);
-    return r == TQKV_OK ? tqkv__attend(&a, q, out) : r;
+    const tqkv_result r = tqkv__attention_open(attention, &a);
+    return r == TQKV_OK && a.call.n_queries ? tqkv__attend(&a, q, out) : r;
 }
 
 /* Where one call's rows of output lie, in bytes. */
@@ -12963,20 +10660,21 @@ static tqkv_result tqkv__check_outputs(const tqkv__request *requests, int n_requ
     return overlap ? TQKV__INVALID("the output of an item overlaps an array of another") : TQKV_OK;
 }
 
-/* Opens and checks one item; it takes over the hooks of the first. */
+/* Opens and checks one item, which takes over the hooks of the first. Adds its request if it has queries. */
 static tqkv_result tqkv__open_item(const tqkv_attention *items, int i, const void *q, void *out, tqkv__attention *a,
-                                   tqkv__request *request)
+                                   tqkv__request *requests, int *n_requests)
 {
     tqkv_attention item = items[i];
     item.parallel = items[0].parallel;
     item.allocator = items[0].allocator;
     const tqkv_result r = tqkv__attention_open(&item, a);
-    return r == TQKV_OK ? tqkv__cut_whole(a, q, out, request) : r;
+    return r == TQKV_OK && a->call.n_queries ? tqkv__cut_whole(a, q, out, &requests[(*n_requests)++]) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items, const void *const *q, void *const *out)
 {
     size_t size;
+    int n_requests = 0;
     if (!items || !q || !out) return TQKV__INVALID("items, q or out is NULL");
     if (n_items < 0) return TQKV__INVALID("n_items is negative");
     if (n_items == 0) return TQKV_OK;
@@ -12989,9 +10687,9 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
     tqkv__request *requests = (tqkv__request *)(void *)(opened + n_items);
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < n_items; i++)
-        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], &requests[i]);
-    if (r == TQKV_OK) r = tqkv__check_outputs(requests, n_items, &allocator);
-    if (r == TQKV_OK) r = tqkv__run_job(requests, n_items);
+        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], requests, &n_requests);
+    if (r == TQKV_OK && n_requests) r = tqkv__check_outputs(requests, n_requests, &allocator);
+    if (r == TQKV_OK && n_requests) r = tqkv__run_job(requests, n_requests);
     allocator.free(allocator.user, opened, size);
     return r;
 }
@@ -13032,7 +10730,7 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__attention_open(attention, &a);
     if (r == TQKV_OK) r = tqkv__check_slice_range(&a, first, count);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !a.call.n_queries) return r;
     const tqkv__range slice = {first, first + count};
     if ((r = tqkv__check_seen(&a, slice)) != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
@@ -13050,7 +10748,7 @@ TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *attention, float *o
     tqkv_result r = tqkv__slice_shape(attention, &a);
     if (r == TQKV_OK) r = tqkv__slice_shape(src, &from);
     if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &from);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !a.call.n_queries) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     tqkv__add_slice(&arrays, &a, src_out, src_max, src_sum);
     if ((r = tqkv__check_arrays(&arrays, 3)) != TQKV_OK) return r;
@@ -13071,7 +10769,7 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
     float room[TQKV_MAX_HEAD_DIM];
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__slice_shape(attention, &a);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !a.call.n_queries) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if (a.call.sinks) tqkv__add_array(&arrays, a.call.sinks, (size_t)a.call.n_heads * sizeof(float));
     if (a.values.channel_scale) tqkv__add_array(&arrays, a.values.channel_scale, tqkv__center_size(&a.values));
@@ -13120,7 +10818,6 @@ static tqkv_result tqkv__index_shape(const tqkv_index *index, tqkv__index *x)
     a.parallel = index->parallel;
     a.allocator = index->allocator;
     a.query_type = index->query_type;
-    a.arithmetic = index->arithmetic;
     if ((r = tqkv__attention_shape(&a, &x->a)) != TQKV_OK) return r;
     if (x->a.n_kv_heads != 1) return TQKV__INVALID("keys of an index: n_kv_heads is not 1");
     if ((r = tqkv__attention_range(&a, &x->a)) != TQKV_OK) return r;
@@ -13194,8 +10891,7 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     return s;
 }
 
-/* Brings the queries of an item into the order of the keys, with their weights and what a centre adds to their
-   scores. */
+/* Arranges the queries of an item for the keys, with their weights and what a centre adds to their scores. */
 static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
 {
     const tqkv__attention *a = &job->x->a;
@@ -13218,11 +10914,11 @@ static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const 
         n = n_rows - row < most ? n_rows - row : most;
         const int heads = n < n_heads ? n : n_heads; /* whole queries, or some heads of one */
         const size_t at = (size_t)row * (size_t)x->a.key_dim;
-        x->a.isa->score_tile(&x->a.keys, 0, segment, s->q + at, n, false, s->tile);
-        if (s->digits) x->a.isa->score_tile(&x->a.keys, 0, segment, s->rest + at, n, true, s->tile);
+        x->a.kernels->score_tile(&x->a.keys, 0, segment, s->q + at, n, false, s->tile);
+        if (s->digits) x->a.kernels->score_tile(&x->a.keys, 0, segment, s->rest + at, n, true, s->tile);
         for (int i = 0; i < n; i += heads)
-            x->a.isa->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
-                                heads, s->sums + (row + i) / n_heads * TQKV__TILE);
+            x->a.kernels->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
+                                    heads, s->sums + (row + i) / n_heads * TQKV__TILE);
     }
 }
 
@@ -13284,7 +10980,7 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
             if (seen > 0) tqkv__pool(x, s.sums + i * TQKV__TILE, position, (int)seen, end, &s.totals[i], out);
         }
     }
-    for (int i = 0; x->a.round_query && i < s.n_queries; i++) {
+    for (int i = 0; i < s.n_queries; i++) {
         float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks + block;
         for (int64_t b = 0; b < n_blocks; b++) out[b] = tqkv__one_nan(out[b]);
     }
@@ -13339,6 +11035,7 @@ TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, f
     tqkv__arrays arrays = {{scores}, {0}, 1, sizeof(float)};
     tqkv_result r = tqkv__index_shape(index, &x);
     if (r == TQKV_OK) r = tqkv__stream_memory(index->keys, &x.a.keys);
+    if (r == TQKV_OK && !x.a.call.n_queries) return r;
     if (r == TQKV_OK) r = tqkv__index_array(&x, scores, &arrays.size[0]);
     if (r == TQKV_OK) r = tqkv__check_attend(&x.a, q, &arrays);
     if (r == TQKV_OK) r = tqkv__check_pages(&x.a.keys, x.a.first, tqkv__index_end(&x, x.a.call.n_queries - 1));
@@ -13472,9 +11169,10 @@ TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *index, const float *sco
     tqkv__index x;
     size_t size, list_size;
     tqkv_result r = tqkv__index_shape(index, &x);
+    if (r == TQKV_OK && k < 0) r = TQKV__INVALID("k is negative");
+    if (r == TQKV_OK && !x.a.call.n_queries) return r;
     if (r == TQKV_OK) r = tqkv__index_array(&x, scores, &size);
     if (r != TQKV_OK) return r;
-    if (k < 0) return TQKV__INVALID("k is negative");
     if (!tqkv__aligned_at(list, sizeof *list)) return TQKV__INVALID("list: NULL or not aligned as int32_t");
     if (!tqkv__array_size(x.a.call.n_queries, k, 1, sizeof *list, &list_size))
         return TQKV__INVALID("a list of more than SIZE_MAX bytes");
@@ -13747,6 +11445,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->attention.query_type = c->attention.output_type = desc->type;
     tqkv__cache_attach(&c->attention, c);
     c->attention.n_heads = desc->n_heads;
+    c->attention.n_queries = 1;
     c->attention.window = desc->window;
     c->attention.whole_window = true;
     c->attention.scale = desc->scale;
@@ -13754,7 +11453,6 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->attention.sinks = desc->sinks;
     c->attention.parallel = desc->parallel;
     c->attention.allocator = desc->allocator;
-    c->attention.arithmetic = desc->arithmetic;
     c->attention.non_causal = desc->non_causal;
     r = tqkv__attention_shape(&c->attention, &resolved);
     if (r != TQKV_OK) return r;
@@ -13763,7 +11461,6 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->matrix_group = desc->matrix_group;
     c->metal = desc->metal;
     if (c->metal && (r = tqkv__check_metal(&c->keys, &c->values, &c->tail)) != TQKV_OK) return r;
-    if (c->metal && resolved.round_query) return TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
     return TQKV_OK;
 }
@@ -14750,8 +12447,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
 #define TQKV__CACHE_USE(row)                                                                                           \
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
-    row(matrix_group, matrix_group)        row(arithmetic, attention.arithmetic)                                       \
-    row(non_causal,   attention.non_causal) row(exact_batch, exact_batch)       row(tag,      tag)
+    row(matrix_group, matrix_group)        row(non_causal, attention.non_causal)                                       \
+    row(exact_batch,  exact_batch)         row(tag,        tag)
 // clang-format on
 
 /* The desc that makes a cache like c. */
@@ -14774,7 +12471,6 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     if (from->allocator.alloc || from->allocator.free) to->allocator = from->allocator;
     if (from->metal) to->metal = from->metal;
     if (from->matrix_group) to->matrix_group = from->matrix_group;
-    if (from->arithmetic) to->arithmetic = from->arithmetic;
     if (from->exact_batch) to->exact_batch = from->exact_batch;
     if (from->tag) to->tag = from->tag;
     to->non_causal = to->non_causal || from->non_causal;
@@ -14907,7 +12603,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
    All later versions begin with magic, version and size, so that a build knows a newer snapshot from a damaged one. */
 
 #define TQKV__SNAPSHOT_VERSION  6  /* of both kinds */
-#define TQKV__CODES_VERSION     2  /* changes with the tables or the rotation */
+#define TQKV__CODES_VERSION     3  /* changes with the bytes that encoding gives */
 #define TQKV__NAME_SIZE         16 /* magic, version, size */
 #define TQKV__HEADER_FIELDS     20
 #define TQKV__HEADER_SIZE       128 /* without its hash */
@@ -15801,6 +13497,7 @@ enum { TQKV__FIRST_REGION, TQKV__CODES_REGION, TQKV__LAST_REGION, TQKV__REGIONS 
 
 /* What an attention dispatches, of those regions that there are. */
 typedef struct tqkv__attend_plan {
+    bool empty; /* there are no queries: all else is unset */
     bool has[TQKV__REGIONS], listed;
     size_t scratch_size;
     tqkv_metal_dispatch lists[TQKV__REGIONS], attends[TQKV__REGIONS], merge;
@@ -16472,10 +14169,9 @@ static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_met
     if (r != TQKV_OK) return r;
     if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
         return TQKV__INVALID("pairs: no tqkv_pairs");
-    if (!n_heads) n_heads = s.n_kv_heads;
-    if (!q.buffer) n_queries = 0;
-    if (n_heads < 0 || n_heads % s.n_kv_heads || n_queries < 0)
-        return TQKV__INVALID("n_heads is no multiple of n_kv_heads, or n_queries negative");
+    if (!q.buffer) n_heads = s.n_kv_heads, n_queries = 0;
+    if (n_heads <= 0 || n_heads % s.n_kv_heads || n_queries < 0)
+        return TQKV__INVALID("n_heads is 0 or no multiple of n_kv_heads, or n_queries negative");
     const tqkv_strides strides = tqkv__strides_of(none, n_heads, s.head_dim);
     if (!tqkv__array_size(n_queries, n_heads, s.head_dim, sizeof(float), &q_bytes))
         return TQKV__INVALID("q: too large");
@@ -17310,6 +15006,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
 /* Adds all dispatches, in their order. */
 static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_plan *plan)
 {
+    if (from->empty) return;
     for (int p = 0; p < TQKV__REGIONS; p++)
         if (from->has[p] && from->listed) *tqkv__add_dispatch(plan) = from->lists[p];
     for (int p = 0; p < TQKV__REGIONS; p++)
@@ -17476,7 +15173,6 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if (r == TQKV_OK) r = tqkv__check_tail(a->keys.head_dim, a->tail.head_dim);
     if (r == TQKV_OK) r = from->attention.list ? tqkv__check_list(a) : tqkv__list_shape(a);
     if (r == TQKV_OK && a->call.list) r = tqkv__check_list_rows(a);
-    if (r == TQKV_OK && a->round_query) r = TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     if (r == TQKV_OK) r = tqkv__check_call_strides(a);
     a->matrix_group = from->matrix_group;
     if (r != TQKV_OK || !a->keys.page_size == !a->values.page_size) return r;
@@ -17547,6 +15243,8 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
     if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
     if (r == TQKV_OK) r = tqkv__plan_ends(from, &a, b);
     if (r == TQKV_OK) r = tqkv__check_window(&a);
+    plan->empty = r == TQKV_OK && !a.call.n_queries;
+    if (plan->empty) return b->slice.to ? tqkv__check_slice_range(&a, first, count) : r;
     if (r == TQKV_OK) r = tqkv__plan_range(from, first, count, &a, b);
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
     if (r != TQKV_OK) return r;
@@ -17624,7 +15322,7 @@ static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_
         tqkv__channels_differ(from->values->center, src->values->center))
         return TQKV__INVALID("slices of values with and without a scale of their channels, or a centre");
     b->values = from->values;
-    tqkv__plan_slice(tqkv__add_dispatch(plan), &a, b, src_out);
+    if (a.call.n_queries) tqkv__plan_slice(tqkv__add_dispatch(plan), &a, b, src_out);
     return TQKV_OK;
 }
 
@@ -17657,7 +15355,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *f
     b.slice.from = true;
     b.slice.src_max = src_max;
     b.slice.src_sum = src_sum;
-    tqkv__plan_slice(tqkv__add_dispatch(plan), &a, &b, src_out);
+    if (a.call.n_queries) tqkv__plan_slice(tqkv__add_dispatch(plan), &a, &b, src_out);
     return tqkv__close_plan(plan, TQKV_OK);
 }
 
@@ -17719,7 +15417,8 @@ static tqkv_result tqkv__plan_scratch_within(const tqkv_metal_attention *from, s
     tqkv__attention a;
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
-    return r == TQKV_OK ? tqkv__plan_most_scratch(&a, most_sums, bytes) : r;
+    if (r == TQKV_OK && !a.call.n_queries) *bytes = 0;
+    return r == TQKV_OK && a.call.n_queries ? tqkv__plan_most_scratch(&a, most_sums, bytes) : r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *from, size_t *bytes)
@@ -17750,7 +15449,8 @@ static bool tqkv__sees_nothing(const tqkv_metal_dispatch *attend) { return tqkv_
 
 typedef struct tqkv__batch {
     const tqkv_metal_attention *items;
-    int n, tables; /* tqkv__batch_tables */
+    int n_items, n; /* n: those with queries; the tables have no others */
+    int tables;     /* tqkv__batch_tables */
     const tqkv_metal_buffer *q, *out;
     tqkv_metal_buffer arguments, scratch;
     bool matrices;
@@ -17760,8 +15460,9 @@ typedef struct tqkv__batch {
 static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *used, tqkv__attend_plan *own)
 {
     tqkv__attend_buffers buffers = tqkv__buffers_of_call(b->q[i], tqkv__buffer_after(b->scratch, *used), b->out[i]);
-    const tqkv_result r = tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)b->n, &buffers, own);
-    if (r != TQKV_OK) return r;
+    const tqkv_result r =
+        tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)(b->n ? b->n : 1), &buffers, own);
+    if (r != TQKV_OK || own->empty) return r;
     for (int p = 0; p < TQKV__REGIONS && !b->matrices; p++)
         if (own->has[p]) tqkv__plan_lanes(&own->attends[p]);
     if (own->has[TQKV__CODES_REGION] && tqkv__sees_nothing(&own->attends[TQKV__CODES_REGION])) {
@@ -17844,10 +15545,14 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__at
 {
     bool paged = false, unpaged = false;
     tqkv_result r = TQKV_OK;
-    for (int i = 0; r == TQKV_OK && i < b->n; i++) {
+    const tqkv_metal_attention *first = NULL; /* with queries */
+    for (int i = 0; r == TQKV_OK && i < b->n_items; i++) {
         tqkv__attend_plan own;
         if ((r = tqkv__plan_batch_item(b, i, used, &own)) != TQKV_OK) return r;
-        if (!tqkv__same_buffer(b->items[i].sinks, b->items[0].sinks))
+        if (own.empty) continue;
+        if (!first) *all = own;
+        first = first ? first : &b->items[i];
+        if (!tqkv__same_buffer(b->items[i].sinks, first->sinks))
             return TQKV__REFUSE(UNSUPPORTED, "items of a batch differ in their sinks");
         if (own.has[TQKV__CODES_REGION]) {
             const tqkv_metal_dispatch *codes = &own.attends[TQKV__CODES_REGION];
@@ -17855,7 +15560,6 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__at
             paged = paged || has_pages;
             unpaged = unpaged || (!has_pages && !tqkv__sees_nothing(codes));
         }
-        if (i == 0) *all = own;
         r = tqkv__join_regions(all, &own);
     }
     if (r != TQKV_OK || !paged) return r;
@@ -17921,6 +15625,13 @@ static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *
     return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
 }
 
+static int tqkv__count_items(const tqkv_metal_attention *items, int n_items)
+{
+    int n = 0;
+    for (int i = 0; i < n_items; i++) n += items[i].attention.n_queries != 0;
+    return n;
+}
+
 /* Returns the number of tables of items. An item is described once for each region and once for the merge, which look
    for other numbers of threadgroups and other bytes of scratch; without halves once for all. */
 static int tqkv__batch_tables(const tqkv_metal_attention *items, int n)
@@ -17957,7 +15668,7 @@ typedef struct tqkv__batch_counts {
     size_t groups[TQKV__REGIONS], lists[TQKV__REGIONS], rows;
 } tqkv__batch_counts;
 
-/* Writes item i into all tables. */
+/* Writes an item into place i of all tables. */
 static tqkv_result tqkv__write_item(const tqkv__batch *b, int i, void *contents, tqkv__attend_plan *own,
                                     tqkv__attend_plan *all, tqkv__batch_counts *counts)
 {
@@ -17995,10 +15706,10 @@ static tqkv_result tqkv__write_items(const tqkv__batch *b, void *contents, tqkv_
     tqkv__batch_counts counts;
     size_t used = 0;
     memset(&counts, 0, sizeof counts);
-    for (int i = 0; i < b->n; i++) {
+    for (int i = 0, at = 0; i < b->n_items; i++) {
         tqkv__attend_plan own;
         tqkv_result r = tqkv__plan_batch_item(b, i, &used, &own);
-        if (r == TQKV_OK) r = tqkv__write_item(b, i, contents, &own, all, &counts);
+        if (r == TQKV_OK && !own.empty) r = tqkv__write_item(b, at++, contents, &own, all, &counts);
         if (r != TQKV_OK) return r;
     }
     for (int p = 0; p < TQKV__REGIONS; p++) {
@@ -18064,13 +15775,14 @@ static void tqkv__plan_all_joined(const tqkv__batch *b, size_t used, tqkv__atten
     tqkv__binding_at(&all->merge, 2)->size = 0;
 }
 
-/* Plans a batch. items: at least one */
+/* Plans a batch. Without queries nothing is set. */
 static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__attend_plan *all)
 {
     size_t used = 0;
     if (!b->items || !b->q || !b->out || !contents) return TQKV__INVALID("items, q, out or contents is NULL");
     tqkv_result r = tqkv__join_items(b, &used, all);
-    if (r != TQKV_OK) return r;
+    all->empty = !b->n;
+    if (r != TQKV_OK || all->empty) return r;
     tqkv__plan_all_joined(b, used, all);
     if ((r = tqkv__write_items(b, contents, all)) != TQKV_OK) return r;
     const int head_dim = all->merge.kernel.head_dim * TQKV__DIM_UNIT,
@@ -18089,8 +15801,9 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *it
     if (!tqkv__open_plan(plan, "attend_batch")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (n_items < 0) return tqkv__close_plan(plan, TQKV__INVALID("n_items is negative"));
     if (n_items == 0) return tqkv__close_plan(plan, TQKV_OK);
-    const int tables = items ? tqkv__batch_tables(items, n_items) : 1;
-    const tqkv__batch b = {items, n_items, tables, q, out, arguments, scratch, matrices};
+    const int tables = items ? tqkv__batch_tables(items, n_items) : 1,
+              n = items ? tqkv__count_items(items, n_items) : 0;
+    const tqkv__batch b = {items, n_items, n, tables, q, out, arguments, scratch, matrices};
     const tqkv_result r = tqkv__plan_batch(&b, contents, &all);
     if (r == TQKV_OK) tqkv__order_dispatches(&all, plan);
     return tqkv__close_plan(plan, r);
@@ -18102,8 +15815,9 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attenti
     size_t bytes = 0, all = 0, own = 0;
     if (n_items < 0 || (n_items && !items)) return TQKV__INVALID("n_items is negative, or items is NULL");
     tqkv_result r = tqkv__batch_arguments(items, n_items, &bytes);
+    const size_t n = (size_t)tqkv__count_items(items, n_items), most_sums = TQKV__MOST_SUMS / (n ? n : 1);
     for (int i = 0; scratch && i < n_items && r == TQKV_OK; i++) {
-        r = tqkv__plan_scratch_within(&items[i], (size_t)TQKV__MOST_SUMS / (size_t)n_items, &own);
+        r = tqkv__plan_scratch_within(&items[i], most_sums, &own);
         if (r != TQKV_OK) return r;
         if (own > SIZE_MAX - all) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
         all += own;
@@ -18131,7 +15845,6 @@ static tqkv_result tqkv__plan_index_open(const tqkv_metal_index *from, tqkv__ind
     memset(&call.allocator, 0, sizeof call.allocator);
     const tqkv_result r = tqkv__index_shape(&call, x);
     if (r != TQKV_OK) return r;
-    if (x->a.round_query) return TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     return call.end > INT_MAX ? TQKV__REFUSE(UNSUPPORTED, "an index of 2^31 keys: not on a GPU") : TQKV_OK;
 }
 
@@ -18219,6 +15932,7 @@ static tqkv_result tqkv__add_scores(const tqkv_metal_index *from, tqkv_metal_buf
         return TQKV__REFUSE(UNSUPPORTED, "an index on a GPU has a head_dim of 64 or 128");
     if (!tqkv__array_size(x.a.call.n_queries, (int)x.blocks, 1, sizeof(float), &size))
         return TQKV__INVALID("scores of more than SIZE_MAX bytes");
+    if (!x.a.call.n_queries) return TQKV_OK;
     if (from->keys->shape.pages) {
         const int64_t end = tqkv__index_end(&x, x.a.call.n_queries - 1);
         if ((r = tqkv__check_pages(&x.a.keys, x.a.first, end)) != TQKV_OK) return r;
@@ -18305,6 +16019,7 @@ static tqkv_result tqkv__add_choice(const tqkv_metal_index *from, tqkv_metal_buf
     if (k < 0 || !tqkv__array_size(n_queries, k, 1, sizeof(int32_t), &size) ||
         !tqkv__array_size(n_queries, (int)x.blocks, 1, sizeof(float), &size))
         return TQKV__INVALID("k is negative, or scores or list too large");
+    if (!n_queries) return TQKV_OK;
     memset(&args, 0, sizeof args);
     tqkv__plan_keys_seen(&x, &args.seen, &args.seen_rest);
     args.from = (int32_t)(x.a.first / x.call.block);
@@ -18710,7 +16425,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tq
                                                    size_t *bytes)
 {
     size_t coded = 0;
-    if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
+    if (!c || n_queries < 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
     if (!bytes) return TQKV__INVALID("bytes is NULL");
     return tqkv__scratch_of_cache(c, some, n_queries, &coded, bytes);
 }
@@ -18797,7 +16512,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
-    if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
+    if (!c || n_queries < 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
+    if (!n_queries) return tqkv__close_plan(plan, TQKV_OK);
     const int n_raw = tqkv__raw_queries(c, n_queries);
     const tqkv_result r = tqkv__check_on_gpu(c, 0, n_raw);
     if (r != TQKV_OK) return tqkv__close_plan(plan, r);
@@ -18923,10 +16639,7 @@ static void tqkv__take_all_regions(tqkv_attention *a, const tqkv_store *keys, co
 }
 
 /* Whether attention of n queries is to be planned. */
-static bool tqkv__prepares(int n, int max_queries)
-{
-    return n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED;
-}
+static bool tqkv__prepares(int n, int max_queries) { return n <= max_queries && n <= TQKV__MOST_PREPARED; }
 
 /* Visits attention of all numbers of queries. call: in all regions */
 static tqkv_result tqkv__visit_queries(tqkv__visitor *v, tqkv_metal_attention *call, int max_queries, int also)

@@ -33,7 +33,7 @@ static void run_paged(bench *b, const pair *p, const float *q, float *out, const
 {
     static timing t;
     const timing_limits limits = limits_of(&b->options);
-    const tqkv_attention attention = {.n_heads = PAGED_HEADS, .end = PAGED_POSITIONS};
+    const tqkv_attention attention = {.n_heads = PAGED_HEADS, .n_queries = 1, .end = PAGED_POSITIONS};
     const bench_stream *keys = &b->keys[p->keys], *values = &b->values[p->values];
     bench_stream paged_keys = with_pages(keys, pages, PAGED_POSITIONS / PAGE);
     bench_stream paged_values = with_pages(values, pages, PAGED_POSITIONS / PAGE);
@@ -86,7 +86,8 @@ static void open_batch(const bench *b, const pair *p, const int32_t *pages, cons
         keys->pages = values->pages = pages;
         keys->n_pages = values->n_pages = (length + PAGE - 1) / PAGE;
         keys->page_size = values->page_size = PAGE;
-        work->items[i] = (tqkv_attention){.keys = keys, .values = values, .n_heads = PAGED_HEADS, .end = length};
+        work->items[i] =
+            (tqkv_attention){.keys = keys, .values = values, .n_heads = PAGED_HEADS, .n_queries = 1, .end = length};
         work->q[i] = q;
         work->out[i] = outs + i * PAGED_ROW;
         pages += keys->n_pages;
@@ -109,7 +110,7 @@ void run_batches(bench *b, const pair *p, const float *q, float *outs, tqkv_para
     bench_stream_open(&b->values[p->values], p->values, PAGED_DIM, n_pages * PAGE, source);
     open_batch(b, p, pages, q, outs, &work);
     for (int i = 0; i < SEQUENCES; i++) work.items[i].parallel = hook;
-    const tqkv_attention one = {.n_heads = PAGED_HEADS, .end = total, .parallel = hook};
+    const tqkv_attention one = {.n_heads = PAGED_HEADS, .n_queries = 1, .end = total, .parallel = hook};
     bench_stream paged_keys = with_pages(&b->keys[p->keys], pages, n_pages);
     bench_stream paged_values = with_pages(&b->values[p->values], pages, n_pages);
     attend_work wholes[2] = {{one, &paged_keys, &paged_values, 0, q, outs},

@@ -61,6 +61,7 @@ static void open_work(scale_work *work, const pair *p, int way, const float *row
 {
     const tqkv_cache_desc desc = {.head_dim = SCALE_DIM,
                                   .n_kv_heads = BENCH_KV_HEADS,
+                                  .n_heads = BENCH_KV_HEADS,
                                   .capacity = SCALE_TOKENS,
                                   .key_format = p->keys,
                                   .value_format = p->values};
@@ -76,8 +77,11 @@ static void open_work(scale_work *work, const pair *p, int way, const float *row
     bench_check(tqkv_cache_set_center(work->cache, work->keys.center, NULL));
     bench_check(tqkv_cache_set_scale(work->cache, work->keys.channel_scale, NULL));
     work->out = (float *)bench_alloc(sizeof(float) * BENCH_KV_HEADS * SCALE_GROUP * SCALE_DIM);
-    work->attention = (tqkv_attention){
-        .keys = &work->keys, .values = &work->values, .n_heads = BENCH_KV_HEADS * SCALE_GROUP, .end = SCALE_POSITIONS};
+    work->attention = (tqkv_attention){.keys = &work->keys,
+                                       .values = &work->values,
+                                       .n_heads = BENCH_KV_HEADS * SCALE_GROUP,
+                                       .n_queries = 1,
+                                       .end = SCALE_POSITIONS};
 }
 
 static void close_work(scale_work *work)
@@ -128,7 +132,7 @@ void run_scales(bench *b)
            BENCH_KV_HEADS * SCALE_GROUP, SCALE_POSITIONS);
     for (int i = 0; i < COUNT(pairs); i++) {
         const bool here = pairs[i].keys == TQKV_TQ4 || (pairs[i].keys == TQKV_I8 && pairs[i].values == TQKV_TQ4);
-        if (!here || pairs[i].arithmetic || pairs[i].type != TQKV_TYPE_F32 || !wanted(b, &pairs[i])) continue;
+        if (!here || pairs[i].type != TQKV_TYPE_F32 || !wanted(b, &pairs[i])) continue;
         for (int way = 0; way < WAYS; way++) open_work(&works[way], &pairs[i], way, rows);
         for (int k = 0; k < COUNT(kinds); k++) compare(b, &pairs[i], kinds[k].name, kinds[k].run, works);
         if (pairs[i].keys == TQKV_TQ4) {

@@ -145,7 +145,7 @@ static model *random_model(void)
 static engine *open_engine(const model *m, tqkv_format keys, tqkv_format values)
 {
     engine *e = (engine *)zeros(sizeof *e);
-    tqkv_cache_desc desc = {.head_dim = HEAD_DIM, .n_kv_heads = HEADS, .capacity = POSITIONS};
+    tqkv_cache_desc desc = {.head_dim = HEAD_DIM, .n_kv_heads = HEADS, .n_heads = HEADS, .capacity = POSITIONS};
     desc.key_format = keys;
     desc.value_format = values;
     e->m = m;

@@ -41,8 +41,9 @@ typedef struct prompt_cache {
     /* Of the model and of all else that decides the bytes of keys and values: the weights, the formats, the arithmetic,
        how many positions go through a layer together. */
     uint64_t tag;
-    int block;      /* tokens; at least 1 */
-    uint64_t limit; /* bytes of all files together: the least recently used go first. 0: no limit */
+    int block; /* tokens; at least 1 */
+    /* Bytes of all files together; 0: no limit. The least recently used go first, also where the disk is full before. */
+    uint64_t limit;
     /* Told which file was skipped, or not written, and why; NULL: nobody */
     void (*say)(void *user, const char *text);
     void *user;
@@ -57,9 +58,9 @@ enum {
 
 static inline void prompt_cache_say(const prompt_cache *p, const char *name, const char *what, const char *why)
 {
-    char text[PROMPT_CACHE_PATH];
+    char text[PROMPT_CACHE_PATH + 512];
     if (!p->say) return;
-    snprintf(text, sizeof text, "%s/%s: %s: %s", p->folder, name, what, why);
+    snprintf(text, sizeof text, "%.*s/%s: %s: %s", PROMPT_CACHE_PATH, p->folder, name, what, why);
     p->say(p->user, text);
 }
 
@@ -101,14 +102,31 @@ static inline void prompt_cache_name(XXH128_hash_t hash, char name[PROMPT_CACHE_
              (unsigned long long)hash.low64);
 }
 
-/* false: longer than a path may be */
+/* false, and errno: longer than a path may be */
 static inline bool prompt_cache_path(const prompt_cache *p, const char *name, const char *end, char *path)
 {
     const int length = snprintf(path, PROMPT_CACHE_PATH, "%s/%s%s", p->folder, name, end);
-    return length > 0 && length < PROMPT_CACHE_PATH;
+    const bool fits = length > 0 && length < PROMPT_CACHE_PATH;
+    if (!fits) errno = ENAMETOOLONG;
+    return fits;
 }
 
 /* ---- reading ---- */
+
+/* NULL, and errno. A pipe of that name has nobody who writes: to open it must not wait. */
+static inline FILE *prompt_cache_open(const char *path)
+{
+    struct stat info;
+    const int descriptor = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    FILE *file = NULL;
+    if (descriptor < 0) return NULL;
+    if (fstat(descriptor, &info) == 0 && !S_ISREG(info.st_mode))
+        errno = S_ISDIR(info.st_mode) ? EISDIR : EINVAL;
+    else
+        file = fdopen(descriptor, "rb");
+    if (!file) close(descriptor);
+    return file;
+}
 
 static inline size_t prompt_cache_read(void *file, void *bytes, size_t n) { return fread(bytes, 1, n, (FILE *)file); }
 
@@ -143,7 +161,7 @@ static inline bool prompt_cache_load_file(const prompt_cache *p, const char *nam
                                           const tqkv_cache_desc *descs, int n_layers, tqkv_cache **caches)
 {
     char path[PROMPT_CACHE_PATH];
-    FILE *file = prompt_cache_path(p, name, "", path) ? fopen(path, "rb") : NULL;
+    FILE *file = prompt_cache_path(p, name, "", path) ? prompt_cache_open(path) : NULL;
     if (!file) {
         if (errno != ENOENT) prompt_cache_say(p, name, "skipped", strerror(errno));
         return false;
@@ -245,22 +263,26 @@ static inline prompt_cache_entry *prompt_cache_list(DIR *folder, const char *kep
     return entries;
 }
 
-/* Removes the files that were used least recently until all fit into the limit with `kept`, of so many bytes. */
-static inline void prompt_cache_trim(const prompt_cache *p, const char *kept, uint64_t bytes)
+/* Removes the files that were used least recently, but `kept`, until they are no more than `limit` bytes; at most `n`.
+   Returns how many it removed. */
+static inline size_t prompt_cache_trim(const prompt_cache *p, const char *kept, uint64_t limit, size_t n)
 {
-    DIR *folder = p->limit ? opendir(p->folder) : NULL;
-    size_t count;
-    if (!folder) return;
+    DIR *folder = opendir(p->folder);
+    size_t count, removed = 0;
+    if (!folder) return 0;
     prompt_cache_entry *entries = prompt_cache_list(folder, kept, &count);
-    uint64_t total = bytes;
+    uint64_t total = 0;
     if (count) qsort(entries, count, sizeof *entries, prompt_cache_compare);
     for (size_t i = 0; i < count; i++) total += entries[i].size;
-    for (size_t i = 0; i < count && total > p->limit; i++) {
+    for (size_t i = 0; i < count && total > limit && removed < n; i++) {
         /* Another process may have removed it, or be reading it, and then reads on. */
-        if (unlinkat(dirfd(folder), entries[i].name, 0) == 0 || errno == ENOENT) total -= entries[i].size;
+        if (unlinkat(dirfd(folder), entries[i].name, 0) != 0 && errno != ENOENT) continue;
+        total -= entries[i].size;
+        removed++;
     }
     free(entries);
     closedir(folder);
+    return removed;
 }
 
 static inline size_t prompt_cache_write(void *file, const void *bytes, size_t n)
@@ -268,7 +290,7 @@ static inline size_t prompt_cache_write(void *file, const void *bytes, size_t n)
     return fwrite(bytes, 1, n, (FILE *)file);
 }
 
-/* Writes and closes the file, and says its size. NULL, or the reason of a failure. */
+/* Writes and closes the file, and says its size. NULL, or the reason of a failure, with errno 0 or that of the system. */
 static inline const char *prompt_cache_write_file(FILE *file, const unsigned char *head, int n_tokens,
                                                   tqkv_cache *const *caches, int n_layers, uint64_t *bytes)
 {
@@ -278,39 +300,56 @@ static inline const char *prompt_cache_write_file(FILE *file, const unsigned cha
     for (int i = 0; result == TQKV_OK && i < n_layers; i++)
         result = tqkv_cache_save(caches[i], prompt_cache_write, file);
     if (result == TQKV_OK && (fflush(file) != 0 || fstat(fileno(file), &info) != 0)) result = TQKV_IO;
+    int error = result == TQKV_IO ? errno : 0;
+    if (fclose(file) != 0 && result == TQKV_OK) {
+        result = TQKV_IO;
+        error = errno;
+    }
     *bytes = result == TQKV_OK ? (uint64_t)info.st_size : 0;
-    const char *reason = result == TQKV_OK ? NULL : result == TQKV_IO ? strerror(errno) : tqkv_result_string(result);
-    if (fclose(file) != 0 && !reason) reason = strerror(errno);
+    errno = error;
+    return result == TQKV_OK ? NULL : error ? strerror(error) : tqkv_result_string(result);
+}
+
+/* Writes a file under another name and then renames it. NULL, or the reason of a failure, as above. */
+static inline const char *prompt_cache_write_name(const prompt_cache *p, const char *name, const unsigned char *head,
+                                                  int n_tokens, tqkv_cache *const *caches, int n_layers,
+                                                  uint64_t *bytes)
+{
+    char path[PROMPT_CACHE_PATH], temporary[PROMPT_CACHE_PATH];
+    const bool fits = prompt_cache_path(p, name, "", path) && prompt_cache_path(p, name, ".XXXXXX", temporary);
+    const int descriptor = fits ? mkstemp(temporary) : -1;
+    FILE *file = descriptor < 0 ? NULL : fdopen(descriptor, "wb");
+    const char *reason =
+        file ? prompt_cache_write_file(file, head, n_tokens, caches, n_layers, bytes) : strerror(errno);
+    if (!reason && p->limit && *bytes > p->limit) reason = "larger than the limit of all files";
+    if (!reason && rename(temporary, path) != 0) reason = strerror(errno);
+    const int error = errno;
+    if (!file && descriptor >= 0) close(descriptor);
+    if (reason && descriptor >= 0) unlink(temporary);
+    errno = error;
     return reason;
 }
 
-/* Stores the caches of the first n_tokens tokens, if these are whole blocks. false: it could not be written; the folder
-   is as it was. */
+/* Stores the caches of the first n_tokens tokens, if these are whole blocks. false: it could not be written. */
 static inline bool prompt_cache_save(const prompt_cache *p, const int32_t *tokens, int n_tokens,
                                      tqkv_cache *const *caches, int n_layers)
 {
-    char name[PROMPT_CACHE_NAME], path[PROMPT_CACHE_PATH], temporary[PROMPT_CACHE_PATH];
+    char name[PROMPT_CACHE_NAME];
     XXH3_state_t state;
     uint64_t bytes = 0;
     if (n_tokens == 0 || n_tokens % p->block != 0) return true;
     unsigned char *head = prompt_cache_head(p, tokens, n_tokens, n_layers);
     if (!head) return false;
     prompt_cache_name(prompt_cache_hash(&state, head, 0, n_tokens), name);
-    const bool fits = prompt_cache_path(p, name, "", path) && prompt_cache_path(p, name, ".XXXXXX", temporary);
-    const int descriptor = fits ? mkstemp(temporary) : -1;
-    FILE *file = descriptor < 0 ? NULL : fdopen(descriptor, "wb");
-    const char *reason = file   ? prompt_cache_write_file(file, head, n_tokens, caches, n_layers, &bytes)
-                         : fits ? strerror(errno)
-                                : "the path is too long";
-    if (!reason && p->limit && bytes > p->limit) reason = "larger than the limit of all files";
-    if (!reason && rename(temporary, path) != 0) reason = strerror(errno);
-    if (!file && descriptor >= 0) close(descriptor);
-    if (reason && descriptor >= 0) unlink(temporary);
+    const char *reason;
+    do { /* a full disk: the oldest file goes, and it is written again */
+        reason = prompt_cache_write_name(p, name, head, n_tokens, caches, n_layers, &bytes);
+    } while (reason && (errno == ENOSPC || errno == EDQUOT) && prompt_cache_trim(p, name, 0, 1));
     free(head);
     if (reason)
         prompt_cache_say(p, name, "not written", reason);
-    else
-        prompt_cache_trim(p, name, bytes);
+    else if (p->limit)
+        prompt_cache_trim(p, name, p->limit - bytes, SIZE_MAX);
     return !reason;
 }
 

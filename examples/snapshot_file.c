@@ -12,7 +12,7 @@ static float rows[8 * KV_HEADS * HEAD_DIM]; /* [token][kv head][dim] */
 
 static tqkv_cache *make_cache(int n_tokens)
 {
-    tqkv_cache_desc desc = {.head_dim = HEAD_DIM, .n_kv_heads = KV_HEADS, .capacity = 4096};
+    tqkv_cache_desc desc = {.head_dim = HEAD_DIM, .n_kv_heads = KV_HEADS, .n_heads = KV_HEADS, .capacity = 4096};
     tqkv_cache *cache = NULL;
     if (tqkv_cache_create(&desc, &cache) != TQKV_OK) exit(1);
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) rows[i] = (float)rand() / (float)RAND_MAX - 0.5f;

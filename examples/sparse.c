@@ -109,7 +109,7 @@ static void make_layer(layer *l)
 /* list NULL: dense. out: [HEADS][LATENT]; returns the time */
 static double attend(const layer *l, const int32_t *list, float *out)
 {
-    tqkv_attention a = {.keys = &l->latent, .values = &l->latent, .tail = &l->rotary, .n_heads = HEADS};
+    tqkv_attention a = {.keys = &l->latent, .values = &l->latent, .tail = &l->rotary, .n_heads = HEADS, .n_queries = 1};
     a.end = POSITIONS;
     a.list = list;
     a.list_length = CHOSEN;
@@ -147,7 +147,8 @@ static void choose(const layer *l, tqkv_format format, choice *c)
 {
     tqkv_store keys = new_store(format ? format : TQKV_TQ4, INDEX);
     float *scores = (float *)allocate(POSITIONS * sizeof *scores);
-    tqkv_index x = {.keys = &keys, .n_heads = HEADS, .end = POSITIONS, .weights = l->weights, .relu = true};
+    tqkv_index x = {
+        .keys = &keys, .n_heads = HEADS, .n_queries = 1, .end = POSITIONS, .weights = l->weights, .relu = true};
     x.newest = 64; /* the newest positions are always among them */
     check(tqkv_encode(&keys, l->index_keys, POSITIONS, 0), "encode");
     double begin = seconds();

@@ -23,6 +23,11 @@ METALLIB_BY ?= $(if $(XCRUN_METAL),xcrun,air)
 # LLVM 14 is the last whose pointers have types, as in all that Apple's runtimes read. Later releases of Debian and Ubuntu do
 # not package it.
 CODENAME := $(shell . /etc/os-release 2>/dev/null && echo $$VERSION_CODENAME)
+# clang's sanitizers come with it only where packages are installed with those that they recommend.
+CLANG_VERSION_bookworm := 14
+CLANG_VERSION_noble := 18
+CLANG_VERSION_trixie := 19
+DEB_TEST += $(CLANG_VERSION_$(CODENAME):%=libclang-rt-%-dev)
 DEB_TEST += python3 $(if $(filter bookworm jammy noble,$(CODENAME)),clang-14 llvm-14)
 
 ifeq ($(filter $(TARGET),$(METALLIB_TARGETS)),)

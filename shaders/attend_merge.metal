@@ -62,7 +62,7 @@ constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
         task.scale = scale; \
         task.center = center; \
         task.lane = lane; \
-        task.part = lane % uint(TQKV__NORM_LANES(D)); \
+        task.part = lane % uint(MERGE_LANES(D)); \
         task.simdgroup = simdgroup; \
         task.n_simdgroups = n_simdgroups; \
         if (batch) open_merge_item(items[item], task); \

@@ -43,7 +43,8 @@ inline void open_merge_item(constant tqkv__batch_item &item, thread merge_task &
 
 // The sums of a row over some positions, the values across the lanes: E neighbours a lane. Where 32 does not divide D
 // the upper lanes repeat the lower ones. Only the rotation needs the layout of load_row.
-#define MERGE_VALUES(D) ((D) / TQKV__NORM_LANES(D))
+#define MERGE_LANES(D)  ((D) % 32 == 0 ? 32 : 16)
+#define MERGE_VALUES(D) ((D) / MERGE_LANES(D))
 template <int D>
 struct row_sums {
     float maximum, sum, out[MERGE_VALUES(D)];
@@ -174,7 +175,7 @@ inline void add_sections(constant tqkv__merge_args &args, thread const merge_tas
         add_partials<D>(args, task, range, row);
     }
     threadgroup float *own = task.shared + task.simdgroup * uint(D + 4);
-    if (task.lane < uint(TQKV__NORM_LANES(D))) {
+    if (task.lane < uint(MERGE_LANES(D))) {
         TQKV_UNROLL
         for (int i = 0; i < E; i++) own[int(task.lane) * E + i] = row.out[i];
     }
@@ -209,7 +210,7 @@ inline void spread_row(thread const merge_task &task, thread const row_sums<D> &
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D), E = MERGE_VALUES(D);
     to.maximum = row.maximum;
     to.sum = row.sum;
-    if (TQKV__HAS_MATRIX(D) && task.lane < uint(TQKV__NORM_LANES(D))) {
+    if (TQKV__HAS_MATRIX(D) && task.lane < uint(MERGE_LANES(D))) {
         TQKV_UNROLL
         for (int i = 0; i < E; i++) task.shared[int(task.lane) * E + i] = row.out[i];
     }

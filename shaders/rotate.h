@@ -50,16 +50,44 @@ inline void multiply_matrix(thread float *x)
     for (int i = 0; i < M; i++) x[i] = product[i];
 }
 
+// Lanes `distance` apart trade halves of their values: the lane that has the bit `distance` in its number gives those
+// without the bit `bit` in theirs, and takes the others. Twice leaves all as it was.
+template <int N, class T>
+inline void trade_values(thread T *x, uint lane, uint distance, int bit)
+{
+    bool upper = (lane & distance) != 0;
+    TQKV_UNROLL
+    for (int i = 0; i < N; i++) {
+        if (i & bit) continue;
+        T low = x[i], high = x[i + bit], other = simd_shuffle_xor(upper ? low : high, ushort(distance));
+        x[i] = upper ? other : low;
+        x[i + bit] = upper ? high : other;
+    }
+}
+
+// The bit of a value's number that lanes `distance` apart trade for a strided row (see encode.h), 0 if none.
+template <int L>
+inline int traded_bit(uint distance)
+{
+    return distance == 4u ? (L == 8 ? 2 : 1) : distance == 8u ? 2 : 0;
+}
+
 // R without the stages before `start`, which lies within a piece. H has the stages of distance start, 2*start .. in
-// this order: within a lane's piece, across lanes, then across pieces. lane: among the row's lanes.
+// this order: within a lane's piece, across lanes, then across pieces. strided: lanes trade values, once for a stage,
+// where both need all of each other's otherwise. lane: among the row's lanes.
 template <int D, int L, int C>
-inline void hadamard_from(thread float *x, uint lane, int start)
+inline void hadamard_from(thread float *x, uint lane, int start, bool strided)
 {
     const int N = D / L;
     TQKV_UNROLL
     for (int distance = start; distance < C; distance *= 2) butterflies<N>(x, distance);
     TQKV_UNROLL
     for (uint distance = 1; distance < uint(L); distance *= 2) {
+        if (!TQKV__HAS_MATRIX(D) && strided && traded_bit<L>(distance) != 0) {
+            trade_values<N>(x, lane, distance, traded_bit<L>(distance));
+            butterflies<N>(x, traded_bit<L>(distance));
+            continue;
+        }
         float sign = (lane & distance) ? -1.0f : 1.0f; // other - x or other + x, rounded once
         TQKV_UNROLL
         for (int i = 0; i < N; i++) x[i] = fma(x[i], sign, simd_shuffle_xor(x[i], ushort(distance)));
@@ -75,7 +103,7 @@ inline void hadamard_from(thread float *x, uint lane, int start)
 template <int D, int L, int C>
 inline void hadamard(thread float *x, uint lane)
 {
-    hadamard_from<D, L, C>(x, lane, 1);
+    hadamard_from<D, L, C>(x, lane, 1, false);
 }
 
 // Bit i is set if x[i] changes its sign. RUN: values whose signs come of one read, a divisor of C and of 8.

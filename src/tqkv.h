@@ -100,7 +100,7 @@ extern "C" {
 
 #include "attention/attend.h"
 
-#include "attention/integer.h"
+#include "attention/plain.h"
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
@@ -114,7 +114,10 @@ extern "C" {
    the rest of the file is compiled with. clang has no such pragma: it leaves the sets out, and plain C takes a fifth of
    the time. */
 #if defined(__OPTIMIZE__) || !defined(__clang__)
-#if defined(__x86_64__) && !defined(TQKV_NO_AVX2)
+#if defined(__x86_64__) && !defined(TQKV_NO_AVX2) && defined(_WIN32) && !defined(__clang__) &&                         \
+    !defined(TQKV_WINDOWS_AVX)
+#pragma message("tqkv.h: without AVX, see TQKV_WINDOWS_AVX")
+#elif defined(__x86_64__) && !defined(TQKV_NO_AVX2)
 #define TQKV__AVX2
 #ifndef TQKV_NO_AVX512
 #define TQKV__AVX512
@@ -141,9 +144,9 @@ extern "C" {
 static inline __m128i tqkv__load_64(const uint8_t *p) { return _mm_loadl_epi64((const __m128i *)(const void *)p); }
 static inline __m128i tqkv__load_128(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)(const void *)p); }
 
-#include "vectors/avx512.h"
-
 #include "vectors/avx2.h"
+
+#include "vectors/avx512.h"
 
 #elif defined(TQKV__NEON)
 #include <arm_neon.h>
@@ -162,13 +165,11 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #include "vectors/neon.h"
 #endif
 
-#ifndef TQKV_NO_INTEGER
 #include "vectors/integer_avx512.h"
 
 #include "vectors/integer_avx2.h"
 
 #include "vectors/integer_neon.h"
-#endif
 
 #undef TQKV__NESTED
 #ifdef TQKV__OPTIMISED

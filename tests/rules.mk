@@ -93,7 +93,7 @@ VARIANT_sanitize_TEST_FLAGS := $(SANITIZE_TESTS)
 VARIANT_sanitize_STEMS := $(SANITIZE_STEMS)
 VARIANT_sanitize_CASES := $(SANITIZE_CASES)
 else
-VARIANTS := gcc gcc-O0 no-integer clang-O0 clangxx-O3 sanitize msan tsan
+VARIANTS := gcc gcc-O0 clang-O0 clangxx-O3 sanitize msan tsan
 
 # With products and sums contracted, as gcc does unless asked for ISO C: the sets here, the portable code on aarch64.
 # Other builds of gcc do not contract: the sanitized one has goldens for that, uncontracted.txt.
@@ -107,10 +107,6 @@ VARIANT_gcc-O0_FLAGS := -std=c11 -O0 -DTQKV_NO_AVX2
 VARIANT_gcc-O0_CASES := gcc-O0 no_plain
 $(TEST_BUILD)/gcc-O0/test_tables.o: TQKV := .
 $(TEST_BUILD)/gcc-O0/test_tables.o: $(wildcard tqkv.h)
-
-VARIANT_no-integer_CC := gcc
-VARIANT_no-integer_FLAGS := -std=c99 -O1 -DTQKV_NO_AVX512 -DTQKV_NO_INTEGER
-VARIANT_no-integer_CASES := no-integer
 
 VARIANT_clang-O0_CC := clang
 VARIANT_clang-O0_FLAGS := -std=c99 -O0 -fsanitize=pointer-overflow -fno-sanitize-recover=all
@@ -191,8 +187,11 @@ QEMU_i386 := sh tests/build/run_i386.sh
 QEMU_s390x := qemu-s390x -L /usr/s390x-linux-gnu
 QEMU := $(QEMU_aarch64)
 CROSS_INCLUDE := $(TEST_BUILD)/include
-CROSS_MACHINES := aarch64 i386 s390x
-DEB_TEST += gcc-i686-linux-gnu libc6-dev-i386-cross gcc-s390x-linux-gnu libc6-dev-s390x-cross
+# deps-test installs one cross compiler, deps-more the others.
+CROSS_MACHINES := aarch64 $(patsubst i686,i386,$(foreach machine,i686 s390x,\
+	$(if $(shell command -v $(machine)-linux-gnu-gcc),$(machine))))
+CROSS_MISSING := $(filter-out $(CROSS_MACHINES),i386 s390x)
+DEB_MORE += gcc-i686-linux-gnu libc6-dev-i386-cross gcc-s390x-linux-gnu libc6-dev-s390x-cross
 
 # xxhash.h alone: the rest of /usr/include is for this machine.
 $(CROSS_INCLUDE)/xxhash.h: /usr/include/xxhash.h
@@ -223,7 +222,11 @@ VARIANT_$(1)_NEEDS := $(CROSS_INCLUDE)/xxhash.h
 endef
 $(foreach name,$(CROSS_MACHINES),$(eval $(call cross_variant,$(name))))
 $(foreach name,$(CROSS_MACHINES),$(eval $(call runner_variant,$(name))))
-TEST_TARGETS += $(CROSS_MACHINES:%=test-%)
+TEST_TARGETS += $(CROSS_MACHINES:%=test-%) $(CROSS_MISSING:%=test-%)
+
+.PHONY: $(CROSS_MISSING:%=test-%)
+$(CROSS_MISSING:%=test-%):
+	@echo "skipped: no compiler for $(@:test-%=%), make deps-more installs it"
 
 .PHONY: test-snapshot-crossing
 test-snapshot-crossing: $(TEST_BUILD)/gcc/runner $(CROSS_MACHINES:%=$(TEST_BUILD)/%/runner)
@@ -279,6 +282,40 @@ test-compile:
 		echo "1 passed, 0 failed"
 	@CPPFLAGS="$(CPPFLAGS)" WARNINGS="$(WARNINGS)" sh tests/build/compile.sh $(TEST_BUILD)/compile
 TEST_TARGETS += test-compile
+
+# ---- On a machine without a compiler ----
+
+.PHONY: test-order check-fresh
+ifneq ($(SYSTEM),Darwin)
+test-order:
+	@echo "== what is installed before what is compiled"
+	@sh tests/build/order.sh $(TEST_BUILD)/order
+
+TEST_TARGETS += test-order
+endif
+
+check-fresh: ## README's commands on a fresh Debian; needs debootstrap, root, the network: COMMAND="make deps demo"
+	@echo "== a fresh Debian"
+	@sh tests/build/fresh.sh $(BUILD)/fresh $(if $(COMMAND),"$(COMMAND)")
+
+# ---- Other systems, by zig's compilers ----
+
+ZIG_READY := $(PYTHON)/.zig
+ZIG_VERSION := 0.17.1
+
+$(ZIG_READY): $(PYTHON_READY)
+	@echo "zig $(ZIG_VERSION) into $(PYTHON): 101 MB to get, 410 MB on disk"
+	@$(PYTHON)/bin/pip install --quiet --disable-pip-version-check --no-deps ziglang==$(ZIG_VERSION)
+	@touch $@
+
+.PHONY: test-zig
+test-zig: $(TEST_BUILD)/$(REFERENCE_BUILD)/runner
+	@echo "== other systems, by zig cc"
+	@if test -e $(ZIG_READY); then WARNINGS="$(WARNINGS)" sh tests/build/zig.sh $(BUILD)/zig \
+		$(wildcard $(PYTHON)/lib/python3*/site-packages/ziglang/zig) $$($< --best); \
+	else echo "skipped: no zig, make deps-more installs it"; fi
+
+TEST_TARGETS += test-zig
 
 # ---- Goldens and coverage ----
 

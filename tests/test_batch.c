@@ -389,8 +389,38 @@ static void check_memory(const void *parameters)
     free_batch(b);
 }
 
+/* Items without queries, of which nothing else is looked at, change no bit of the others. */
+static void check_no_queries(const void *parameters)
+{
+    (void)parameters;
+    batch *b = make_batch(5, 6);
+    const tqkv_attention all[6] = {b->items[0], b->items[1], b->items[2], b->items[3], b->items[4], b->items[5]};
+    for (unsigned without = 0; without < 64; without += 7) {
+        const void *q[6];
+        void *out[6];
+        for (int i = 0; i < 6; i++) {
+            const bool has = !(without >> i & 1);
+            b->items[i] = all[i];
+            if (!has) b->items[i].n_queries = 0;
+            if (!has) b->items[i].tree = NULL;
+            q[i] = has ? b->q[i] : NULL;
+            out[i] = has ? b->out[i] : NULL;
+            memset(b->out[i], 0xff, b->bytes[i]);
+        }
+        CHECK_RESULT(tqkv_attend_batch(b->items, b->n, q, out), TQKV_OK);
+        for (int i = 0; i < 6; i++)
+            CHECK((without >> i & 1) || !memcmp(b->out[i], b->problems[i].out, b->bytes[i]), "item %d of %x", i,
+                  without);
+    }
+    b->items[5].n_queries = 0;
+    b->items[5].n_heads = 0;
+    CHECK_RESULT(attend_batch(b), TQKV_INVALID_ARGUMENT);
+    free_batch(b);
+}
+
 void test_batch_cases(void)
 {
+    test_add(check_no_queries, NULL, 0, "batch/no_queries");
     for (int i = 0; i < 8; i++) test_add(check_bits, &i, sizeof i, "batch/bits/%d", i);
     for (int i = 0; i < 3; i++) test_add(check_bad_items, &i, sizeof i, "batch/bad_item/%d", i);
     test_add(check_waves, NULL, 0, "batch/waves");

@@ -198,7 +198,7 @@ static void check_edges(const void *parameters)
     for (int i = 0; i < HEADS * D; i++)
         CHECK(center[i] == 0.0f && scale[i] == 1.0f, "of nothing: %g %g", (double)center[i], (double)scale[i]);
     for (int n = 1; n <= 3; n += 2) { /* one row, and equal rows: nothing differs, all channels are alike */
-        CHECK_RESULT(tqkv_calibrate(&shape, rows, n, q, 0, 1, TQKV_PAIRS_HALVES, center, scale), TQKV_OK);
+        CHECK_RESULT(tqkv_calibrate(&shape, rows, n, q, HEADS, 1, TQKV_PAIRS_HALVES, center, scale), TQKV_OK);
         for (int i = 0; i < HEADS * D; i++)
             CHECK(center[i] == rows[i] && scale[i] == 1.0f, "of %d: %g %g", n, (double)center[i], (double)scale[i]);
     }

@@ -307,44 +307,21 @@ static void check_decode_ring(const void *parameters)
 
 /* ---- Single values ---- */
 
-/* The factor of a block of 256 values v, -v, v ...: each of the lanes adds up its share of them, and the tree of equal
-   lanes doubles, which is exact. */
-static float alternating_factor(int bits, float v, int lanes)
-{
-    float best = 0.0f;
-    int n, chosen = 0;
-    const float *factors = reference_factors(bits, &n);
-    for (int f = 0; f < n; f++) {
-        float product = 0.0f, square = 0.0f;
-        for (int i = 0; i < 256 / lanes; i++) {
-            const float x = i % 2 ? -v : v;
-            const float c = test_codebook(bits)[reference_code(bits, reference_multiply(x, factors[f]))];
-            product = reference_add(product, reference_multiply(x, c));
-            square = reference_add(square, reference_multiply(c, c));
-        }
-        const float doubled = product * (float)lanes;
-        const float share = reference_divide(reference_multiply(doubled, doubled), square * (float)lanes);
-        if (f == 0 || share > best) {
-            best = share;
-            chosen = f;
-        }
-    }
-    return factors[chosen];
-}
-
 /* Encodes a row of alternating 1 and -1, or what rotates to it: with a root mean square of exactly 1 the block scale is
    the size of the scaled values. */
 static void check_alternating(tqkv_store *store, const float *source, float first, float size)
 {
     const int bits = reference_bits(store->format), d = store->head_dim;
+    float scaled[256], centroids[256];
+    uint8_t codes[256];
     store->block_scale = size;
     CHECK_RESULT(tqkv_encode(store, source, 1, 0), TQKV_OK);
-    const float factor = alternating_factor(bits, first * size, d == 512 ? 16 : 8);
+    for (int i = 0; i < 256; i++) scaled[i] = i % 2 ? -first * size : first * size;
+    reference_search(bits, scaled, 0, 256, codes, centroids);
     for (int i = 0; i < d; i++) {
-        const float v = reference_multiply(i % 2 ? -first * size : first * size, factor);
         const int code = reference_code_at((const uint8_t *)store->codes, store->format, d, i);
-        CHECK(code == reference_code(bits, v), "value %d, %.9g: code %d, not %d", i, (double)v, code,
-              reference_code(bits, v));
+        CHECK(code == codes[i % 256], "value %d, %.9g: code %d, not %d", i, (double)scaled[i % 256], code,
+              codes[i % 256]);
     }
 }
 

@@ -190,6 +190,7 @@ static void check_far_rows(const void *parameters)
     tqkv_attention a;
     memset(&a, 0, sizeof a);
     a.keys = a.values = &store;
+    a.n_heads = a.n_queries = 1;
     a.end = CAPACITY;
     a.kv_len = 1;
     CHECK_RESULT(tqkv_attend(&a, source, out), TQKV_OK);
@@ -269,6 +270,7 @@ static void check_upper_bits(const void *parameters)
     tqkv_attention a;
     memset(&a, 0, sizeof a);
     a.keys = a.values = &store;
+    a.n_heads = a.n_queries = 1;
     a.end = 3;
     CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
     for (int i = 0; i < 128; i++) CHECK(isfinite(out[i]), "element %d is %g", i, (double)out[i]);
@@ -286,7 +288,7 @@ static void check_poison_alone(const void *parameters)
     tqkv_cache_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.head_dim = DIM;
-    desc.n_kv_heads = 1;
+    desc.n_kv_heads = desc.n_heads = 1;
     desc.capacity = N;
     desc.key_format = desc.value_format = TQKV_F16;
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
@@ -314,7 +316,7 @@ static void check_center_overflow(const void *parameters)
     tqkv_cache_desc desc;
     memset(&desc, 0, sizeof desc);
     desc.head_dim = DIM;
-    desc.n_kv_heads = 1;
+    desc.n_kv_heads = desc.n_heads = 1;
     desc.capacity = N;
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
     for (int i = 0; i < N * DIM; i++) {
@@ -350,6 +352,7 @@ static void check_nothing_seen(const void *parameters)
     data_rows(3, DATA_GAUSSIAN, q, QUERIES, DIM);
     memset(&a, 0, sizeof a);
     a.keys = a.values = &store;
+    a.n_heads = 1;
     a.n_queries = QUERIES;
     a.sinks = &sink;
     for (int type = 0; type < 3; type++) {

@@ -197,8 +197,6 @@ static attend_row paged_row(int index, int page_size, data_random *random)
     row.exact_first = index % 8 == 5 ? 70 : 0; /* linear stores beside the paged ones */
     row.exact_last = index % 8 > 4 ? 30 : 0;
     row.non_causal = index % 7 == 3 && !row.tree;
-    row.arithmetic =
-        index % 3 == 2 && row.key_format != TQKV_TQ8 && row.value_format != TQKV_TQ8 ? TQKV_INTEGER : TQKV_FLOAT;
     return row;
 }
 
@@ -307,6 +305,8 @@ static void check_shared(const void *parameters)
     for (int sequence = 0; sequence < 2; sequence++) {
         tqkv_attention a;
         memset(&a, 0, sizeof a);
+        a.n_heads = PAGES_HEADS;
+        a.n_queries = 1;
         a.end = PROMPT + TAIL;
         for (int i = 0; i < 2; i++) {
             fill_sequence(&linear[i], i, sequence, true);

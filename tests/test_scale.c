@@ -205,6 +205,8 @@ static void check_merge(const void *parameters)
         CHECK_RESULT(tqkv_encode(&stores[i], rows, TOKENS, 0), TQKV_OK);
     }
     a.keys = a.values = &stores[0];
+    a.n_heads = HEADS;
+    a.n_queries = 1;
     a.end = TOKENS;
     CHECK_RESULT(tqkv_attend_partial(&a, q, 0, 4, to.out, to.max, to.sum), TQKV_OK);
     for (int i = 0; i < 5; i++) {

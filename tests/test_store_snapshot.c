@@ -184,7 +184,7 @@ static void check_from_cache(const void *parameters)
     tqkv_cache *cache = NULL;
     memset(&desc, 0, sizeof desc);
     desc.head_dim = 64;
-    desc.n_kv_heads = HEADS;
+    desc.n_kv_heads = desc.n_heads = HEADS;
     desc.capacity = 150;
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
     REQUIRE(cache, "no cache");

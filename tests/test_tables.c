@@ -15,13 +15,9 @@ void test_plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns) { tqkv_
 
 char test_set_products(char products)
 {
-#ifdef TQKV_NO_INTEGER
-    return products;
-#else
     const char before = tqkv__products;
     tqkv__products = products;
     return before;
-#endif
 }
 
 const float *test_codebook(int bits)

@@ -546,6 +546,8 @@ static void *write_slots(void *context)
     memset(&a, 0, sizeof a);
     a.keys = &t->keys;
     a.values = &t->values;
+    a.n_heads = CACHE_HEADS;
+    a.n_queries = 1;
     a.end = OLD;
     const float *own = t->rows + (size_t)first * TEAM_ROW;
     for (int i = 0; i < OWN; i++) slots[i] = first + i;

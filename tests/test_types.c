@@ -225,6 +225,7 @@ static void check_wild_outputs(const void *parameters)
     memset(keys.codes, 0, keys.codes_size);
     a.keys = &keys;
     a.values = &s;
+    a.n_heads = a.n_queries = 1;
     a.end = 1;
     CHECK_RESULT(tqkv_attend(&a, q, floats), TQKV_OK);
     a.output_type = type;

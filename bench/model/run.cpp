@@ -265,6 +265,7 @@ void run_attend(tqkv_format format, int group, int n_positions, int kernel, int 
     a.keys = &keys.store;
     a.values = &values.store;
     a.n_heads = group;
+    a.n_queries = 1;
     a.end = n_positions;
     std::string wrong = gpu_attend(&a, q.data(), out.data(), {columns, n_simdgroups, 1, 0, kernel});
     if (!wrong.empty()) fail(wrong);
@@ -274,8 +275,8 @@ void run_attend(tqkv_format format, int group, int n_positions, int kernel, int 
         difference += pow((double)out[i] - (double)expected[i], 2);
         size += pow((double)expected[i], 2);
     }
-    // Each may be off by 2e-5.
-    if (!(sqrt(difference / size) <= 4e-5)) fail("attend: relative error " + std::to_string(sqrt(difference / size)));
+    // The processor multiplies integers, the shaders floats.
+    if (!(sqrt(difference / size) <= 0.02)) fail("attend: relative error " + std::to_string(sqrt(difference / size)));
 }
 
 // kernel: 0 for the planned one
@@ -288,6 +289,7 @@ void print_plan(tqkv_format format, int group, int n_positions, int kernel, int 
     tqkv_attention a = {};
     a.keys = a.values = &store.store;
     a.n_heads = group * n_heads;
+    a.n_queries = 1;
     a.end = n_positions;
     tqkv_metal_plan plan;
     tqkv_metal_dispatch *const d = plan.d;

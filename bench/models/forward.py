@@ -45,8 +45,8 @@ class Model:
         self.value_dim = self.count("attention.value_length", self.head_dim)
         if self.n_heads % self.n_kv_heads:
             raise Unfit(f"{path}: {self.n_heads} query heads do not go into {self.n_kv_heads} KV heads")
-        self.eps = np.float32(self.field("attention.layer_norm_rms_epsilon", 1e-6))
-        self.window = self.field("attention.sliding_window", 0)
+        self.eps = np.float32(self.number("attention.layer_norm_rms_epsilon", 1e-6))
+        self.window = self.number("attention.sliding_window", 0)
         self.read_embedding()
         self.read_rotary()
         self.check_layers()
@@ -68,6 +68,12 @@ class Model:
             raise Unfit(f"{self.path}: {self.arch}.{name} is {value}: a positive number that holds for all layers is needed")
         return value
 
+    def number(self, name, default, least=0):
+        value = self.field(name, default)
+        if not isinstance(value, (int, float)) or not least <= value < float("inf"):
+            raise Unfit(f"{self.path}: {self.arch}.{name} is {value}: a number of at least {least} is needed")
+        return value
+
     def read_embedding(self):
         if self.field("expert_count"):
             raise Unfit(f"{self.path}: mixtures of experts are not supported")
@@ -83,13 +89,13 @@ class Model:
 
     def read_rotary(self):
         self.turned = self.count("rope.dimension_count", self.head_dim)
-        self.base = self.field("rope.freq_base", 10000.0)
-        self.local_base = self.field("rope.freq_base_swa", LOCAL_BASE)
+        self.base = self.number("rope.freq_base", 10000.0, least=1)
+        self.local_base = self.number("rope.freq_base_swa", LOCAL_BASE, least=1)
         kind = self.field("rope.scaling.type", "none")
         if kind not in ("none", "linear") or self.turned % 2 or self.turned > self.head_dim:
             raise Unfit(f"{self.path}: rotary embeddings of kind {kind}, {self.turned} of {self.head_dim} dimensions, "
                         "are not supported")
-        self.stretch = self.field("rope.scaling.factor", 1.0) if kind == "linear" else 1.0
+        self.stretch = self.number("rope.scaling.factor", 1.0, least=1) if kind == "linear" else 1.0
         self.divisors = 1.0
         if "rope_freqs.weight" in self.tensors:
             self.divisors = self.tensor("rope_freqs.weight", self.turned // 2).astype(np.float64)

@@ -24,6 +24,7 @@ token is another. A table for people comes last.
 import argparse
 import os
 import sys
+import warnings
 
 # Each thread takes a cache of its own. Read when numpy is loaded.
 for library in ("OPENBLAS", "OMP", "MKL", "VECLIB_MAXIMUM"):
@@ -185,6 +186,8 @@ def main():
 
 
 if __name__ == "__main__":
+    # What overflows ends in figures that are no numbers, which have an error of their own.
+    warnings.simplefilter("ignore", RuntimeWarning)
     try:
         main()
     except forward.Unfit as unfit:

@@ -124,9 +124,6 @@ def parts_of_small(f):
         f"{number(f.kl('tq5/tq3' + ENDS))} without centre and scale, {number(f.kl('tq5/tq3'))} without all of it; whole, "
         f"{number(f.kl('tq5/tq3' + LIKE_PRESETS))}. Its keys have no large channels; in those that have some centre and scale "
         "decide ([figures](formats.md#keys-with-a-constant-part-and-large-channels)).",
-        f"Integers change little: `safe` {number(f.kl('safe:integer'))} for {number(f.kl('i8/tq4' + LIKE_PRESETS))}, `small` "
-        f"{number(f.kl('small:integer'))} for {number(f.kl('tq5/tq3' + LIKE_PRESETS))}, `tiny` {number(f.kl('tiny:integer'))} for "
-        f"{number(f.kl('tq3/tq2' + LIKE_PRESETS))}.",
     ]
 
 

@@ -104,7 +104,13 @@ class Run:
         for v, blocks in zip(variants, rest):
             kl, said, flips = (np.concatenate(x).astype(np.float64) for x in zip(*blocks))
             scores.append(Score(kl.mean(), np.median(kl), np.quantile(kl, 0.99), np.quantile(kl, 0.999), perplexity(said), flips.mean()))
-        return perplexity(np.concatenate(floats).astype(np.float64)), scores
+        of_floats = perplexity(np.concatenate(floats).astype(np.float64))
+        if not np.isfinite(of_floats):
+            raise forward.Unfit(f"{self.model.path}: its predictions are no numbers, so weights are damaged")
+        for v, score in zip(variants, scores):
+            if not np.isfinite(score).all():
+                raise forward.Unfit(f"{v.name}: the predictions with this cache are no numbers")
+        return of_floats, scores
 
 
 def perplexity(log_probabilities):

@@ -66,7 +66,7 @@ class Tiny:
             for part, n in (("q", q), ("k", k), ("v", k)):
                 w[f"{name}attn_{part}.bias"] = (self.random.normal(size=n) * (bias if part == "k" else 0.5)).astype(np.float32)
 
-    def write(self, path, arch=None, without=(), tokeniser=True):
+    def write(self, path, arch=None, without=(), tokeniser=True, base=None):
         arch = arch or self.arch
         writer = gguf.GGUFWriter(path, arch)
         s = SHAPE
@@ -75,9 +75,9 @@ class Tiny:
                            ("attention.key_length", s["head_dim"]), ("attention.value_length", s["head_dim"])):
             writer.add_uint32(f"{arch}.{key}", value)
         writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", EPS)
-        writer.add_float32(f"{arch}.rope.freq_base", self.base)
         if self.arch == "gemma3":
             writer.add_uint32(f"{arch}.attention.sliding_window", WINDOW)
+        writer.add_float32(f"{arch}.rope.freq_base", self.base if base is None else base)
         if tokeniser:
             self.write_tokeniser(writer)
         for name, values in self.weights.items():

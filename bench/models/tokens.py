@@ -50,6 +50,15 @@ def scores_tokenizer(fields, pieces):
 
 def tokenize(fields, text):
     """The text's token numbers, with the first one that the model expects before any text."""
+    try:
+        return all_tokens(fields, text)
+    except (Unfit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # the package checks little, and its panics are no Exception
+        raise Unfit(f"the file's tokeniser is damaged: {' '.join(str(error).split()) or type(error).__name__}") from None
+
+
+def all_tokens(fields, text):
     from tokenizers import AddedToken
     kind, names = field(fields, "model"), field(fields, "tokens")
     pieces = {piece: i for i, piece in enumerate(names)}

@@ -432,6 +432,7 @@ static void open_tqkv(bench *b)
     desc.value_format = b->w->values;
     desc.head_dim = b->s.head_dim;
     desc.n_kv_heads = b->s.n_kv_heads;
+    desc.n_heads = b->s.n_heads;
     desc.capacity = n_pages * PAGE;
     require(tqkv_ggml_batch_open(&b->batch, PAGE, NULL, 0, 0), "no batch");
     require(tqkv_ggml_batch_add(&b->batch, 0, b->pages, n_pages, b->n - b->n_tokens, b->n_tokens),

@@ -46,7 +46,7 @@ int main(void)
     fill(v, TOKENS * KV_HEADS * HEAD_DIM, 1.0f);
     fill(q, HEADS * HEAD_DIM, 2.0f);
 
-    tqkv_attention attention = {.keys = &keys, .values = &values, .n_heads = HEADS, .end = TOKENS};
+    tqkv_attention attention = {.keys = &keys, .values = &values, .n_heads = HEADS, .n_queries = 1, .end = TOKENS};
     tqkv_result result = tqkv_encode(&keys, k, TOKENS, 0);
     if (result == TQKV_OK) result = tqkv_encode(&values, v, TOKENS, 0);
     if (result == TQKV_OK) result = tqkv_attend(&attention, q, out);

@@ -4,6 +4,7 @@
 #define _XOPEN_SOURCE    700
 #define _DARWIN_C_SOURCE /* st_mtimespec */
 #include <signal.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -15,14 +16,20 @@ static int rename_or_die(const char *from, const char *to)
     if (dies_before_rename) raise(SIGKILL);
     return rename(from, to);
 }
+/* The disk has room for so many bytes; 0: for all */
+static uint64_t disk_room;
+static char full_folder[4096];
+static int flush_or_full(FILE *file);
 #define rename rename_or_die
+#define fflush flush_or_full
 #include "../prompt_cache.h"
 #undef rename
+#undef fflush
 
 enum { N_LAYERS = 2, BLOCK = 16, LONGEST = 400, WIDEST = 2 * 64 };
 
 static const char *top; /* folder of all tests */
-static char said[PROMPT_CACHE_PATH];
+static char said[PROMPT_CACHE_PATH + 512];
 static int n_said;
 
 static void report(bool good, const char *name)
@@ -179,6 +186,20 @@ static prompt_cache_entry *list(const prompt_cache *p, size_t *count)
     return entries;
 }
 
+static int flush_or_full(FILE *file)
+{
+    const prompt_cache here = {.folder = full_folder};
+    size_t count;
+    const int flushed = fflush(file);
+    if (flushed != 0 || !disk_room) return flushed;
+    prompt_cache_entry *entries = list(&here, &count);
+    uint64_t total = 0;
+    for (size_t i = 0; i < count; i++) total += entries[i].size;
+    free(entries);
+    errno = ENOSPC;
+    return total > disk_room ? EOF : 0;
+}
+
 static size_t count_files(const prompt_cache *p)
 {
     size_t count;
@@ -272,7 +293,7 @@ static void test_foreign(void)
     write_bytes(to, (const unsigned char *)"Dear reader", 11);
     report(find(&p, tokens, 32) == 16 && heard("skipped: is no prompt"), "foreign/text");
     need(remove(to) == 0 && mkdir(to, 0700) == 0, to);
-    report(find(&p, tokens, 32) == 16 && heard("skipped: cannot be read"), "foreign/folder");
+    report(find(&p, tokens, 32) == 16 && heard("skipped: Is a directory"), "foreign/folder");
     report(read_prompt(&p, tokens, 32) == 16 && n_said == 2 && strstr(said, "not written"), "foreign/no room for it");
     need(rmdir(to) == 0, to);
     report(count_files(&p) == 3, "foreign/nothing is left behind");
@@ -402,6 +423,51 @@ static void set_used(const prompt_cache *p, const int32_t *tokens, int n, long s
     need(utimensat(AT_FDCWD, path, times, 0) == 0, path);
 }
 
+/* Room for two prompts of three: the oldest goes for the newest, with a limit that is never reached and without one. */
+static void test_small_disk(void)
+{
+    char path[PROMPT_CACHE_PATH];
+    int32_t tokens[16];
+    size_t count;
+    prompt_cache p = open_folder("small_disk", path);
+    snprintf(full_folder, sizeof full_folder, "%s", path);
+    make_tokens(tokens, 16, 0);
+    need(read_prompt(&p, tokens, 16) == 0, "prompt");
+    prompt_cache_entry *entries = list(&p, &count);
+    bool good = true;
+    disk_room = 2 * entries->size + entries->size / 2;
+    for (int i = 1; i < 6; i++) {
+        p.limit = i % 2 ? 0 : 100 * disk_room;
+        set_used(&p, tokens, 16, 1000 + i, 0);
+        make_tokens(tokens, 16, i);
+        good = good && read_prompt(&p, tokens, 16) == 0 && find(&p, tokens, 16) == 16 && count_files(&p) == 2;
+    }
+    report(good && heard(NULL), "small disk/the oldest go");
+    disk_room = entries->size / 2;
+    make_tokens(tokens, 16, 9);
+    report(read_prompt(&p, tokens, 16) == 0 && heard("not written: No space left") && count_files(&p) == 0,
+           "small disk/too small for one");
+    disk_room = 0;
+    free(entries);
+}
+
+/* What has the name of a prompt and is no file: a pipe must not be waited for. */
+static void test_pipe(void)
+{
+    char path[PROMPT_CACHE_PATH], file[PROMPT_CACHE_PATH];
+    int32_t tokens[16];
+    prompt_cache p = open_folder("pipe", path);
+    make_tokens(tokens, 16, 1);
+    path_of(&p, tokens, 16, file);
+    need(mkfifo(file, 0600) == 0, file);
+    alarm(20);
+    report(find(&p, tokens, 16) == 0 && heard("skipped: Invalid argument"), "pipe");
+    alarm(0);
+    memset(path, 'x', sizeof path - 1);
+    path[sizeof path - 1] = 0;
+    report(find(&p, tokens, 16) == 0 && heard("skipped: File name too long"), "a long path");
+}
+
 static void test_limit(void)
 {
     char path[PROMPT_CACHE_PATH];
@@ -487,6 +553,8 @@ int main(int argc, char **argv)
     test_damage();
     test_full();
     test_crash();
+    test_small_disk();
+    test_pipe();
     test_limit();
     test_processes();
     return 0;

@@ -276,7 +276,7 @@ static void test_threads_and_window(void)
     tqkv_attention a = view(whole, TOKENS);
     a.window = 50;
     check("window/attend", tqkv_attend(&a, q, expected) == TQKV_OK);
-    check("window/output", difference(expected, out, TOKENS * WIDE) < 2e-5);
+    check("window/output", difference(expected, out, TOKENS * WIDE) < 3e-4);
     a.parallel = parallel;
     check("threads/attend", tqkv_attend(&a, q, other) == TQKV_OK);
     check("threads/same bits", memcmp(expected, other, sizeof other) == 0);
@@ -293,7 +293,7 @@ static void test_slices(void)
     for (int n = 1; n <= 5; n += 4) {
         check("slices/whole", tqkv_cache_attend(whole, q, n, expected) == TQKV_OK);
         check("shared_prompt/attend", attend_shared(prompt, own, HEADS, n, q, out, scratch) == TQKV_OK);
-        check("shared_prompt/output", difference(expected, out, n * WIDE) < 2e-5);
+        check("shared_prompt/output", difference(expected, out, n * WIDE) < 3e-4);
     }
     check("slices/exact", tqkv_cache_attend(exact, q, 1, expected) == TQKV_OK);
     check("shared_prompt/formats", attend_shared(old, recent, HEADS, 1, q, out, scratch) == TQKV_OK);
@@ -431,7 +431,8 @@ static void test_sparse(void)
     store.codes_size = sizeof codes;
     store.norms = norms;
     store.norms_size = sizeof norms;
-    tqkv_index index = {.keys = &store, .n_heads = 4, .end = TOKENS, .ratio = 1, .block = 1, .relu = true};
+    tqkv_index index = {
+        .keys = &store, .n_heads = 4, .n_queries = 1, .end = TOKENS, .ratio = 1, .block = 1, .relu = true};
     fill(keys, TOKENS * KEYS);
     fill(index_q, 4 * KEYS);
     bool good = tqkv_encode(&store, keys, TOKENS, 0) == TQKV_OK;

@@ -139,7 +139,7 @@ printed docs/examples.md encode_attend
 # away, and 70% of what tq4 does to the output. The first layers' values are far from Gaussian without the rotation.
 check "real_kv" awk '
     /^layer/ { layer = $2 + 0 }
-    $3 == "plain" { n++; bad += $7 < 6e-3 || $7 > 7e-3 || keys > 0.37 * $7 || output > 0.3 * $9 || $8 != values }
+    $3 == "plain" { n++; bad += $7 < 6e-3 || $7 > 7e-3 || keys > 0.37 * $7 || output > 0.31 * $9 || $8 != values }
     $1 == "tq4" && $2 == "tq4" && NF == 10 { n++; bad += $7 < 6.5e-3 || $7 > 9e-3 || $8 > 4e-2; keys = $6; values = $7; output = $8 }
     $1 == "tq3" { n++; bad += $7 < 2.7e-2 || $7 > 3.4e-2 || $8 > 0.15 }
     $1 == "tq2" { n++; bad += $7 < 0.1 || $7 > 0.125 || $8 > 0.4 }
@@ -255,12 +255,12 @@ check "checkpoints" test "$(grep -c 'the same logits' "$work/checkpoints")" -eq 
 # lose more than that: they round away the small turns of slow channels, shift after shift.
 "$bin/context_shift" >"$work/context_shift"
 check "context_shift" awk '
-    $1 == "f16" { once = 3e-8 }
-    $1 == "i8" { once = 2e-5 }
-    $1 == "tq4" { once = 4e-3 }
+    $1 == "f16" { once = 3e-8; path = 2e-5 }
+    $1 == "i8" { once = 2e-5; path = 5e-4 }
+    $1 == "tq4" { once = 4e-3; path = 4e-2 }
     NF == 9 && $3 > 0 {
         n++
-        bad += $3 != ($2 == "middle" ? 3 : $2 > 0 ? 2 : 1) || $4 > 2e-5 || $5 > once || $8 > 2 * $7
+        bad += $3 != ($2 == "middle" ? 3 : $2 > 0 ? 2 : 1) || $4 > path || $5 > once || $8 > 2 * $7
         bad += $2 == 0 ? $6 != $5 || $9 != $8 : $6 < 1.5 * $5
         bad += $2 != "middle" && $6 > ($1 == "f16" ? 3 : 1.5) * ($2 + 1) * $5
         bad += $2 == 32 && ($6 < 8 * $5 || $9 < 3 * $8)
@@ -269,7 +269,7 @@ check "context_shift" awk '
 printed docs/integrating.md context_shift
 # Keys with a bias, of another rotary embedding: their centre takes it away as far as it does not turn.
 "$bin/context_shift" 1 >"$work/context_shift"
-check "context_shift/a bias" awk '$1 == "tq4" && NF == 9 { n++; bad += $4 > 4e-5 || $5 > 2e-3 || $8 > 2 * $7 || ($2 == 32 && $9 < 3 * $8) }
+check "context_shift/a bias" awk '$1 == "tq4" && NF == 9 { n++; bad += $4 > 4e-2 || $5 > 2e-3 || $8 > 2 * $7 || ($2 == 32 && $9 < 3 * $8) }
     END { exit bad > 0 || n != 8 }' "$work/context_shift"
 refused "context_shift/layer" "outside" "$bin/context_shift" 4
 

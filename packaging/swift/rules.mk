@@ -10,4 +10,5 @@ test-swift:
 
 TEST_TARGETS += test-swift
 # clang-19 reads the notes.
-DEB_TEST += python3 clang $(if $(filter bookworm,$(CODENAME)),clang-19)
+DEB_TEST += python3 clang
+DEB_MORE += $(if $(filter bookworm,$(CODENAME)),clang-19)

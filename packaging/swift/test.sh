@@ -79,7 +79,7 @@ if command -v clang-19 >/dev/null; then
     accepts "NULL where it may be" $notes "$folder/load.m"
     refuses "NULL where it may not be" "requires a non-null argument" $notes "$folder/null.m"
 else
-    echo "skipped: no clang-19"
+    echo "skipped: no clang-19, make deps-more installs it"
 fi
 
 if command -v swift >/dev/null; then accepts "Swift reads the manifest" swift package describe; fi

@@ -55,9 +55,9 @@ TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 
 /* Whether the GPU computes what the processor does, for such caches: of desc all but the capacity and ring count.
-   Codes, norms and decoded rows of 48 tokens must have the processor's bits, attention of one and of three queries its
-   values, also with positions kept as halves, and to a list of blocks; where keys can be those of an index, its scores,
-   too, and the blocks that it chooses. Takes milliseconds, and the time to build pipelines, most of which such caches
+   Codes, norms and decoded rows of 48 tokens must have the processor's bits; attention of one and of three queries its
+   values, but for what integers change, also with positions kept as halves, and to a list of blocks; where keys can be
+   those of an index, its scores, too, and the blocks that it chooses. Takes milliseconds, and the time to build pipelines, most of which such caches
    need anyway. Each version of the system has its own compiler of shaders: call it once after an update.
    TQKV_METAL_ERROR: something differs; the text says what, and by how much. */
 TQKV_METAL_API tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc);
@@ -246,7 +246,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tq
 
 /* Builds the pipelines of such calls now, wherever the context will stand: encode_kv into the two stores (keys and
    tail, if there is one; encode, if the keys are the values), with their pages if they have a table, and into those of
-   exact_first and exact_last, as many as there will be; attention of 1 to max_queries queries (0: 1), with a list if
+   exact_first and exact_last, as many as there will be; attention of 1 to max_queries queries, with a list if
    there is one; and what `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked
    at, and of buffers only whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own.
    Any thread may call it while others record; those do not wait. Other calls build theirs on first use, which takes up

@@ -99,8 +99,8 @@ static tqkv_result tqkv__attend(const tqkv__attention *a, const void *q, void *o
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q, void *out)
 {
     tqkv__attention a;
-    tqkv_result r = tqkv__attention_open(attention, &a);
-    return r == TQKV_OK ? tqkv__attend(&a, q, out) : r;
+    const tqkv_result r = tqkv__attention_open(attention, &a);
+    return r == TQKV_OK && a.call.n_queries ? tqkv__attend(&a, q, out) : r;
 }
 
 /* Where one call's rows of output lie, in bytes. */
@@ -202,20 +202,21 @@ static tqkv_result tqkv__check_outputs(const tqkv__request *requests, int n_requ
     return overlap ? TQKV__INVALID("the output of an item overlaps an array of another") : TQKV_OK;
 }
 
-/* Opens and checks one item; it takes over the hooks of the first. */
+/* Opens and checks one item, which takes over the hooks of the first. Adds its request if it has queries. */
 static tqkv_result tqkv__open_item(const tqkv_attention *items, int i, const void *q, void *out, tqkv__attention *a,
-                                   tqkv__request *request)
+                                   tqkv__request *requests, int *n_requests)
 {
     tqkv_attention item = items[i];
     item.parallel = items[0].parallel;
     item.allocator = items[0].allocator;
     const tqkv_result r = tqkv__attention_open(&item, a);
-    return r == TQKV_OK ? tqkv__cut_whole(a, q, out, request) : r;
+    return r == TQKV_OK && a->call.n_queries ? tqkv__cut_whole(a, q, out, &requests[(*n_requests)++]) : r;
 }
 
 TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items, const void *const *q, void *const *out)
 {
     size_t size;
+    int n_requests = 0;
     if (!items || !q || !out) return TQKV__INVALID("items, q or out is NULL");
     if (n_items < 0) return TQKV__INVALID("n_items is negative");
     if (n_items == 0) return TQKV_OK;
@@ -228,9 +229,9 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
     tqkv__request *requests = (tqkv__request *)(void *)(opened + n_items);
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < n_items; i++)
-        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], &requests[i]);
-    if (r == TQKV_OK) r = tqkv__check_outputs(requests, n_items, &allocator);
-    if (r == TQKV_OK) r = tqkv__run_job(requests, n_items);
+        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], requests, &n_requests);
+    if (r == TQKV_OK && n_requests) r = tqkv__check_outputs(requests, n_requests, &allocator);
+    if (r == TQKV_OK && n_requests) r = tqkv__run_job(requests, n_requests);
     allocator.free(allocator.user, opened, size);
     return r;
 }
@@ -271,7 +272,7 @@ TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *attention, const 
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__attention_open(attention, &a);
     if (r == TQKV_OK) r = tqkv__check_slice_range(&a, first, count);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !a.call.n_queries) return r;
     const tqkv__range slice = {first, first + count};
     if ((r = tqkv__check_seen(&a, slice)) != TQKV_OK) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
@@ -289,7 +290,7 @@ TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *attention, float *o
     tqkv_result r = tqkv__slice_shape(attention, &a);
     if (r == TQKV_OK) r = tqkv__slice_shape(src, &from);
     if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &from);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !a.call.n_queries) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     tqkv__add_slice(&arrays, &a, src_out, src_max, src_sum);
     if ((r = tqkv__check_arrays(&arrays, 3)) != TQKV_OK) return r;
@@ -310,7 +311,7 @@ TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *attention, float *
     float room[TQKV_MAX_HEAD_DIM];
     tqkv__arrays arrays = {{NULL}, {0}, 0, sizeof(float)};
     tqkv_result r = tqkv__slice_shape(attention, &a);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !a.call.n_queries) return r;
     tqkv__add_slice(&arrays, &a, out, max, sum);
     if (a.call.sinks) tqkv__add_array(&arrays, a.call.sinks, (size_t)a.call.n_heads * sizeof(float));
     if (a.values.channel_scale) tqkv__add_array(&arrays, a.values.channel_scale, tqkv__center_size(&a.values));

@@ -28,7 +28,6 @@ static tqkv_result tqkv__index_shape(const tqkv_index *index, tqkv__index *x)
     a.parallel = index->parallel;
     a.allocator = index->allocator;
     a.query_type = index->query_type;
-    a.arithmetic = index->arithmetic;
     if ((r = tqkv__attention_shape(&a, &x->a)) != TQKV_OK) return r;
     if (x->a.n_kv_heads != 1) return TQKV__INVALID("keys of an index: n_kv_heads is not 1");
     if ((r = tqkv__attention_range(&a, &x->a)) != TQKV_OK) return r;
@@ -102,8 +101,7 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     return s;
 }
 
-/* Brings the queries of an item into the order of the keys, with their weights and what a centre adds to their
-   scores. */
+/* Arranges the queries of an item for the keys, with their weights and what a centre adds to their scores. */
 static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
 {
     const tqkv__attention *a = &job->x->a;
@@ -126,11 +124,11 @@ static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const 
         n = n_rows - row < most ? n_rows - row : most;
         const int heads = n < n_heads ? n : n_heads; /* whole queries, or some heads of one */
         const size_t at = (size_t)row * (size_t)x->a.key_dim;
-        x->a.isa->score_tile(&x->a.keys, 0, segment, s->q + at, n, false, s->tile);
-        if (s->digits) x->a.isa->score_tile(&x->a.keys, 0, segment, s->rest + at, n, true, s->tile);
+        x->a.kernels->score_tile(&x->a.keys, 0, segment, s->q + at, n, false, s->tile);
+        if (s->digits) x->a.kernels->score_tile(&x->a.keys, 0, segment, s->rest + at, n, true, s->tile);
         for (int i = 0; i < n; i += heads)
-            x->a.isa->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
-                                heads, s->sums + (row + i) / n_heads * TQKV__TILE);
+            x->a.kernels->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
+                                    heads, s->sums + (row + i) / n_heads * TQKV__TILE);
     }
 }
 
@@ -192,7 +190,7 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
             if (seen > 0) tqkv__pool(x, s.sums + i * TQKV__TILE, position, (int)seen, end, &s.totals[i], out);
         }
     }
-    for (int i = 0; x->a.round_query && i < s.n_queries; i++) {
+    for (int i = 0; i < s.n_queries; i++) {
         float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks + block;
         for (int64_t b = 0; b < n_blocks; b++) out[b] = tqkv__one_nan(out[b]);
     }
@@ -247,6 +245,7 @@ TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, f
     tqkv__arrays arrays = {{scores}, {0}, 1, sizeof(float)};
     tqkv_result r = tqkv__index_shape(index, &x);
     if (r == TQKV_OK) r = tqkv__stream_memory(index->keys, &x.a.keys);
+    if (r == TQKV_OK && !x.a.call.n_queries) return r;
     if (r == TQKV_OK) r = tqkv__index_array(&x, scores, &arrays.size[0]);
     if (r == TQKV_OK) r = tqkv__check_attend(&x.a, q, &arrays);
     if (r == TQKV_OK) r = tqkv__check_pages(&x.a.keys, x.a.first, tqkv__index_end(&x, x.a.call.n_queries - 1));
@@ -380,9 +379,10 @@ TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *index, const float *sco
     tqkv__index x;
     size_t size, list_size;
     tqkv_result r = tqkv__index_shape(index, &x);
+    if (r == TQKV_OK && k < 0) r = TQKV__INVALID("k is negative");
+    if (r == TQKV_OK && !x.a.call.n_queries) return r;
     if (r == TQKV_OK) r = tqkv__index_array(&x, scores, &size);
     if (r != TQKV_OK) return r;
-    if (k < 0) return TQKV__INVALID("k is negative");
     if (!tqkv__aligned_at(list, sizeof *list)) return TQKV__INVALID("list: NULL or not aligned as int32_t");
     if (!tqkv__array_size(x.a.call.n_queries, k, 1, sizeof *list, &list_size))
         return TQKV__INVALID("a list of more than SIZE_MAX bytes");

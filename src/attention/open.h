@@ -26,22 +26,13 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
-#define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
-
-/* Changes to the integers of the set, if the call asks for them. */
-static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
+/* Takes the functions of the set, and what they look up. */
+static void tqkv__take_kernels(tqkv__attention *a)
 {
-    if (a->call.arithmetic == TQKV_FLOAT) return TQKV_OK;
-    if (a->call.arithmetic != TQKV_INTEGER) return TQKV__INVALID("arithmetic: no tqkv_arithmetic");
-    if (a->keys.book_bits > 6 || a->values.book_bits > 6 || a->tail.book_bits > 6)
-        return TQKV__REFUSE(UNSUPPORTED, "arithmetic: the centroids of TQ8 do not fit integers of 8 bits");
-    const tqkv__integers *integers = tqkv__integers_for(a->isa);
-    a->isa = &integers->isa;
-    a->round_query = integers->round_query;
+    a->kernels = tqkv__kernels_for(a->isa);
     tqkv__fill_integers(&a->keys);
     tqkv__fill_integers(&a->values);
     if (a->call.tail) tqkv__fill_integers(&a->tail);
-    return TQKV_OK;
 }
 
 /* Takes the tail, which lies in the slots of the keys. */
@@ -116,8 +107,6 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     r->key_dim = r->keys.head_dim;
     r->value_dim = r->values.head_dim;
     r->n_kv_heads = r->keys.n_kv_heads;
-    if (!call->n_heads) call->n_heads = r->n_kv_heads;
-    if (!call->n_queries) call->n_queries = 1;
     r->isa = tqkv__narrower(tqkv__isa_for(r->key_dim), tqkv__isa_for(r->value_dim));
     if ((result = tqkv__take_tail(r)) != TQKV_OK) return result;
     if (call->scale == 0.0f) call->scale = tqkv__inverse_root(r->key_dim);
@@ -127,8 +116,8 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     r->rotate_queries = r->keys.rotated && a->query_basis == TQKV_ORIGINAL;
     r->unrotate_output = r->values.rotated && a->output_basis == TQKV_ORIGINAL;
     if (r->values.n_kv_heads != r->n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
-    if (call->n_heads < 0 || call->n_heads % r->n_kv_heads != 0)
-        return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
+    if (call->n_heads <= 0 || call->n_heads % r->n_kv_heads != 0)
+        return TQKV__INVALID("n_heads: 0, or not a multiple of n_kv_heads");
     if (call->n_queries < 0 || call->window < 0) return TQKV__INVALID("n_queries or window is negative");
     if ((result = tqkv__check_options(a)) != TQKV_OK) return result;
     if (!tqkv__resolve_allocator(&call->allocator)) return TQKV__INVALID("allocator: one of alloc and free is missing");
@@ -138,7 +127,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
         r->n_rows > (size_t)INT_MAX)
         return TQKV__INVALID("n_queries * n_heads * head_dim is too large");
     if ((result = tqkv__take_strides(r)) != TQKV_OK) return result;
-    if ((result = tqkv__take_arithmetic(r)) != TQKV_OK) return result;
+    tqkv__take_kernels(r);
     return tqkv__check_tree_and_sinks(call);
 }
 
@@ -290,7 +279,7 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
         tqkv_result r = open(call->first_tail, &a->first_tail);
         if (r == TQKV_OK) r = tqkv__check_first_tail(a, &a->first_tail);
         if (r != TQKV_OK) return r;
-        if (a->round_query) tqkv__fill_integers(&a->first_tail);
+        tqkv__fill_integers(&a->first_tail);
     }
     a->exact_below = below;
     a->kept = below < a->first ? below : a->first;

@@ -123,6 +123,14 @@ static bool tqkv__values_finite(tqkv_type type, const void *x, size_t n)
     return !bad;
 }
 
+/* Adds 16 lanes by halves: lane i and i + 8, then i + 4, i + 2, i + 1. */
+static float tqkv__sum_16(float *lanes)
+{
+    for (int n = 8; n; n /= 2)
+        for (int i = 0; i < n; i++) lanes[i] = TQKV__AS_FLOAT(lanes[i] + lanes[i + n]);
+    return lanes[0];
+}
+
 /* Rounds to the nearest integer, ties to even; |x| < 2^22 */
 static inline float tqkv__round(float x) { return TQKV__AS_FLOAT(tqkv__rounded(x + 12582912.0f) - 12582912.0f); }
 

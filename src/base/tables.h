@@ -1,6 +1,6 @@
 /* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it
    visible without the implementation. */
-#define TQKV_TABLE_VERSION 8 /* changes with the tables, the argument structs, or their meaning in the kernels */
+#define TQKV_TABLE_VERSION 9 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
 #ifdef __METAL_VERSION__
@@ -102,8 +102,6 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 /* Values that share a norm, in a row of D values. */
 #define TQKV__NORM_DIM(kind, D)                                                                                        \
     ((kind) == TQKV__GRID ? TQKV__GRID_DIM(D) : (kind) == TQKV__BOOK && ((D) == 512 || (D) == 1024) ? 256 : (D))
-/* Lanes of the sums of squares: each adds its D/lanes neighbours. */
-#define TQKV__NORM_LANES(D) ((D) % 32 ? 16 : 32)
 
 /* One row a codebook: its bits, which are also part of the names of its tables and hashes. */
 #define TQKV__BOOKS(row, x) row(x, 2) row(x, 3) row(x, 4) row(x, 5) row(x, 6) row(x, 8)

@@ -42,7 +42,7 @@
    All later versions begin with magic, version and size, so that a build knows a newer snapshot from a damaged one. */
 
 #define TQKV__SNAPSHOT_VERSION  6  /* of both kinds */
-#define TQKV__CODES_VERSION     2  /* changes with the tables or the rotation */
+#define TQKV__CODES_VERSION     3  /* changes with the bytes that encoding gives */
 #define TQKV__NAME_SIZE         16 /* magic, version, size */
 #define TQKV__HEADER_FIELDS     20
 #define TQKV__HEADER_SIZE       128 /* without its hash */

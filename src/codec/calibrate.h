@@ -113,8 +113,8 @@ static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const voi
 static tqkv_result tqkv__take_queries(const tqkv__stream *s, const void *q, int n_heads, int n_queries,
                                       tqkv__queries *queries, size_t *bytes)
 {
-    if (!n_heads) n_heads = s->n_kv_heads;
-    if (n_heads < 0 || n_heads % s->n_kv_heads) return TQKV__INVALID("n_heads is not a multiple of n_kv_heads");
+    if (!q) n_heads = s->n_kv_heads;
+    if (n_heads <= 0 || n_heads % s->n_kv_heads) return TQKV__INVALID("n_heads: 0, or not a multiple of n_kv_heads");
     if (n_queries < 0) return TQKV__INVALID("n_queries is negative");
     *bytes = 0;
     queries->rows = *s;
@@ -287,7 +287,6 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
     if ((r = tqkv__check_source(&s, src, n_tokens, noise, alignment, size)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &quantiser);
-    tqkv__fill_planes(&s);
     for (int h = 0; h < s.n_kv_heads; h++)
         noise[h] = n_tokens && n_queries
                        ? sqrt(tqkv__head_noise(&s, &quantiser, src, n_tokens, h, &queries) / s.head_dim)

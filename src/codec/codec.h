@@ -24,30 +24,19 @@ static float tqkv__norm_i8(float largest, float *scale)
     return TQKV__AS_FLOAT(largest / steps);
 }
 
-/* Finds the sums of products of a TQ row, one for each norm, in the order of a GPU's group of 32 (or 16) lanes: each
-   lane adds the products of its neighbours in order, then an xor-tree adds the lanes that share a norm. x, y:
-   [head_dim] */
-static void tqkv__sums_of_products(const tqkv__stream *s, const float *x, const float *y, float *sums)
+/* Returns the sum of the products of x and y in 16 strided lanes: product d is added to lane d % 16, in order, then the
+   lanes are added by halves. x, y: [n], n a multiple of 16 */
+static float tqkv__strided_dot(const float *x, const float *y, int n)
 {
-    float lanes[32], other[32];
-    const int n_lanes = TQKV__NORM_LANES(s->head_dim);
-    const int per_lane = s->head_dim / n_lanes, lanes_per_norm = n_lanes / s->norms_per_row;
-    for (int l = 0; l < n_lanes; l++) {
-        lanes[l] = 0.0f;
-        for (int e = l * per_lane; e < (l + 1) * per_lane; e++)
-            lanes[l] = TQKV__AS_FLOAT(lanes[l] + tqkv__rounded(x[e] * y[e]));
-    }
-    for (int distance = 1; distance < lanes_per_norm; distance *= 2) {
-        memcpy(other, lanes, sizeof other);
-        for (int l = 0; l < n_lanes; l++) lanes[l] = TQKV__AS_FLOAT(lanes[l] + other[l ^ distance]);
-    }
-    for (int b = 0; b < s->norms_per_row; b++) sums[b] = lanes[b * lanes_per_norm];
+    float lanes[16] = {0};
+    for (int d = 0; d < n; d++) lanes[d % 16] = TQKV__AS_FLOAT(lanes[d % 16] + tqkv__rounded(x[d] * y[d]));
+    return tqkv__sum_16(lanes);
 }
 
 static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, float *scales)
 {
-    tqkv__sums_of_products(s, y, y, norms);
-    for (int b = 0; b < s->norms_per_row; b++) norms[b] = tqkv__norm_tq(s, norms[b], &scales[b]);
+    for (int b = 0; b < s->norms_per_row; b++, y += s->norm_dim)
+        norms[b] = tqkv__norm_tq(s, tqkv__strided_dot(y, y, s->norm_dim), &scales[b]);
 }
 
 /* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
@@ -230,13 +219,11 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
 typedef struct tqkv__quantiser {
     TQKV__ALIGNED uint8_t below[256]; /* boundaries in the cells before this one */
     float bounds[128];                /* the positive boundaries, then infinity */
-    uint8_t planes[4][128];           /* TQ8, vectors of 16: byte p of each bound in planes[p], for byte look-ups */
-    /* Shorter vectors: of each cell, from 5 bits up, the bound that a value there is compared with, and the centroid
-       below it; the one above is that of the next cell, if the bound is in this one. One load of two cells takes
-       all. */
+    /* Of each cell, from 5 bits up, the bound that a value there is compared with, and the centroid below it; the one
+       above is that of the next cell, if the bound is in this one. One load of two cells takes all. */
     float entries[257][2];
     float squares[16];   /* TQ2: of its centroids, repeated */
-    float centroids[32]; /* the positive ones, up to 6 bits */
+    float centroids[16]; /* the positive ones, up to 4 bits */
     float slope, top;    /* cell of a magnitude w: the whole part of min(w * slope, top) */
     int half;            /* the codes of one sign */
 } tqkv__quantiser;
@@ -257,13 +244,9 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     }
     for (; cell < 256; cell++) q->below[cell] = (uint8_t)n;
     for (int i = n; i < 128; i++) q->bounds[i] = INFINITY;
-    for (int i = 0; i < 32; i++) q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
+    for (int i = 0; i < 16; i++) q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
     for (int i = 0; i < 16; i++) q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
-    if (tqkv__isa_for(s->head_dim)->lanes == 16) { /* look up by bytes, or hold 6 bits in registers */
-        if (bits == 8) tqkv__split_floats(q->bounds, 128, q->planes);
-        return;
-    }
-    for (int i = 0; i <= 1 << bits && bits > 4; i++) {
+    for (int i = 0; bits > 4 && i <= 1 << bits; i++) {
         const int below = i < 1 << bits ? q->below[i] : n;
         q->entries[i][0] = q->bounds[below];
         q->entries[i][1] = s->codebook[n + 1 + below];
@@ -290,33 +273,28 @@ static void tqkv__store_halves(const float *x, int n, uint8_t *to)
     }
 }
 
-/* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on the scaled
-   values of a row, and takes for each norm the first whose codes are nearest in direction: the largest (sum of v*c)^2 /
-   (sum of c*c), c being the codes' centroids; the first of all if that is NaN. v: [head_dim] -> codes: [head_dim],
-   squares: sums of c*c, factors: both [norms_per_row] */
-static TQKV__NOINLINE void tqkv__search_row(const tqkv__stream *s, const float *v, uint8_t *codes, float *squares,
-                                            float *factors)
+/* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on n scaled values
+   that share a norm, and takes the first whose codes are nearest in direction: the largest (sum of v*c)^2 / (sum of
+   c*c), c being the codes' centroids; the first of all if that is NaN. v: [n] -> codes: [n]; returns the sum of c*c */
+static TQKV__NOINLINE float tqkv__search_block(const tqkv__stream *s, const float *v, int n, uint8_t *codes,
+                                               float *factor)
 {
-    enum { most_norms = TQKV_MAX_HEAD_DIM / 256 };
-    float centroids[TQKV_MAX_HEAD_DIM], best[most_norms], products[most_norms], sums[most_norms];
+    float centroids[TQKV_MAX_HEAD_DIM], best = 0.0f, squares = 0.0f;
     uint8_t tried[TQKV_MAX_HEAD_DIM];
-    const size_t n = (size_t)s->norm_dim;
     for (int f = 0; f < s->n_factors; f++) {
-        for (int i = 0; i < s->head_dim; i++) {
+        for (int i = 0; i < n; i++) {
             tried[i] = (uint8_t)tqkv__quantise(s->boundaries, s->book_bits, TQKV__AS_FLOAT(v[i] * s->factors[f]));
             centroids[i] = s->codebook[tried[i]];
         }
-        tqkv__sums_of_products(s, v, centroids, products);
-        tqkv__sums_of_products(s, centroids, centroids, sums);
-        for (int b = 0; b < s->norms_per_row; b++) {
-            const float share = TQKV__AS_FLOAT(tqkv__rounded(products[b] * products[b]) / sums[b]);
-            if (f > 0 && !(share > best[b])) continue;
-            best[b] = share;
-            squares[b] = sums[b];
-            factors[b] = s->factors[f];
-            memcpy(codes + (size_t)b * n, tried + (size_t)b * n, n);
-        }
+        const float product = tqkv__strided_dot(v, centroids, n), sum = tqkv__strided_dot(centroids, centroids, n);
+        const float share = TQKV__AS_FLOAT(tqkv__rounded(product * product) / sum);
+        if (f > 0 && !(share > best)) continue;
+        best = share;
+        squares = sum;
+        *factor = s->factors[f];
+        memcpy(codes, tried, (size_t)n);
     }
+    return squares;
 }
 
 static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__row *row)
@@ -337,7 +315,9 @@ static TQKV__NOINLINE void tqkv__encode_row(const tqkv__stream *s, const tqkv__r
     }
     for (int i = 0; i < s->head_dim && s->kind == TQKV__GRID; i++) codes[i] = tqkv__quantise_i8(x[i]);
     if (s->kind == TQKV__BOOK) {
-        tqkv__search_row(s, x, codes, squares, row->factors ? row->factors : factors);
+        float *factor = row->factors ? row->factors : factors;
+        for (int b = 0; b < s->norms_per_row; b++)
+            squares[b] = tqkv__search_block(s, x + b * s->norm_dim, s->norm_dim, codes + b * s->norm_dim, &factor[b]);
         tqkv__correct_norms(s, squares, row->norms);
     }
     tqkv__pack(s, codes, row->codes);

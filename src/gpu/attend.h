@@ -531,6 +531,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
 /* Adds all dispatches, in their order. */
 static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_plan *plan)
 {
+    if (from->empty) return;
     for (int p = 0; p < TQKV__REGIONS; p++)
         if (from->has[p] && from->listed) *tqkv__add_dispatch(plan) = from->lists[p];
     for (int p = 0; p < TQKV__REGIONS; p++)

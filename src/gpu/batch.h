@@ -20,7 +20,8 @@ static bool tqkv__sees_nothing(const tqkv_metal_dispatch *attend) { return tqkv_
 
 typedef struct tqkv__batch {
     const tqkv_metal_attention *items;
-    int n, tables; /* tqkv__batch_tables */
+    int n_items, n; /* n: those with queries; the tables have no others */
+    int tables;     /* tqkv__batch_tables */
     const tqkv_metal_buffer *q, *out;
     tqkv_metal_buffer arguments, scratch;
     bool matrices;
@@ -30,8 +31,9 @@ typedef struct tqkv__batch {
 static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *used, tqkv__attend_plan *own)
 {
     tqkv__attend_buffers buffers = tqkv__buffers_of_call(b->q[i], tqkv__buffer_after(b->scratch, *used), b->out[i]);
-    const tqkv_result r = tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)b->n, &buffers, own);
-    if (r != TQKV_OK) return r;
+    const tqkv_result r =
+        tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)(b->n ? b->n : 1), &buffers, own);
+    if (r != TQKV_OK || own->empty) return r;
     for (int p = 0; p < TQKV__REGIONS && !b->matrices; p++)
         if (own->has[p]) tqkv__plan_lanes(&own->attends[p]);
     if (own->has[TQKV__CODES_REGION] && tqkv__sees_nothing(&own->attends[TQKV__CODES_REGION])) {
@@ -114,10 +116,14 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__at
 {
     bool paged = false, unpaged = false;
     tqkv_result r = TQKV_OK;
-    for (int i = 0; r == TQKV_OK && i < b->n; i++) {
+    const tqkv_metal_attention *first = NULL; /* with queries */
+    for (int i = 0; r == TQKV_OK && i < b->n_items; i++) {
         tqkv__attend_plan own;
         if ((r = tqkv__plan_batch_item(b, i, used, &own)) != TQKV_OK) return r;
-        if (!tqkv__same_buffer(b->items[i].sinks, b->items[0].sinks))
+        if (own.empty) continue;
+        if (!first) *all = own;
+        first = first ? first : &b->items[i];
+        if (!tqkv__same_buffer(b->items[i].sinks, first->sinks))
             return TQKV__REFUSE(UNSUPPORTED, "items of a batch differ in their sinks");
         if (own.has[TQKV__CODES_REGION]) {
             const tqkv_metal_dispatch *codes = &own.attends[TQKV__CODES_REGION];
@@ -125,7 +131,6 @@ static tqkv_result tqkv__join_items(const tqkv__batch *b, size_t *used, tqkv__at
             paged = paged || has_pages;
             unpaged = unpaged || (!has_pages && !tqkv__sees_nothing(codes));
         }
-        if (i == 0) *all = own;
         r = tqkv__join_regions(all, &own);
     }
     if (r != TQKV_OK || !paged) return r;
@@ -191,6 +196,13 @@ static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *
     return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
 }
 
+static int tqkv__count_items(const tqkv_metal_attention *items, int n_items)
+{
+    int n = 0;
+    for (int i = 0; i < n_items; i++) n += items[i].attention.n_queries != 0;
+    return n;
+}
+
 /* Returns the number of tables of items. An item is described once for each region and once for the merge, which look
    for other numbers of threadgroups and other bytes of scratch; without halves once for all. */
 static int tqkv__batch_tables(const tqkv_metal_attention *items, int n)
@@ -227,7 +239,7 @@ typedef struct tqkv__batch_counts {
     size_t groups[TQKV__REGIONS], lists[TQKV__REGIONS], rows;
 } tqkv__batch_counts;
 
-/* Writes item i into all tables. */
+/* Writes an item into place i of all tables. */
 static tqkv_result tqkv__write_item(const tqkv__batch *b, int i, void *contents, tqkv__attend_plan *own,
                                     tqkv__attend_plan *all, tqkv__batch_counts *counts)
 {
@@ -265,10 +277,10 @@ static tqkv_result tqkv__write_items(const tqkv__batch *b, void *contents, tqkv_
     tqkv__batch_counts counts;
     size_t used = 0;
     memset(&counts, 0, sizeof counts);
-    for (int i = 0; i < b->n; i++) {
+    for (int i = 0, at = 0; i < b->n_items; i++) {
         tqkv__attend_plan own;
         tqkv_result r = tqkv__plan_batch_item(b, i, &used, &own);
-        if (r == TQKV_OK) r = tqkv__write_item(b, i, contents, &own, all, &counts);
+        if (r == TQKV_OK && !own.empty) r = tqkv__write_item(b, at++, contents, &own, all, &counts);
         if (r != TQKV_OK) return r;
     }
     for (int p = 0; p < TQKV__REGIONS; p++) {
@@ -334,13 +346,14 @@ static void tqkv__plan_all_joined(const tqkv__batch *b, size_t used, tqkv__atten
     tqkv__binding_at(&all->merge, 2)->size = 0;
 }
 
-/* Plans a batch. items: at least one */
+/* Plans a batch. Without queries nothing is set. */
 static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__attend_plan *all)
 {
     size_t used = 0;
     if (!b->items || !b->q || !b->out || !contents) return TQKV__INVALID("items, q, out or contents is NULL");
     tqkv_result r = tqkv__join_items(b, &used, all);
-    if (r != TQKV_OK) return r;
+    all->empty = !b->n;
+    if (r != TQKV_OK || all->empty) return r;
     tqkv__plan_all_joined(b, used, all);
     if ((r = tqkv__write_items(b, contents, all)) != TQKV_OK) return r;
     const int head_dim = all->merge.kernel.head_dim * TQKV__DIM_UNIT,
@@ -359,8 +372,9 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *it
     if (!tqkv__open_plan(plan, "attend_batch")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (n_items < 0) return tqkv__close_plan(plan, TQKV__INVALID("n_items is negative"));
     if (n_items == 0) return tqkv__close_plan(plan, TQKV_OK);
-    const int tables = items ? tqkv__batch_tables(items, n_items) : 1;
-    const tqkv__batch b = {items, n_items, tables, q, out, arguments, scratch, matrices};
+    const int tables = items ? tqkv__batch_tables(items, n_items) : 1,
+              n = items ? tqkv__count_items(items, n_items) : 0;
+    const tqkv__batch b = {items, n_items, n, tables, q, out, arguments, scratch, matrices};
     const tqkv_result r = tqkv__plan_batch(&b, contents, &all);
     if (r == TQKV_OK) tqkv__order_dispatches(&all, plan);
     return tqkv__close_plan(plan, r);
@@ -372,8 +386,9 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attenti
     size_t bytes = 0, all = 0, own = 0;
     if (n_items < 0 || (n_items && !items)) return TQKV__INVALID("n_items is negative, or items is NULL");
     tqkv_result r = tqkv__batch_arguments(items, n_items, &bytes);
+    const size_t n = (size_t)tqkv__count_items(items, n_items), most_sums = TQKV__MOST_SUMS / (n ? n : 1);
     for (int i = 0; scratch && i < n_items && r == TQKV_OK; i++) {
-        r = tqkv__plan_scratch_within(&items[i], (size_t)TQKV__MOST_SUMS / (size_t)n_items, &own);
+        r = tqkv__plan_scratch_within(&items[i], most_sums, &own);
         if (r != TQKV_OK) return r;
         if (own > SIZE_MAX - all) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
         all += own;

@@ -375,7 +375,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tq
                                                    size_t *bytes)
 {
     size_t coded = 0;
-    if (!c || n_queries <= 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
+    if (!c || n_queries < 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
     if (!bytes) return TQKV__INVALID("bytes is NULL");
     return tqkv__scratch_of_cache(c, some, n_queries, &coded, bytes);
 }
@@ -462,7 +462,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
-    if (!c || n_queries <= 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
+    if (!c || n_queries < 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
+    if (!n_queries) return tqkv__close_plan(plan, TQKV_OK);
     const int n_raw = tqkv__raw_queries(c, n_queries);
     const tqkv_result r = tqkv__check_on_gpu(c, 0, n_raw);
     if (r != TQKV_OK) return tqkv__close_plan(plan, r);

@@ -64,7 +64,7 @@ static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_
         tqkv__channels_differ(from->values->center, src->values->center))
         return TQKV__INVALID("slices of values with and without a scale of their channels, or a centre");
     b->values = from->values;
-    tqkv__plan_slice(tqkv__add_dispatch(plan), &a, b, src_out);
+    if (a.call.n_queries) tqkv__plan_slice(tqkv__add_dispatch(plan), &a, b, src_out);
     return TQKV_OK;
 }
 
@@ -97,7 +97,7 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *f
     b.slice.from = true;
     b.slice.src_max = src_max;
     b.slice.src_sum = src_sum;
-    tqkv__plan_slice(tqkv__add_dispatch(plan), &a, &b, src_out);
+    if (a.call.n_queries) tqkv__plan_slice(tqkv__add_dispatch(plan), &a, &b, src_out);
     return tqkv__close_plan(plan, TQKV_OK);
 }
 
@@ -159,7 +159,8 @@ static tqkv_result tqkv__plan_scratch_within(const tqkv_metal_attention *from, s
     tqkv__attention a;
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
-    return r == TQKV_OK ? tqkv__plan_most_scratch(&a, most_sums, bytes) : r;
+    if (r == TQKV_OK && !a.call.n_queries) *bytes = 0;
+    return r == TQKV_OK && a.call.n_queries ? tqkv__plan_most_scratch(&a, most_sums, bytes) : r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *from, size_t *bytes)

@@ -15,7 +15,6 @@ static tqkv_result tqkv__plan_index_open(const tqkv_metal_index *from, tqkv__ind
     memset(&call.allocator, 0, sizeof call.allocator);
     const tqkv_result r = tqkv__index_shape(&call, x);
     if (r != TQKV_OK) return r;
-    if (x->a.round_query) return TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     return call.end > INT_MAX ? TQKV__REFUSE(UNSUPPORTED, "an index of 2^31 keys: not on a GPU") : TQKV_OK;
 }
 
@@ -103,6 +102,7 @@ static tqkv_result tqkv__add_scores(const tqkv_metal_index *from, tqkv_metal_buf
         return TQKV__REFUSE(UNSUPPORTED, "an index on a GPU has a head_dim of 64 or 128");
     if (!tqkv__array_size(x.a.call.n_queries, (int)x.blocks, 1, sizeof(float), &size))
         return TQKV__INVALID("scores of more than SIZE_MAX bytes");
+    if (!x.a.call.n_queries) return TQKV_OK;
     if (from->keys->shape.pages) {
         const int64_t end = tqkv__index_end(&x, x.a.call.n_queries - 1);
         if ((r = tqkv__check_pages(&x.a.keys, x.a.first, end)) != TQKV_OK) return r;
@@ -189,6 +189,7 @@ static tqkv_result tqkv__add_choice(const tqkv_metal_index *from, tqkv_metal_buf
     if (k < 0 || !tqkv__array_size(n_queries, k, 1, sizeof(int32_t), &size) ||
         !tqkv__array_size(n_queries, (int)x.blocks, 1, sizeof(float), &size))
         return TQKV__INVALID("k is negative, or scores or list too large");
+    if (!n_queries) return TQKV_OK;
     memset(&args, 0, sizeof args);
     tqkv__plan_keys_seen(&x, &args.seen, &args.seen_rest);
     args.from = (int32_t)(x.a.first / x.call.block);

@@ -116,10 +116,7 @@ static void tqkv__take_all_regions(tqkv_attention *a, const tqkv_store *keys, co
 }
 
 /* Whether attention of n queries is to be planned. */
-static bool tqkv__prepares(int n, int max_queries)
-{
-    return n <= (max_queries ? max_queries : 1) && n <= TQKV__MOST_PREPARED;
-}
+static bool tqkv__prepares(int n, int max_queries) { return n <= max_queries && n <= TQKV__MOST_PREPARED; }
 
 /* Visits attention of all numbers of queries. call: in all regions */
 static tqkv_result tqkv__visit_queries(tqkv__visitor *v, tqkv_metal_attention *call, int max_queries, int also)

@@ -25,6 +25,7 @@ enum { TQKV__FIRST_REGION, TQKV__CODES_REGION, TQKV__LAST_REGION, TQKV__REGIONS 
 
 /* What an attention dispatches, of those regions that there are. */
 typedef struct tqkv__attend_plan {
+    bool empty; /* there are no queries: all else is unset */
     bool has[TQKV__REGIONS], listed;
     size_t scratch_size;
     tqkv_metal_dispatch lists[TQKV__REGIONS], attends[TQKV__REGIONS], merge;
@@ -696,10 +697,9 @@ static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_met
     if (r != TQKV_OK) return r;
     if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
         return TQKV__INVALID("pairs: no tqkv_pairs");
-    if (!n_heads) n_heads = s.n_kv_heads;
-    if (!q.buffer) n_queries = 0;
-    if (n_heads < 0 || n_heads % s.n_kv_heads || n_queries < 0)
-        return TQKV__INVALID("n_heads is no multiple of n_kv_heads, or n_queries negative");
+    if (!q.buffer) n_heads = s.n_kv_heads, n_queries = 0;
+    if (n_heads <= 0 || n_heads % s.n_kv_heads || n_queries < 0)
+        return TQKV__INVALID("n_heads is 0 or no multiple of n_kv_heads, or n_queries negative");
     const tqkv_strides strides = tqkv__strides_of(none, n_heads, s.head_dim);
     if (!tqkv__array_size(n_queries, n_heads, s.head_dim, sizeof(float), &q_bytes))
         return TQKV__INVALID("q: too large");

@@ -51,160 +51,24 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
-TQKV__OP __m256 tqkv__sum_fours_avx2(const __m256 *x)
+/* Loads eight centroids of TQ8 at a time. The asm keeps the codes in a register of which x86 reads the two lowest bytes
+   (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
+TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float *to)
 {
-    const __m256 a = _mm256_add_ps(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
-    const __m256 b = _mm256_add_ps(_mm256_unpacklo_ps(x[2], x[3]), _mm256_unpackhi_ps(x[2], x[3]));
-    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
-}
-TQKV__OP __m256 tqkv__sum_across_avx2(const float *x)
-{
-    const __m256 a = _mm256_load_ps(x), b = _mm256_load_ps(x + 8);
-    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-}
-/* A matrix [4][2] to [2][4], or back */
-TQKV__OP void tqkv__turn_avx2(const bool decoded, const int columns, __m256 *x)
-{
-    const __m256i to = _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0), back = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
-    if (columns == 2) *x = _mm256_permutevar8x32_ps(*x, decoded ? to : back);
-}
-/* Permutes use the lowest three bits. Blends use the sign bit, to which the shifts bring the bits above. */
-TQKV__OP __m256 tqkv__permute_16_avx2(const __m256 *table, __m256i codes)
-{
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table[0], codes), _mm256_permutevar8x32_ps(table[1], codes),
-                            _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
-}
-TQKV__OP __m256 tqkv__permute_32_avx2(const __m256 *table, __m256i codes)
-{
-    return _mm256_blendv_ps(tqkv__permute_16_avx2(table, codes), tqkv__permute_16_avx2(table + 2, codes),
-                            _mm256_castsi256_ps(_mm256_slli_epi32(codes, 27)));
-}
-/* Looks up the four bytes of 32 centroids and joins them: vector k of four has codes 4k to 4k + 3 of either half.
-   upper: all ones for a code in the upper half. index: its number among 16. second: the sign bit marks the second 16 of
-   the half. The table has these as xor with the first: a negative index gives 0, and xor is cheaper than a blend. Both
-   unpacks of two bytes come before the next look-up and save registers, whichever of them this vector needs. */
-TQKV__OP __m256 tqkv__centroids_of_planes_avx2(const int bits, const int k, const __m256 *table, __m256i index,
-                                               __m256i upper, __m256i second)
-{
-    const __m256i sign = _mm256_set1_epi8(-128), beyond = _mm256_or_si256(index, _mm256_andnot_si256(second, sign));
-    __m256i bytes[4], words[2];
-    TQKV__UNROLL
-    for (int p = 0; p < 4; p++) {
-        bytes[p] = _mm256_shuffle_epi8(_mm256_castps_si256(table[p]), index);
-        if (bits == 6)
-            bytes[p] = _mm256_xor_si256(bytes[p], _mm256_shuffle_epi8(_mm256_castps_si256(table[4 + p]), beyond));
-        if (bits > 4 && p == 3) bytes[3] = _mm256_xor_si256(bytes[3], _mm256_and_si256(upper, sign));
-        if (p % 2 == 0) continue;
-        const __m256i lower = _mm256_unpacklo_epi8(bytes[p - 1], bytes[p]);
-        const __m256i higher = _mm256_unpackhi_epi8(bytes[p - 1], bytes[p]);
-        words[p / 2] = k < 2 ? lower : higher;
-    }
-    return _mm256_castsi256_ps(k % 2 ? _mm256_unpackhi_epi16(words[0], words[1])
-                                     : _mm256_unpacklo_epi16(words[0], words[1]));
-}
-TQKV__OP void tqkv__load_table_avx2(const int bits, const bool nibbles, const tqkv__stream *s, __m256 *table)
-{
-    (void)nibbles; /* always the bytes of centroids */
-    for (int p = 0; p < 4; p++) {
-        const __m128i first = tqkv__load_128(s->planes[p]), second = tqkv__load_128(s->planes[p] + 16);
-        table[p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(first));
-        if (bits == 6) table[4 + p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(_mm_xor_si128(first, second)));
-    }
-}
-/* Sets all bits of the bytes that have those of `bit`. */
-TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i bit)
-{
-    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
-}
-/* Loads the first `size` bytes at p, 2 to 16, then zeros. */
-TQKV__OP __m128i tqkv__load_bytes_avx2(const int size, const uint8_t *p)
-{
-    long long word = 0;
-    if (size == 16) return tqkv__load_128(p);
-    if (size == 8) return tqkv__load_64(p);
-    memcpy(&word, p, (size_t)(size % 8));
-    return _mm_cvtsi64_si128(word);
-}
-/* Spreads the pairs of bits of 2 * per_lane bytes, in the order of nibbles: the even ones, then the odd ones, each in
-   the lowest bits of a byte with others above it. */
-TQKV__OP __m256i tqkv__spread_pairs_avx2(const int per_lane, const uint8_t *p)
-{
-    const __m128i words = _mm_cvtepu8_epi16(tqkv__load_bytes_avx2(2 * per_lane, p)),
-                  spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
-    return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(spread), _mm256_set_epi64x(2, 2, 0, 0));
-}
-/* A strip is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to
-   the upper half. */
-TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
-                                               const uint8_t *p, const uint8_t *upper)
-{
-    const __m256i fifteen = _mm256_set1_epi8(15);
-    const __m256i codes = bits < 4
-                              ? tqkv__spread_pairs_avx2(per_lane, p)
-                              : _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_bytes_avx2(4 * per_lane, p)),
-                                                  _mm256_set_epi64x(4, 4, 0, 0));
-    if (bits == 2) {
-        const __m256i index = _mm256_and_si256(codes, _mm256_set1_epi8(3));
-        return tqkv__centroids_of_planes_avx2(2, k, table, index, index, index);
-    }
-    if (bits == 4) return tqkv__centroids_of_planes_avx2(4, k, table, _mm256_and_si256(codes, fifteen), codes, codes);
-    __m256i half, second;
-    if (bits == 3 || bits == 5) { /* bits 2i and 2i + 1 of four bytes */
-        int word = 0;
-        memcpy(&word, upper, per_lane == 4 ? 4 : 2);
-        const __m256i order = _mm256_broadcastsi128_si256(_mm_set_epi32(0x03030303, 0x02020202, 0x01010101, 0));
-        const __m256i bit = _mm256_set_m128i(_mm_set1_epi32((int)0x80200802), _mm_set1_epi32(0x40100401));
-        second = half = tqkv__has_bit_avx2(_mm256_shuffle_epi8(_mm256_set1_epi32(word), order), bit);
-        if (bits == 3) {
-            const __m256i pair = _mm256_and_si256(codes, _mm256_set1_epi8(3));
-            const __m256i index = _mm256_or_si256(pair, _mm256_and_si256(half, _mm256_set1_epi8(4)));
-            return tqkv__centroids_of_planes_avx2(3, k, table, index, index, index);
+    const float *centroids = s->codebook;
+    for (int d = 0; d < n; d += 8) {
+        __m128 pairs[4];
+        uint64_t codes;
+        memcpy(&codes, from + d, sizeof codes);
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++, codes >>= 16) {
+            __asm__("" : "+Q"(codes));
+            pairs[i] =
+                _mm_unpacklo_ps(_mm_load_ss(centroids + (codes & 255)), _mm_load_ss(centroids + (codes >> 8 & 255)));
         }
-    } else { /* bits 4i to 4i + 3 of eight bytes */
-        const __m256i order =
-            _mm256_broadcastsi128_si256(_mm_set_epi32(0x07070606, 0x05050404, 0x03030202, 0x01010000));
-        const __m256i bytes =
-            _mm256_shuffle_epi8(_mm256_broadcastq_epi64(tqkv__load_bytes_avx2(2 * per_lane, upper)), order);
-        const __m256i fifth = _mm256_set_m128i(_mm_set1_epi16(0x4004), _mm_set1_epi16(0x1001));
-        half = tqkv__has_bit_avx2(bytes, _mm256_add_epi8(fifth, fifth));
-        second = _mm256_xor_si256(tqkv__has_bit_avx2(bytes, fifth), half);
+        _mm_storeu_ps(to + d, _mm_movelh_ps(pairs[0], pairs[1]));
+        _mm_storeu_ps(to + d + 4, _mm_movelh_ps(pairs[2], pairs[3]));
     }
-    return tqkv__centroids_of_planes_avx2(bits, k, table, _mm256_and_si256(_mm256_xor_si256(codes, half), fifteen),
-                                          half, second);
-}
-/* Loads eight centroids of TQ8, whose magnitudes would take 32 shuffles. The asm keeps the codes in a register of which
-   x86 reads the two lowest bytes (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
-TQKV__OP __m256 tqkv__centroids_by_loads_avx2(const uint8_t *p)
-{
-    const float *centroids = tqkv__tables.codebook_8;
-    __m128 pairs[4];
-    uint64_t codes;
-    memcpy(&codes, p, sizeof codes);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++, codes >>= 16) {
-        __asm__("" : "+Q"(codes));
-        const __m128 low = _mm_load_ss(centroids + (codes & 255)), high = _mm_load_ss(centroids + (codes >> 8 & 255));
-        pairs[i] = _mm_unpacklo_ps(low, high);
-    }
-    return _mm256_set_m128(_mm_movelh_ps(pairs[2], pairs[3]), _mm_movelh_ps(pairs[0], pairs[1]));
-}
-TQKV__OP __m256 tqkv__centroids_of_bytes_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
-                                              const uint8_t *p)
-{
-    if (bits == 8) return tqkv__centroids_by_loads_avx2(p + 8 * k);
-    const __m256i order =
-        _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0); /* puts the codes of each of the four vectors in place */
-    const __m256i bytes = per_lane == 4 ? _mm256_loadu_si256((const __m256i *)(const void *)p)
-                                        : _mm256_zextsi128_si256(tqkv__load_128(p));
-    const __m256i codes = _mm256_permutevar8x32_epi32(bytes, order);
-    const __m256i half = _mm256_cmpgt_epi8(_mm256_setzero_si256(), _mm256_slli_epi16(codes, 8 - bits));
-    const __m256i index = _mm256_and_si256(_mm256_xor_si256(codes, half), _mm256_set1_epi8(15));
-    return tqkv__centroids_of_planes_avx2(bits, k, table, index, half,
-                                          _mm256_xor_si256(_mm256_slli_epi16(codes, 3), half));
-}
-TQKV__OP __m256 tqkv__load_i8_avx2(const uint8_t *p)
-{
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(tqkv__load_64(p)));
 }
 TQKV__OP __m256 tqkv__load_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(tqkv__load_128(p)); }
 TQKV__OP __m256 tqkv__load_bf16_avx2(const uint8_t *p)
@@ -255,14 +119,8 @@ TQKV__OP __m256 tqkv__unite_avx2(const int n, __m256 x)
 {
     return n == 1 ? x : _mm256_permutevar8x32_ps(x, _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0));
 }
-TQKV__OP __m256 tqkv__load_fours_avx2(const float *p, int stride)
-{
-    return _mm256_set_m128(_mm_loadu_ps(p + stride), _mm_loadu_ps(p));
-}
-TQKV__OP __m256 tqkv__widen_bytes_avx2(const uint8_t *p)
-{
-    return _mm256_castsi256_ps(_mm256_cvtepu8_epi32(tqkv__load_64(p)));
-}
+/* Widens bytes to words. */
+TQKV__OP __m256i tqkv__widen_bytes_avx2(const uint8_t *p) { return _mm256_cvtepu8_epi32(tqkv__load_64(p)); }
 TQKV__OP __m256 tqkv__swap_avx2(const int distance, __m256 x)
 {
     if (distance == 1) return _mm256_permute_ps(x, 0xb1);
@@ -277,18 +135,6 @@ TQKV__OP __m256 tqkv__butterfly_avx2(const int stage, __m256 x)
                                      : _mm256_blend_ps(plus, minus, 0xf0);
     return _mm256_fmadd_ps(x, sign, tqkv__swap_avx2(1 << stage, x));
 }
-TQKV__OP __m256 tqkv__even_avx2(const int stage, __m256 a, __m256 b)
-{
-    if (stage == 0) return _mm256_blend_ps(a, _mm256_moveldup_ps(b), 0xaa);
-    if (stage == 1) return _mm256_shuffle_ps(a, b, 0x44);
-    return _mm256_permute2f128_ps(a, b, 0x20);
-}
-TQKV__OP __m256 tqkv__odd_avx2(const int stage, __m256 a, __m256 b)
-{
-    if (stage == 0) return _mm256_blend_ps(_mm256_movehdup_ps(a), b, 0xaa);
-    if (stage == 1) return _mm256_shuffle_ps(a, b, 0xee);
-    return _mm256_permute2f128_ps(a, b, 0x31);
-}
 TQKV__OP __m256i tqkv__larger_bits_avx2(__m256i largest, __m256 x)
 {
     return _mm256_max_epu32(largest, _mm256_castps_si256(tqkv__abs_avx2(x)));
@@ -301,28 +147,17 @@ TQKV__OP __m256 tqkv__fold_avx2(const int half, __m256 v, __m256i *side)
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(tqkv__abs_avx2(v)), positive));
 }
 TQKV__OP __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); }
-/* Byte shuffles see 16 entries, the same in either half of the register. */
-TQKV__OP void tqkv__load_below_avx2(const int bits, const uint8_t *table, __m256i *below)
+/* Looks up bytes of a table of 16, the same in either half of a register: the upper three of each lane are 0 and find
+   the first entry, which is 0. */
+TQKV__OP __m256i tqkv__load_below_avx2(const uint8_t *table)
 {
-    for (int i = 0; i < (bits < 4 ? 1 : 1 << (bits - 4)); i++)
-        below[i] = _mm256_broadcastsi128_si256(tqkv__load_128(table + 16 * i));
+    return _mm256_broadcastsi128_si256(tqkv__load_128(table));
 }
-TQKV__OP __m256i tqkv__below_32_avx2(const __m256i *below, __m256i cells)
+TQKV__OP __m256i tqkv__below_avx2(__m256i table, __m256i cells) { return _mm256_shuffle_epi8(table, cells); }
+/* Looks up floats of a table of eight. */
+TQKV__OP __m256 tqkv__look_up_8_avx2(const __m256 *table, __m256i index)
 {
-    return _mm256_blendv_epi8(_mm256_shuffle_epi8(below[0], cells), _mm256_shuffle_epi8(below[1], cells),
-                              _mm256_slli_epi32(cells, 3));
-}
-TQKV__OP __m256i tqkv__below_avx2(const int bits, const __m256i *below, __m256i cells)
-{
-    if (bits <= 4) return _mm256_shuffle_epi8(below[0], cells);
-    if (bits == 5) return tqkv__below_32_avx2(below, cells);
-    return _mm256_blendv_epi8(tqkv__below_32_avx2(below, cells), tqkv__below_32_avx2(below + 2, cells),
-                              _mm256_slli_epi32(cells, 2));
-}
-TQKV__OP __m256 tqkv__bound_avx2(const int bits, const __m256 *bounds, __m256i index)
-{
-    if (bits <= 4) return _mm256_permutevar8x32_ps(bounds[0], index);
-    return bits == 5 ? tqkv__permute_16_avx2(bounds, index) : tqkv__permute_32_avx2(bounds, index);
+    return _mm256_permutevar8x32_ps(*table, index);
 }
 TQKV__OP __m256i tqkv__code_from_avx2(__m256i count, __m256 bound, __m256 w, __m256i side)
 {
@@ -390,72 +225,10 @@ TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
     const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
     _mm_storeu_si128((__m128i *)(void *)p, _mm_packus_epi32(low, high));
 }
-#define tqkv__quantise_tq8_avx2 tqkv__quantise_loads_avx2
 
-/* Adds: out[b] += P[b][c] * x for ten subrows b from `first` on, of 4 values each; P: the matrix of order 20. Its signs
-   are known to the compiler, and every second sum is made of multiply-adds, see TQKV__(mix_12). The asm keeps the sums
-   in order. */
-TQKV__OP void tqkv__mix_column_avx2(const int first, const int c, __m128 x, __m128 plus, __m128 minus, __m128 *sums)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < 10; i++) {
-        const bool subtract = (tqkv__tables.hadamard_20[first + i][c / 8] >> (c % 8)) & 1;
-        if (c == 0)
-            sums[i] = _mm_mul_ps(x, subtract ? minus : plus);
-        else if (i % 2)
-            sums[i] = _mm_fmadd_ps(x, subtract ? minus : plus, sums[i]);
-        else
-            sums[i] = subtract ? _mm_sub_ps(sums[i], x) : _mm_add_ps(sums[i], x);
-        __asm__("" : "+x"(sums[i]));
-    }
-}
-/* Applies the matrix of order 20. subrows, out: [20][4] */
-TQKV__TARGET static TQKV__NOINLINE void tqkv__mix_20_avx2(const float *subrows, float factor, float *out)
-{
-    const __m256 ones = tqkv__rounded_avx2(_mm256_set1_ps(1.0f)), less = tqkv__rounded_avx2(_mm256_set1_ps(-1.0f));
-    const __m128 plus = _mm256_castps256_ps128(ones), minus = _mm256_castps256_ps128(less);
-    TQKV__UNROLL
-    for (int first = 0; first < 20; first += 10) {
-        __m128 sums[10];
-        TQKV__UNROLL
-        for (int c = 0; c < 10; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(subrows + 4 * c), plus, minus, sums);
-        TQKV__UNROLL
-        for (int c = 10; c < 20; c++) tqkv__mix_column_avx2(first, c, _mm_loadu_ps(subrows + 4 * c), plus, minus, sums);
-        TQKV__UNROLL
-        for (int i = 0; i < 10; i++) _mm_storeu_ps(out + 4 * (first + i), _mm_mul_ps(sums[i], _mm_set1_ps(factor)));
-    }
-}
-
-/* Only vectors of 16 need these. */
-TQKV__OP void tqkv__load_fields_avx2(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
-                                     __m256i *low, __m256i *high)
-{
-    (void)bits, (void)count, (void)p, (void)upper;
-    *low = *high = _mm256_setzero_si256();
-}
-TQKV__OP __m256i tqkv__join_fields_avx2(const int bits, int k, __m256i low, __m256i high)
-{
-    (void)bits, (void)k, (void)high;
-    return low;
-}
-TQKV__OP void tqkv__next_codes_avx2(const int bits, __m256i *codes) { (void)bits, (void)codes; }
-TQKV__OP __m256 tqkv__look_up_avx2(const int bits, const __m256 *table, __m256i codes)
-{
-    (void)bits, (void)codes;
-    return *table;
-}
-
-#define TQKV__(name)             tqkv__##name##_avx2
-#define TQKV__WIDTH              8 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME           "avx2"
-#define TQKV__MIX_SHORT_SUBROWS  tqkv__mix_by_order_avx2
-#define TQKV__LANES              8
-#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
-#define TQKV__MATRIX_ROWS        4
-#define TQKV__NIBBLE_STRIP       4
-#define TQKV__STRIP_TOGETHER     1
-#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
-#define TQKV__SCORE_ROWS         2 /* keys, and decoded keys */
-#define TQKV__DECODED_SCORE_ROWS 3
-#define TQKV__SUMS               8 /* vectors of sums of values in registers */
+#define TQKV__(name) tqkv__##name##_avx2
+#define TQKV__ENCODES
+#define TQKV__WIDTH    8 /* vectors of the rotation in registers */
+#define TQKV__ISA_NAME "avx2"
+#define TQKV__LANES    8
 #include "loops.h"

@@ -14,22 +14,33 @@ static const tqkv__isa *const tqkv__isas[] = {
     &tqkv__isa_scalar};
 #define TQKV__ISAS (sizeof tqkv__isas / sizeof tqkv__isas[0])
 
+#ifdef TQKV__AVX2
+/* Asks the processor and the system: __builtin_cpu_supports is the word of the compiler's runtime library, which clang
+   for Windows lacks and in which zig answers 0. */
+static bool tqkv__x86_present(bool avx512)
+{
+    const unsigned basic = bit_OSXSAVE | bit_FMA | bit_F16C, vectors = 0x06, wide_vectors = 0xe0;
+    unsigned eax, ebx, ecx, edx, saved;
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & basic) != basic) return false;
+    __asm__ volatile("xgetbv" : "=a"(saved), "=d"(edx) : "c"(0)); /* the registers that the system saves */
+    if ((saved & vectors) != vectors || !__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+    if (!avx512) return (ebx & bit_AVX2) != 0;
+#ifdef __APPLE__ /* from their first use on */
+    saved |= wide_vectors;
+#endif
+    const unsigned b = bit_AVX2 | bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
+    const unsigned c = bit_AVX512VBMI | bit_AVX512VNNI;
+    return (saved & wide_vectors) == wide_vectors && (ebx & b) == b && (ecx & c) == c;
+}
+#endif
+
 static bool tqkv__isa_present(const tqkv__isa *isa)
 {
 #ifdef TQKV__AVX2
-    unsigned eax, ebx, ecx = 0, edx;
-    __builtin_cpu_init();
-#ifdef TQKV__AVX512
-    if (isa == &tqkv__isa_avx512)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512vbmi") && tqkv__isa_present(&tqkv__isa_avx2);
-#endif
-    if (isa == &tqkv__isa_avx2)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && /* clang 14 does not know f16c */
-               __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
-#endif
+    return isa && (isa == &tqkv__isa_scalar || tqkv__x86_present(isa != &tqkv__isa_avx2));
+#else
     return isa != NULL;
+#endif
 }
 
 /* The library's only variable beside tqkv__products: set once, or by tqkv_isa_force */
@@ -48,6 +59,9 @@ static const tqkv__isa *tqkv__isa_now(void)
     if (isa) return isa;
     const char *wanted = getenv("TQKV_ISA");
     isa = wanted ? tqkv__isa_named(wanted) : NULL;
+    if (wanted && !tqkv__isa_present(isa))
+        TQKV_EXPLAIN(isa ? "TQKV_ISA: the processor lacks this instruction set; the best one that it has is in use"
+                         : "TQKV_ISA: no instruction set of this build; the best one is in use");
     for (size_t i = 0; i < TQKV__ISAS && (!isa || !tqkv__isa_present(isa)); i++) isa = tqkv__isas[i];
     const tqkv__isa *now = NULL; /* or what another thread has chosen in the meantime */
     const bool first =
@@ -69,14 +83,6 @@ static const tqkv__isa *tqkv__narrower(const tqkv__isa *a, const tqkv__isa *b) {
 
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
 
-#ifdef TQKV_NO_INTEGER
-/* Plain C for all sets: only the time differs. */
-static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
-{
-    (void)isa;
-    return &tqkv__integers_scalar;
-}
-#else
 static char tqkv__products; /* set once. 1: what every processor of a set has, 2: AVX-VNNI or DotProd, 3: I8MM */
 
 #if defined(TQKV__NEON) && defined(__APPLE__)
@@ -121,26 +127,25 @@ static char tqkv__products_now(void)
     return known;
 }
 
-/* Integers beside the floats of a set, by the best products that the processor has. */
-static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
+/* Returns the functions of attention of a set, by the best products that the processor has. */
+static const tqkv__kernels *tqkv__kernels_for(const tqkv__isa *isa)
 {
     const char products = tqkv__products_now();
 #ifdef TQKV__AVX512
-    if (isa == &tqkv__isa_avx512 && __builtin_cpu_supports("avx512vnni")) return &tqkv__i_integers_avx512;
+    if (isa == &tqkv__isa_avx512) return &tqkv__i_kernels_avx512;
 #endif
 #ifdef TQKV__AVX2
-    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_integers_avxvnni : &tqkv__i_integers_avx2;
+    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_kernels_avxvnni : &tqkv__i_kernels_avx2;
 #endif
 #ifdef TQKV__NEON
 #ifdef TQKV__I8MM
-    if (isa != &tqkv__isa_scalar && products > 2) return &tqkv__i_integers_i8mm;
+    if (isa != &tqkv__isa_scalar && products > 2) return &tqkv__i_kernels_i8mm;
 #endif
-    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_integers_dotprod : &tqkv__i_integers_neon;
+    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_kernels_dotprod : &tqkv__i_kernels_neon;
 #endif
     (void)isa, (void)products;
-    return &tqkv__integers_scalar;
+    return &tqkv__kernels_scalar;
 }
-#endif
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
 

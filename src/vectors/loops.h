@@ -7,13 +7,8 @@
 
 #include "loops/softmax.h"
 
-#include "loops/decode.h"
-
-#include "loops/dot.h"
-
-#include "loops/accumulate.h"
-
-#include "loops/tiles.h"
+#ifdef TQKV__ENCODES
+#include "loops/widen.h"
 
 #include "loops/rotate.h"
 
@@ -22,6 +17,7 @@
 #include "loops/search.h"
 
 #include "loops/quantise.h"
+#endif
 
 #include "loops/table.h"
 

@@ -135,9 +135,26 @@ if [ "$(uname -s)" = Linux ]; then
     accepts musl/sets musl-gcc $options -fsyntax-only
     accepts musl/link musl-gcc $options $one_set tests/build/compile_user.c -lm -o "$folder/musl"
     accepts musl/run "$folder/musl"
-    accepts mingw/sets x86_64-w64-mingw32-gcc $options -fsyntax-only
-    accepts mingw/link x86_64-w64-mingw32-gcc $options $one_set tests/build/compile_user.c -o "$folder/mingw.exe"
-    if command -v wine >/dev/null; then accepts mingw/run wine "$folder/mingw.exe"; fi
+
+    # gcc's AVX code for Windows is left out unless asked for.
+    mingw=x86_64-w64-mingw32-gcc
+    if command -v $mingw >/dev/null; then
+        for sets in '' $one_set -DTQKV_WINDOWS_AVX; do
+            accepts mingw/sets$sets $mingw $options $sets -fsyntax-only
+            grep -q 'message:.*without AVX, see TQKV_WINDOWS_AVX' "$folder/log" && said=' said' || said=
+            test "$sets$said" = ' said' || test -n "$sets" -a -z "$said"
+            report mingw/message$sets $?
+        done
+        accepts mingw/link $mingw $options tests/build/compile_user.c -o "$folder/mingw.exe"
+        if command -v wine >/dev/null; then accepts mingw/run wine "$folder/mingw.exe"; fi
+        # clang-cl also defines _MSC_VER; these are MinGW's headers, which it can preprocess but not parse.
+        accepts clang-cl clang --target=x86_64-pc-windows-msvc -O2 -isystem /usr/x86_64-w64-mingw32/include \
+            -isystem "$folder/xxhash" -I. -E tests/build/compile_impl.c -o "$folder/clang-cl.i"
+        grep -q 'tqkv__x86_present' "$folder/clang-cl.i" && ! grep -q '__builtin_cpu_' "$folder/clang-cl.i"
+        report clang-cl/sets $?
+    else
+        echo "skipped: no gcc for Windows, make deps-more installs it"
+    fi
 
     # All parts of fast math, and the bytes of the run above, on arm64.
     accepts bytes/arm64 clang --target=aarch64-linux-gnu -std=c99 -O2 -DTQKV_STATIC -funsafe-math-optimizations \
@@ -146,10 +163,7 @@ if [ "$(uname -s)" = Linux ]; then
     accepts bytes/arm64-equal cmp "$folder/bytes.txt" "$folder/bytes-arm64.txt"
 
     refuses xxhash/missing 'error:.*0\.8\.0.*missing.*libxxhash-dev.*Homebrew xxhash.*beside tqkv\.h' \
-        x86_64-w64-mingw32-gcc -std=c99 -fsyntax-only -Wfatal-errors -I. tests/build/compile_impl.c
-    # clang-cl also defines _MSC_VER; these are MinGW's headers, which it can preprocess but not parse.
-    accepts clang-cl clang --target=x86_64-pc-windows-msvc -isystem /usr/x86_64-w64-mingw32/include \
-        -isystem "$folder/xxhash" -I. -E tests/build/compile_impl.c -o "$folder/clang-cl.i"
+        musl-gcc -std=c99 -fsyntax-only -Wfatal-errors -I. tests/build/compile_impl.c
 fi
 
 finish

@@ -13,7 +13,7 @@ int main(void)
     for (int i = 0; i < 4 * 64; i++) rows[i] = (float)(i * 37 % 101) - 50.0f;
     memset(&desc, 0, sizeof desc);
     desc.head_dim = 64;
-    desc.n_kv_heads = 1;
+    desc.n_kv_heads = desc.n_heads = 1;
     desc.capacity = 4;
     if (tqkv_cache_create(&desc, &cache) != TQKV_OK) return 1;
     if (tqkv_cache_append(cache, rows, rows, 4) != TQKV_OK || tqkv_cache_attend(cache, rows, 1, out) != TQKV_OK)

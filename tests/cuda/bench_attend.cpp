@@ -261,6 +261,7 @@ void make_sequences(tqkv_format key_format, tqkv_format value_format, int group,
         a.keys = &s.streams[2 * i];
         a.values = &s.streams[2 * i + 1];
         a.attention.n_heads = group * N_KV_HEADS;
+        a.attention.n_queries = 1;
         a.attention.end = s.length[i];
         a.matrix_group = opt.kernel == GPU_MATRICES ? 1 : 0;
         s.calls.push_back(a);

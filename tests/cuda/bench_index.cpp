@@ -21,6 +21,7 @@ tqkv_index index_of(const tqkv_store &keys, const float *weights)
     tqkv_index x = {};
     x.keys = &keys;
     x.n_heads = INDEX_HEADS;
+    x.n_queries = 1;
     x.end = INDEX_KEYS;
     x.relu = true;
     x.weights = weights;
@@ -166,6 +167,7 @@ void attend_list(const list_memory &m, size_t copy, int parts)
     call.keys = &m.keys[copy];
     call.values = &m.values[copy];
     call.n_heads = m.group * m.n_kv_heads;
+    call.n_queries = 1;
     call.end = m.positions;
     call.list_length = m.length;
     call.list_block = m.block;
@@ -202,6 +204,7 @@ void check_list(const std::string &name, const list_memory &m, const std::vector
     c.keys = &k;
     c.values = &v;
     c.n_heads = m.group;
+    c.n_queries = 1;
     c.end = m.positions;
     c.list = list.data();
     c.list_length = m.length;

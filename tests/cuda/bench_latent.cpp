@@ -41,6 +41,7 @@ tqkv_attention latent_call(const tqkv_store &rows, const tqkv_store &tail)
     call.keys = call.values = &rows;
     call.tail = tail.format ? &tail : nullptr;
     call.n_heads = LATENT_HEADS;
+    call.n_queries = 1;
     call.end = rows.capacity;
     return call;
 }

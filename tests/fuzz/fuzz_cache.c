@@ -24,7 +24,7 @@ typedef struct model {
     bool edits; /* operations 8 to 15 remove, keep and fork */
 } model;
 
-static int n_heads(const model *m) { return m->desc.n_heads ? m->desc.n_heads : m->desc.n_kv_heads; }
+static int n_heads(const model *m) { return m->desc.n_heads; }
 
 static int key_dim(const model *m) { return m->desc.head_dim + m->desc.tail_dim; }
 
@@ -78,7 +78,8 @@ static void read_desc(fuzz_input *input, model *m)
     desc->scale = scales[numbers >> 3 & 3];
     desc->softcap = caps[numbers >> 5 & 3];
     desc->n_kv_heads = fuzz_range(input, 1, 2);
-    desc->n_heads = fuzz_range(input, 0, 4) * desc->n_kv_heads;
+    const int group = fuzz_range(input, 0, 4);
+    desc->n_heads = (group ? group : 1) * desc->n_kv_heads;
     desc->capacity = fuzz_range(input, 1, desc->head_dim <= 64 ? 150 : 9600 / desc->head_dim);
     desc->key_format = test_no_format(fuzz_range(input, 0, TEST_FORMATS));
     desc->value_format = test_no_format(fuzz_range(input, 0, TEST_FORMATS));

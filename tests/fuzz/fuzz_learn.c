@@ -13,7 +13,7 @@ typedef struct twins {
     counting counter; /* of the chunked one */
 } twins;
 
-static int n_heads(const twins *t) { return t->desc.n_heads ? t->desc.n_heads : t->desc.n_kv_heads; }
+static int n_heads(const twins *t) { return t->desc.n_heads; }
 
 static int key_dim(const twins *t) { return t->desc.head_dim + t->desc.tail_dim; }
 
@@ -40,7 +40,6 @@ static void read_desc(fuzz_input *input, twins *t)
     if (flags & 32) desc->exact_first = fuzz_range(input, 0, 9);
     if (flags & 32) desc->exact_last = fuzz_range(input, 0, desc->capacity + 9);
     desc->type = test_no_type((kind >> 6) % 3);
-    desc->arithmetic = flags & 64 ? TQKV_INTEGER : TQKV_FLOAT;
     desc->non_causal = (flags & 128) != 0;
 }
 

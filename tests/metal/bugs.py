@@ -71,8 +71,8 @@ BUGS = {
     "stale_table": (
         "src/base/tables.h", "-2.0690172f", "-2.0690173f", "tables", (), "plain", "tables", "stale: table codebook_4"),
     "norms_not_corrected": (
-        "shaders/encode.h", "if (has_codebook(format)) norm = corrected_norm", "if (false) norm = corrected_norm", "encode",
-        (64,), "plain", "encode/tq4/d64/gaussian", "norms differ"),
+        "shaders/encode.h", "norms[b] = corrected_norm<D>(block_scale, squares[b], norms[b]);", "", "encode", (64,), "plain",
+        "encode/tq4/d64/gaussian", "norms differ"),
     "guess_too_low": (
         "shaders/codec.h", "bits == 3 ? 1.875f : 3.375f", "bits == 3 ? 1.875f : 3.0f", "encode", (64,), "plain",
         "encode/tq4/d64/gaussian", "codes differ"),
@@ -92,8 +92,13 @@ BUGS = {
         "shaders/codec.h", "(v > 0.0f ? 1.0f : 0.0f)", "(v > 0.0f ? 0.0f : 1.0f)", "encode", (64,), "plain",
         "encode/tq4/d64/gaussian", "codes differ"),
     "norms_of_rough_codes": (
-        "shaders/encode.h", "squares = squares_of_codes<D>", "squares += squares_of_codes<D>", "encode", (64,), "plain",
+        "shaders/encode.h", "squares[b] = sum_of_squares", "squares[b] += sum_of_squares", "encode", (64,), "plain",
         "encode/tq4/d64/ties", "norms differ"),
+    "codes_left_strided": (
+        "shaders/encode.h", "        place_values<D>(lane,", "        if (lane > 31u) place_values<D>(lane,", "encode", (128,), "plain",
+        "encode/tq4/d128/gaussian", "codes differ"),
+    "sums_of_two_lanes": (
+        "shaders/encode.h", "trade_last<D>(x, part);", "trade_last<D>(x, 0u * part);", "encode", (1024,), "plain", "encode/tq6/d1024/gaussian", "differ"),
     "factors_without_signs": (
         "shaders/encode.h", "if (source.rotated) flip_signs<N>(channels", "if (false) flip_signs<N>(channels", "encode", (64,), "plain",
         "encode/tq4/d64/ties", "codes differ"),
@@ -121,7 +126,9 @@ BUGS = {
         (64, 128), "plain", "attend/center", "relative error"),
     # Defects of earlier systems.
     "norms_of_both_blocks": (
-        "shaders/encode.h", "TQKV__NORM_DIM(TQKV__BOOK, D)", "(D)", "encode", (512, 1024), "plain", "defect/block_norms_of_d512", "norms of tq5 d512"),
+        "shaders/encode.h", "block_length<D>(sum_of_squares<D>(b, x))",
+        "block_length<D>(sum_of_squares<D>(0, x) + sum_of_squares<D>(B - 1, x))", "encode", (512, 1024), "plain",
+        "defect/block_norms_of_d512", "norms of tq5 d512"),
     "no_barrier_before_values": (
         "shaders/attend.h",
         "        simdgroup_barrier(mem_flags::mem_threadgroup);\n        add_any_values", "        add_any_values", "attend",

@@ -33,13 +33,15 @@ static inline tqkv_metal_store plan_store(tqkv_format format, int head_dim, int 
     return s;
 }
 
-/* An attention over these, nothing else set. */
+/* An attention of one query over these, nothing else set. */
 static inline tqkv_metal_attention plan_attention(const tqkv_metal_store *keys, const tqkv_metal_store *values)
 {
     tqkv_metal_attention a;
     memset(&a, 0, sizeof a);
     a.keys = keys;
     a.values = values;
+    a.attention.n_heads = keys ? keys->shape.n_kv_heads : 1;
+    a.attention.n_queries = 1;
     return a;
 }
 

@@ -96,7 +96,7 @@ static void check_rows(const void *row)
     CHECK(d->grid[0] == 3 && d->n_simdgroups == 2 && binding(d, "q").size == 2 * 6 * 64 * sizeof(float) &&
               binding(d, "center").size == 3 * 64 * sizeof(float),
           "calibration");
-    CHECK_RESULT(tqkv_metal_plan_calibrate(&linear, at(4, 0), 9, none, 5, 2, TQKV_PAIRS_NONE, none, none, &plan),
+    CHECK_RESULT(tqkv_metal_plan_calibrate(&linear, at(4, 0), 9, at(5, 0), 5, 2, TQKV_PAIRS_NONE, none, none, &plan),
                  TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_calibrate(&linear, at(4, 0), 9, none, 0, 0, (tqkv_pairs)3, none, none, &plan),
                  TQKV_INVALID_ARGUMENT);

@@ -115,6 +115,37 @@ static void check_batch_of_nothing(const void *row)
     CHECK(b.plan.n == 0, "an empty batch is recorded");
 }
 
+/* Items without queries are as if they were not there. */
+static void check_batch_without_queries(const void *row)
+{
+    plan_batch b, two;
+    size_t sizes[2][2];
+    (void)row;
+    set_up_batch(&b);
+    set_up_batch(&two);
+    b.items[0].attention.n_queries = 0;
+    b.q[0] = b.out[0] = none;
+    b.items[0].sinks = at(7, 8192); /* other sinks, which no query has */
+    two.batch.items++;
+    two.batch.q++;
+    two.batch.out++;
+    two.batch.n--;
+    CHECK_RESULT(planned(&b), TQKV_OK);
+    CHECK_RESULT(planned(&two), TQKV_OK);
+    check_plan(&b.plan);
+    CHECK(b.plan.n == two.plan.n && !memcmp(b.arguments, two.arguments, 2 * sizeof *b.arguments), "other arguments");
+    for (int i = 0; i < b.plan.n; i++)
+        CHECK(!memcmp(b.plan.d[i].grid, two.plan.d[i].grid, sizeof b.plan.d[i].grid), "dispatch %d: another grid", i);
+    CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(b.items, ITEMS, &sizes[0][0], &sizes[0][1]), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(two.items + 1, 2, &sizes[1][0], &sizes[1][1]), TQKV_OK);
+    CHECK(sizes[0][0] >= sizes[1][0] && sizes[0][1] == sizes[1][1], "other scratch");
+    for (int i = 1; i < ITEMS; i++) b.items[i].attention.n_queries = 0;
+    CHECK_RESULT(planned(&b), TQKV_OK);
+    CHECK(b.plan.n == 0, "a batch without queries is recorded");
+    b.items[0].attention.n_heads = 0;
+    CHECK_RESULT(planned(&b), TQKV_INVALID_ARGUMENT);
+}
+
 /* As many dispatches before those of the parts, for the lists; all items have some, in one buffer. */
 static void check_batch_lists(plan_batch *b, char *tables)
 {
@@ -245,7 +276,6 @@ static void check_batch_refusals(const void *row)
     REFUSED(UNSUPPORTED, b.keys[2].shape.format = TQKV_TQ4);
     REFUSED(UNSUPPORTED, b.items[2].attention.softcap = 3.0f);
     REFUSED(UNSUPPORTED, b.items[2].attention.n_heads = 3);
-    REFUSED(UNSUPPORTED, for (int i = 0; i < b.batch.n; i++) b.items[i].attention.arithmetic = TQKV_INTEGER);
     REFUSED(UNSUPPORTED, b.items[2].attention.output_type = TQKV_TYPE_F16);
     REFUSED(UNSUPPORTED, b.items[2].sinks = at(7, 1024));
     REFUSED(UNSUPPORTED, b.items[2].matrix_group = 2);
@@ -302,6 +332,7 @@ void test_plan_batch_cases(void)
 {
     test_add(check_batch, NULL, 0, "plan/batch");
     test_add(check_batch_of_nothing, NULL, 0, "plan/batch/nothing");
+    test_add(check_batch_without_queries, NULL, 0, "plan/batch/no_queries");
     test_add(check_batch_parts, NULL, 0, "plan/batch/parts");
     test_add(check_lanes, NULL, 0, "plan/batch/lanes");
     test_add(check_batch_pages, NULL, 0, "plan/batch/pages");

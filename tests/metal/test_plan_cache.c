@@ -71,7 +71,11 @@ static void check_cache_plan(const void *row)
     CHECK(rows_args(d, 0).first_slot == 22 % 8 && d->kernel.family == TQKV_METAL_ENCODE_KV, "an append");
     CHECK_RESULT(tqkv_metal_plan_cache_scratch(cache, NULL, 2, &most), TQKV_OK);
     CHECK(most > 2 * CACHE_HEADS * CACHE_GROUP * 64 * sizeof(float), "%zu bytes", most);
-    CHECK_RESULT(tqkv_metal_plan_cache_scratch(cache, NULL, 0, &most), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_cache_scratch(cache, NULL, 0, &most), TQKV_OK);
+    CHECK(!most, "%zu bytes for no query", most);
+    CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 0), NULL, NULL, none, 0, none, none, &plan), TQKV_OK);
+    CHECK(!plan.n, "%d dispatches for no query", plan.n);
+    CHECK_RESULT(tqkv_metal_plan_cache_scratch(cache, NULL, -1, &most), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_cache_scratch(cache, NULL, 1, NULL), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_cache_scratch(NULL, NULL, 1, &most), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_cache_append(NULL, none, NULL, none, none, 1, none, &plan), TQKV_INVALID_ARGUMENT);

@@ -7,6 +7,7 @@ static tqkv_metal_index plan_index(const tqkv_metal_store *keys, int64_t end, in
     memset(&x, 0, sizeof x);
     x.keys = keys;
     x.index.end = end;
+    x.index.n_heads = 1;
     x.index.n_queries = n_queries;
     return x;
 }
@@ -46,6 +47,11 @@ static void check_choose(const void *row)
     CHECK(choose_args(&d[1]).step == TQKV__CHOOSE_GATHER && choose_args(&d[2]).step == TQKV__CHOOSE_AMONG, "the steps");
     CHECK_RESULT(tqkv_metal_plan_index_choose_scratch(&x, &bytes), TQKV_OK);
     CHECK(binding(d, "scratch").size <= bytes && binding(d, "list").size == 8192, "%zu bytes of scratch", bytes);
+    x.index.n_queries = 0;
+    CHECK_RESULT(plan_choose(&x, 2048, &plan), TQKV_OK);
+    CHECK(!plan.n, "a choice for no query");
+    CHECK_RESULT(tqkv_metal_plan_index_scores(&x, none, none, &plan), TQKV_OK);
+    CHECK(!plan.n, "scores of no query");
     x.index.n_queries = 40;
     CHECK_RESULT(plan_choose(&x, 2048, &plan), TQKV_OK);
     CHECK(plan.n == 1 && d->grid[0] == 1 && d->grid[1] == 40 && !binding(d, "scratch").size, "many queries");
@@ -98,9 +104,6 @@ static void check_scores(const void *row)
     x.index.end = 0;
     CHECK_RESULT(plan_scores(&x, &plan), TQKV_OK);
     CHECK(d->grid[0] == 0, "no keys");
-    x.index.arithmetic = TQKV_INTEGER;
-    CHECK_RESULT(plan_scores(&x, &plan), TQKV_UNSUPPORTED);
-    x.index.arithmetic = TQKV_FLOAT;
     keys.shape.head_dim = 256;
     CHECK_RESULT(plan_scores(&x, &plan), TQKV_UNSUPPORTED);
     CHECK_RESULT(tqkv_metal_plan_index_scores(&x, none, none, NULL), TQKV_INVALID_ARGUMENT);

@@ -230,6 +230,7 @@ static void set_up_slices(plan_slices *s)
         s->a[i].keys = &s->keys;
         s->a[i].values = &s->values[i];
         s->a[i].attention.n_heads = 6;
+        s->a[i].attention.n_queries = 1;
         s->a[i].attention.output_type = TQKV_TYPE_BF16;
     }
 }
@@ -303,6 +304,15 @@ static void check_slice_ends(const void *row)
                  TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_attend_merge(a, none, none, none, NULL, none, none, none, &plan),
                  TQKV_INVALID_ARGUMENT);
+    a[0].attention.n_queries = a[1].attention.n_queries = 0; /* nothing to do */
+    CHECK_RESULT(tqkv_metal_plan_attend(a, none, none, none, &plan), TQKV_OK);
+    CHECK(!plan.n, "attend: %d dispatches", plan.n);
+    CHECK_RESULT(tqkv_metal_plan_attend_partial(a, none, 0, 0, none, none, none, none, &plan), TQKV_OK);
+    CHECK(!plan.n, "partial: %d dispatches", plan.n);
+    CHECK_RESULT(tqkv_metal_plan_attend_merge(a, none, none, none, a, none, none, none, &plan), TQKV_OK);
+    CHECK(!plan.n, "merge: %d dispatches", plan.n);
+    CHECK_RESULT(tqkv_metal_plan_attend_finish(a, none, none, none, none, &plan), TQKV_OK);
+    CHECK(!plan.n, "finish: %d dispatches", plan.n);
     CHECK_RESULT(tqkv_metal_plan_attend_finish(NULL, none, none, none, none, &plan), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_attend_finish(a, none, none, none, none, NULL), TQKV_INVALID_ARGUMENT);
 }

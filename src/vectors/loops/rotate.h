@@ -1,4 +1,4 @@
-/* >>k-rotate: rows to floats and the rotation by vectors. The sums and their order are those of >>codec, and so are the
+/* >>k-rotate: the rotation by vectors. The sums and their order are those of >>codec, and so are the
    bytes. */
 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
@@ -81,8 +81,8 @@ TQKV__OP void TQKV__(matrix_column)(int m, int column, float *signs)
         TQKV__(store)(signs + row, TQKV__(signs)((uint32_t)bits));
 }
 
-/* Between columns of signs: three vectors of 16 hold one of 36 */
-#define TQKV__COLUMN 48
+/* Between columns of signs: five vectors of 8 hold one of 36 */
+#define TQKV__COLUMN 40
 
 /* Mixes subrows: out[b] = sum over c of P[b][c] * x[c] in order, times factor, for `at_once` subrows b that share a
    vector: lane at_once * a + i is element a of subrow b + i. x: m vectors, x_stride floats apart; their lanes have each
@@ -130,60 +130,24 @@ TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *subrows, 
     TQKV__(mix_subrows)(m, at_once, count, spread, TQKV__LANES, signs, factor, n, out);
 }
 
-/* Applies the matrix of order 12, whose signs the compiler knows: no loads of them. Every second sum is made of
-   multiply-adds: a Zen 4 core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other:
-   clang 14 would reorder sums there with -fassociative-math. */
-TQKV__OP void TQKV__(mix_12)(const float *subrows, float factor, int n, float *out)
-{
-    const TQKV__VECTOR plus = TQKV__(rounded)(TQKV__(set1)(1.0f)), minus = TQKV__(rounded)(TQKV__(set1)(-1.0f));
-    for (int a = 0; a < n; a += TQKV__LANES) {
-        TQKV__VECTOR sums[12];
-        TQKV__UNROLL
-        for (int c = 0; c < 12; c++) {
-            const TQKV__VECTOR x = TQKV__(load)(subrows + c * n + a);
-            TQKV__UNROLL
-            for (int b = 0; b < 12; b++) {
-                const bool subtract = (tqkv__tables.hadamard_12[b][c / 8] >> (c % 8)) & 1;
-                if (c == 0)
-                    sums[b] = x * (subtract ? minus : plus);
-                else if (b % 2 || TQKV__LANES == 4)
-                    sums[b] = TQKV__(fma)(x, subtract ? minus : plus, sums[b]);
-                else if (subtract)
-                    sums[b] -= x;
-                else
-                    sums[b] += x;
-            }
-        }
-        TQKV__UNROLL
-        for (int b = 0; b < 12; b++) TQKV__(store)(out + b * n + a, sums[b] * TQKV__(set1)(factor));
-    }
-}
-
-#define TQKV__MIX(m, at_once)                                                                                          \
+#define TQKV__MIX(m)                                                                                                   \
     case m:                                                                                                            \
-        TQKV__(mix)(m, at_once, subrows, factor, n, out);                                                              \
+        if (TQKV__LANES > 4 && n < TQKV__LANES)                                                                        \
+            TQKV__(mix)(m, TQKV__LANES / 4, subrows, factor, n, out);                                                  \
+        else                                                                                                           \
+            TQKV__(mix)(m, 1, subrows, factor, n, out);                                                                \
         break;
 
-/* n below LANES is 4 of 8 lanes: other sets leave shorter subrows to AVX2, or have none. */
+/* Subrows shorter than a vector have 4 values. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float *subrows, float factor, int n,
                                                              float *out)
 {
-    if (m == 12 && n >= TQKV__LANES)
-        TQKV__(mix_12)(subrows, factor, n, out);
-    else if (n >= TQKV__LANES)
-        switch (m) {
-            TQKV__MIX(20, 1)
-            TQKV__MIX(28, 1)
-            TQKV__MIX(36, 1)
-        }
-    else if (m == 20)
-        TQKV__(mix_20)(subrows, factor, out);
-    else if (TQKV__LANES == 8)
-        switch (m) {
-            TQKV__MIX(12, 2)
-            TQKV__MIX(28, 2)
-            TQKV__MIX(36, 2)
-        }
+    switch (m) {
+        TQKV__MIX(12)
+        TQKV__MIX(20)
+        TQKV__MIX(28)
+        TQKV__MIX(36)
+    }
 }
 
 /* Does what hadamard does for head_dim = m * n, m > 1: H over the subrows, then the matrix across them */
@@ -196,22 +160,17 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, c
     const float factor = size->inverse_root;
     if (n == 4 && TQKV__LANES > 4)
         TQKV__(hadamard_subrows)(1, 4, type, in, head_dim, flip, subrows);
-    else if (n == 8 && TQKV__LANES > 8)
-        TQKV__(hadamard_subrows)(1, 8, type, in, head_dim, flip, subrows);
     else if (n == TQKV__LANES)
         TQKV__(hadamard_subrows)(1, TQKV__LANES, type, in, head_dim, flip, subrows);
     else if (n == 2 * TQKV__LANES)
         TQKV__(hadamard_subrows)(2, 2 * TQKV__LANES, type, in, head_dim, flip, subrows);
     else if (n == 4 * TQKV__LANES)
         TQKV__(hadamard_subrows)(4, 4 * TQKV__LANES, type, in, head_dim, flip, subrows);
-    else if (n == 8 * TQKV__LANES && TQKV__LANES < 16)
+    else if (n == 8 * TQKV__LANES)
         TQKV__(hadamard_subrows)(8, 8 * TQKV__LANES, type, in, head_dim, flip, subrows);
     else if (TQKV__LANES < 8)
         TQKV__(hadamard_subrows)(16, 16 * TQKV__LANES, type, in, head_dim, flip, subrows);
-    if (n < TQKV__LANES && TQKV__LANES == 16) /* a subrow of 8 fills the other set's vectors */
-        TQKV__MIX_SHORT_SUBROWS(m, subrows, factor, n, out);
-    else
-        TQKV__(mix_by_order)(m, subrows, factor, n, out);
+    TQKV__(mix_by_order)(m, subrows, factor, n, out);
 }
 
 /* Rotates: out = R(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */

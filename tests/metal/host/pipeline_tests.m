@@ -16,7 +16,8 @@ static void run_half_recorded(const void *parameters)
     REQUIRE(m, "no context");
     CHECK_RESULT(tqkv_encode(&s, q, 1, 0), TQKV_OK);
     tqkv_metal_store gpu = host_store(&s);
-    const tqkv_metal_attention a = {.keys = &gpu, .values = &gpu, .attention.end = 1};
+    const tqkv_metal_attention a = {
+        .keys = &gpu, .values = &gpu, .attention = {.n_heads = 1, .n_queries = 1, .end = 1}};
     CHECK_RESULT(tqkv_metal_attend_scratch(m, &a, &size), TQKV_OK);
     const tqkv_metal_buffer qb = host_buffer(q, sizeof q), out = host_zeros(sizeof q), scratch = host_zeros(size);
     host_work work = host_begin(false);
@@ -155,6 +156,7 @@ static void run_prepared_tables(const void *parameters)
     int32_t *known = test_alloc(sizeof list);
     memcpy(known, list, sizeof list);
     tqkv_metal_attention a = {.keys = &s, .values = &s, .list = host_buffer(list, sizeof list)};
+    a.attention.n_heads = a.attention.n_queries = 1;
     a.attention.list = known;
     a.attention.list_length = 2;
     a.attention.list_block = 16;
@@ -198,6 +200,7 @@ static void run_prepared_ends(const void *parameters)
     for (int i = 0; i < 5; i++) s[i] = host_store(&stores[i]);
     tqkv_metal_attention a = {.keys = &s[0], .values = &s[1], .first_keys = &s[2], .last_keys = &s[3]};
     a.last_values = &s[4];
+    a.attention.n_heads = a.attention.n_queries = 1;
     a.attention.exact_first = 4;
     a.attention.exact_last = 6;
     REQUIRE(m, "no context");
@@ -233,12 +236,14 @@ static void run_prepared_index(const void *parameters)
     tqkv_metal_store s = host_store(&store);
     tqkv_metal_index x = {.keys = &s, .index = {.n_heads = 2}};
     tqkv_metal_attention a = {.keys = &s, .values = &s, .list = host_zeros(3 * 2 * sizeof(int32_t))};
+    a.attention.n_heads = 1;
     a.attention.list_length = 2;
     a.attention.list_block = 1;
     REQUIRE(m, "no context");
     CHECK_RESULT(tqkv_metal_index_prepare(m, &x, 3), TQKV_OK);
     CHECK_RESULT(tqkv_metal_prepare(m, &a, 3, 0), TQKV_OK);
     size_t sizes[2];
+    x.index.n_queries = 1; /* which has more dispatches than 3 */
     a.attention.n_queries = 3;
     CHECK_RESULT(tqkv_metal_attend_scratch(m, &a, &sizes[0]), TQKV_OK);
     CHECK_RESULT(tqkv_metal_index_choose_scratch(m, &x, &sizes[1]), TQKV_OK);
@@ -270,7 +275,7 @@ static void run_prepared_index(const void *parameters)
 static void run_given_back(const void *parameters)
 {
     (void)parameters;
-    tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .capacity = 8, .ring = true};
+    tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 1, .capacity = 8, .ring = true};
     tqkv_cache *cache = NULL;
     float *x = host_floats(4, 64), out[64];
     int live = 0;
@@ -294,7 +299,8 @@ static void record_all(id<MTLComputeCommandEncoder> e, const tqkv_metal_store s[
 {
     tqkv_metal *m = test_host.metal;
     const tqkv_metal_buffer none = {nil, 0};
-    const tqkv_metal_attention a = {.keys = &s[0], .values = &s[1], .attention.end = 2};
+    const tqkv_metal_attention a = {
+        .keys = &s[0], .values = &s[1], .attention = {.n_heads = 1, .n_queries = 1, .end = 2}};
     size_t bytes;
     CHECK_RESULT(tqkv_metal_encode(m, e, s, b[0], 1, 0, none), TQKV_OK);
     CHECK_RESULT(tqkv_metal_encode_kv(m, e, &s[0], &s[1], b[0], b[0], 1, 1, none), TQKV_OK);
@@ -314,7 +320,7 @@ static void run_recorded_again(const void *parameters)
 {
     (void)parameters;
     tqkv_store stores[2] = {test_store(TQKV_TQ4, 64, 1, 4, false), test_store(TQKV_TQ5, 64, 1, 4, false)};
-    tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .capacity = 8, .metal = test_host.metal};
+    tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 1, .capacity = 8, .metal = test_host.metal};
     tqkv_cache *cache = NULL;
     const tqkv_metal_store s[2] = {host_store(&stores[0]), host_store(&stores[1])};
     const tqkv_metal_buffer b[3] = {host_zeros(256), host_zeros(256), host_zeros(4096)};
@@ -349,7 +355,7 @@ static tqkv_result live_through(char *text, size_t size)
     float x[3 * 64], out[64];
     data_rows(1, DATA_GAUSSIAN, x, 3, 64);
     cache_desc.head_dim = 64;
-    cache_desc.n_kv_heads = 1;
+    cache_desc.n_kv_heads = cache_desc.n_heads = 1;
     cache_desc.capacity = 8;
     cache_desc.metal = m;
     r = tqkv_cache_create(&cache_desc, &cache);
@@ -415,10 +421,28 @@ void pipeline_host_cases(void)
     const tqkv_cache_desc prepared[] = {
         {.head_dim = 64, .n_kv_heads = 1, .n_heads = 3, .capacity = 12},
         {.head_dim = 64, .n_kv_heads = 1, .n_heads = 2, .capacity = 12, .exact_first = 4, .exact_last = 5},
-        {.head_dim = 64, .n_kv_heads = 1, .ring = true, .capacity = 7, .value_format = TQKV_F16, .exact_last = 3},
+        {.head_dim = 64,
+         .n_kv_heads = 1,
+         .n_heads = 1,
+         .ring = true,
+         .capacity = 7,
+         .value_format = TQKV_F16,
+         .exact_last = 3},
         {.head_dim = 448, .n_kv_heads = 1, .n_heads = 2, .capacity = 12, .shared = true, .tail_dim = 64},
-        {.head_dim = 64, .n_kv_heads = 1, .capacity = 40, .calibrate = 16, .exact_first = 20, .exact_last = 3},
-        {.head_dim = 448, .n_kv_heads = 1, .capacity = 40, .calibrate = 16, .shared = true, .tail_dim = 64}};
+        {.head_dim = 64,
+         .n_kv_heads = 1,
+         .n_heads = 1,
+         .capacity = 40,
+         .calibrate = 16,
+         .exact_first = 20,
+         .exact_last = 3},
+        {.head_dim = 448,
+         .n_kv_heads = 1,
+         .n_heads = 1,
+         .capacity = 40,
+         .calibrate = 16,
+         .shared = true,
+         .tail_dim = 64}};
     const char *const prepared_names[] = {"cache",        "cache_ends", "cache_ring",
                                           "cache_latent", "learns",     "learns_latent"};
     for (int i = 0; i < 6; i++)

@@ -15,7 +15,7 @@ LIBRARY_CPP := clang++ -std=c++14 -Itests/metal
 LIBRARY_PLAIN := $(patsubst %,$(METAL_BUILD)/plain/%.o,simt runner $(SHADER_TESTS)) $(SHADER_IMPLEMENTATION)
 
 # Further versions that read the library.
-DEB_TEST += $(if $(filter bookworm,$(CODENAME)),llvm-15 llvm-16 llvm-19)
+DEB_MORE += $(if $(filter bookworm,$(CODENAME)),llvm-15 llvm-16 llvm-19)
 
 # A driver that runs a library. llc takes 98 s at -O1 for what the driver then runs in 26; at -O0, 12 for 41. Without the
 # processor's conversion of halves: air.cpp counts them.
