@@ -47,8 +47,8 @@ REFERENCE_BUILD := $(if $(filter Darwin,$(SYSTEM)),default,gcc)
 TEST_TQKV := $(patsubst %,$(TEST_BUILD)/$(REFERENCE_BUILD)/%.o,test_tables runner)
 
 # Without lint_bugs.metal: lint.py expects findings on its lines as they are.
-SOURCES_FORMATTED := $(filter-out tests/metal/lint_bugs.metal,$(sort $(shell find src *.m shaders metallib/air tests examples bench \
-	-name '*.[chm]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.metal' -o -name metal_stdlib)))
+SOURCES_FORMATTED := $(filter-out tests/metal/lint_bugs.metal,$(sort $(shell find src *.m shaders metallib/air tests examples bench engines -type f \
+	\( -name '*.[chm]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.metal' -o -name metal_stdlib \))))
 # Other versions of clang-format lay some lines out differently.
 CLANG_FORMAT ?= clang-format
 FORMAT_VERSION := 14
@@ -186,6 +186,7 @@ include tests/rules.mk
 -include bench/rules.mk
 -include bench/model/rules.mk
 -include bench/models/rules.mk
+-include engines/llama.cpp/rules.mk
 
 # ---- Everything together ----
 
