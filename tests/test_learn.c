@@ -1022,6 +1022,63 @@ static void check_captured(const void *parameters)
     captured_free(&layer);
 }
 
+/* ---- A text behind one token, again and again ---- */
+
+enum { WARM_UP = 520 };
+
+/* A cache of a model's rows behind WARM_UP positions of its first row; forgets: these are taken back before. NULL: no
+ * cache. Writes what its last queries get. */
+static void attend_warmed(const captured *layer, const tqkv_cache_desc *desc, int warm_up, bool forgets, float *out)
+{
+    tqkv_cache *cache = NULL;
+    const int row = layer->n_kv_heads * layer->head_dim;
+    CHECK_RESULT(tqkv_cache_create(desc, &cache), TQKV_OK);
+    REQUIRE(cache, "no cache");
+    for (int t = 0; t < warm_up; t++) CHECK_RESULT(tqkv_cache_append(cache, layer->keys, layer->values, 1), TQKV_OK);
+    if (forgets) CHECK_RESULT(tqkv_cache_truncate(cache, 0), TQKV_OK);
+    for (int t = 0; t < layer->n_positions; t += 64)
+        CHECK_RESULT(tqkv_cache_append(cache, layer->keys + t * row, layer->values + t * row, 64), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_attend(cache, layer->queries, layer->n_queries, out), TQKV_OK);
+    tqkv_cache_destroy(cache);
+}
+
+static double squared_error(const float *a, const float *exact, int n)
+{
+    double sum = 0.0;
+    for (int i = 0; i < n; i++) sum += pow((double)a[i] - (double)exact[i], 2.0);
+    return sum;
+}
+
+/* Emptied, the cache is a new one, bit for bit. With the warm-up in front of the text it is no worse than its formats
+ * that learn nothing, and as good as a cache without a warm-up if it learns from the text. */
+static void check_warm_up(const void *parameters)
+{
+    const int *which = (const int *)parameters; /* preset, layer */
+    captured layer;
+    if (!captured_load(which[1], &layer)) return;
+    const int n_out = layer.n_queries * layer.n_heads * layer.head_dim;
+    tqkv_cache_desc desc = tqkv_cache_preset((tqkv_preset)which[0]);
+    desc.head_dim = layer.head_dim;
+    desc.n_kv_heads = layer.n_kv_heads;
+    desc.n_heads = layer.n_heads;
+    desc.capacity = 8192;
+    desc.calibrate = 128; /* of the 256 positions of the text */
+    float *out[5];
+    for (int i = 0; i < 5; i++) out[i] = (float *)test_alloc(sizeof(float) * (size_t)n_out);
+    attend_warmed(&layer, &desc, 0, false, out[0]);
+    attend_warmed(&layer, &desc, WARM_UP, true, out[1]);
+    CHECK(!memcmp(out[0], out[1], sizeof(float) * (size_t)n_out), "other bits after truncate(0)");
+    attend_warmed(&layer, &desc, WARM_UP, false, out[2]);
+    desc.calibrate = 0;
+    attend_warmed(&layer, &desc, WARM_UP, false, out[3]);
+    desc.key_format = desc.value_format = TQKV_F16;
+    attend_warmed(&layer, &desc, WARM_UP, false, out[4]);
+    const double warmed = squared_error(out[2], out[4], n_out), plain = squared_error(out[3], out[4], n_out);
+    CHECK(warmed <= 1.01 * plain, "%.3g times the error of the formats alone", warmed / plain);
+    for (int i = 0; i < 5; i++) free(out[i]);
+    captured_free(&layer);
+}
+
 /* ---- A prompt that sequences share ---- */
 
 typedef struct shared_row {
@@ -1161,5 +1218,9 @@ void test_learn_cases(void)
         test_add(check_preset_fits, &capacities[i], sizeof(int), "learn/preset/capacity%d", capacities[i]);
     }
     test_add(check_captured, NULL, 0, "learn/captured");
+    for (int i = 0; i < 3 * CAPTURED_LAYERS; i++) {
+        const int which[2] = {i / CAPTURED_LAYERS, i % CAPTURED_LAYERS};
+        test_add(check_warm_up, which, sizeof which, "learn/warm_up/preset%d/layer%d", which[0], which[1]);
+    }
     add_shared_prompts();
 }

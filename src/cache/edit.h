@@ -224,7 +224,7 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
 /* Copies what a cache holds to a new one of its shape. */
 static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
 {
-    tqkv_result r = c->learning ? tqkv__fit_raw(copy, c->attention.end) : TQKV_OK;
+    tqkv_result r = c->learning && c->attention.end ? tqkv__fit_raw(copy, c->attention.end) : TQKV_OK;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *from = tqkv__store_of(c, i);
         if (!from) continue;

@@ -157,8 +157,9 @@ static tqkv_result tqkv__move_stores(tqkv__pipe *pipe, const tqkv_cache *c)
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) {
         tqkv__stream s;
-        if (!tqkv__store_of(c, i) || (i >= TQKV__RAW && !c->learning)) continue;
-        r = tqkv__stream_open(tqkv__store_of(c, i), &s);
+        const tqkv_store *store = tqkv__store_of(c, i);
+        if (!store || (i >= TQKV__RAW && !c->learning)) continue;
+        r = store->codes ? tqkv__stream_open(store, &s) : tqkv__stream_shape(store, &s); /* nothing is raw yet */
         if (r == TQKV_OK && i < TQKV__CACHE_STREAMS)
             r = tqkv__move_channels(pipe, &s, tqkv__channel_room(c, i, TQKV__CENTERS),
                                     tqkv__channel_room(c, i, TQKV__SCALES));
@@ -455,7 +456,7 @@ static tqkv_result tqkv__create_found(const tqkv__header *found, tqkv_cache **ou
     (*out)->calibrate = found->desc.calibrate;
     tqkv__set_range(*out, found);
     tqkv__open_channels(*out, found->centers, found->scales);
-    r = found->learning ? tqkv__fit_raw(*out, found->end) : TQKV_OK;
+    if (found->learning && found->end) r = tqkv__fit_raw(*out, found->end);
     if (r != TQKV_OK) tqkv_cache_destroy(*out);
     return r;
 }
