@@ -5620,12 +5620,10 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim,
     const int bytes = halves ? 2 : 4; /* of a value */
     const bool wide = TQKV__INTEGER_LANES == 16 || rows <= 2;
     int d = 0;
-    for (; wide && d + 16 * most <= dim; d += 16 * most)
-        TQKV__S(add_half_vectors)
-        (rows, most * sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
-    for (; d < dim; d += 16)
-        TQKV__S(add_half_vectors)
-        (rows, sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
+    for (; wide && d + 16 * most <= dim; d += 16 * most) TQKV__S(add_half_vectors)
+    (rows, most * sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
+    for (; d < dim; d += 16) TQKV__S(add_half_vectors)
+    (rows, sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
 }
 
 /* Does the same for all rows; halves is a constant. */
@@ -12067,6 +12065,7 @@ static void tqkv__count_append(tqkv_cache *c, int n_tokens)
     if (c->learning && end >= c->learn_new) {
         c->learnt_at = c->attention.end;
         tqkv__count_settled(c, c->learn_new, c->learn_new, end);
+        c->raw_end = end < c->learn_new + TQKV__TILE ? end : c->learn_new + TQKV__TILE;
         tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, true);
         tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, true);
         if (c->attention.non_causal) tqkv__drop_raw(c);
@@ -16221,8 +16220,9 @@ static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, 
                                  tqkv_metal_plan *plan)
 {
     const int left = (int)(c->learn_new - rows->position);
-    const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left);
-    tqkv_result r = tqkv__add_streams(c, memory, &now, TQKV__RAW, plan);
+    const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left),
+                                raw = tqkv__rows_until(rows, left + TQKV__TILE); /* see tqkv__fit_raw */
+    tqkv_result r = tqkv__add_streams(c, memory, &raw, TQKV__RAW, plan);
     if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &now, TQKV__TAIL, TQKV__TAIL, plan);
     if (r == TQKV_OK) r = tqkv__add_first(c, memory, &now, true, plan);
     if (r != TQKV_OK || now.n_tokens < left) return r;
