@@ -4131,8 +4131,7 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
 
 /* Positions in a tile, which attention scores, weights and sums together. Their scores stay in the L1 cache. */
 #define TQKV__TILE 64
-/* Query rows (queries x heads of a group) that share a decoded tile. Many rows make decoding a small part of the work;
-   the limit keeps their sums in the L2 cache. */
+/* Query rows (queries x heads of a group) that share a decoded tile. The limit keeps their sums in the L2 cache. */
 #define TQKV__CHUNK_ROWS 64
 
 /* The streams of an attention and, with raw ones, the stores of a cache, in the order of its memory and of
@@ -4192,11 +4191,8 @@ typedef struct tqkv__attention {
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
-/* Asks for codes that will be read soon: the next tile's, while this tile is computed. Nearer requests come too late;
-   farther ones push out what is in use (32k positions: 1.1 to 1.5 times slower at half or twice the distance). They go
-   to the L2 cache: on a Zen 4 core F16 is then twice and I8 1.6 times as fast as with requests to the L1, to which few
-   lines can be on their way (D=128, 32k). Formats with a field of upper bits take the L1: they wait for look-ups and
-   not for memory (TQ5 1.3 times, TQ6 1.2 times as fast there). cache is a constant. */
+/* Prefetches the codes of the next tile while this tile is computed: nearer requests come too late, farther ones push out
+   what is in use. Streams go to the L2 cache, because few lines can be on their way to the L1. cache is a constant. */
 enum { TQKV__L1 = 1, TQKV__L2 };
 static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, size_t size)
 {
@@ -9118,12 +9114,8 @@ static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *re
     if (a->call.tail) tqkv__open_segment(region->tail, tile->position, tile->n, end, &tile->tail);
 }
 
-/* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines,
-   but late where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128,
-   32768 positions, AMD EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with
-   codes in a cache it adds 1%. Not for codes of less than two lines a row that go on where this tile ends: the
-   processor sees one stream and reads it ahead by itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8
-   and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
+/* Prefetches a line of each 4 KiB of the next tile, and its norms: the loops prefetch the rest, but late where the
+   processor does not know the memory page yet. It reads short rows that go on where this tile ends ahead by itself. */
 static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__segment *segment)
 {
     const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
