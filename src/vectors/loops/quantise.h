@@ -6,9 +6,9 @@ TQKV__OP void TQKV__(quantise_short)(const int bits, const tqkv__quantiser *q, c
                                      uint8_t *codes)
 {
     TQKV__(codes) four[4], side;
-    TQKV__VECTOR bounds[16 / TQKV__LANES];
-    const TQKV__(codes) below = TQKV__(load_below)(q->below);
-    for (int i = 0; i < 16 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
+    TQKV__VECTOR bounds[8 / TQKV__LANES];
+    const TQKV__(codes) n_below = TQKV__(load_16)(q->n_below);
+    for (int i = 0; i < 8 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
     for (int d = 0; d < n; d += 4 * TQKV__LANES) {
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
@@ -20,7 +20,7 @@ TQKV__OP void TQKV__(quantise_short)(const int bits, const tqkv__quantiser *q, c
             }
             const TQKV__VECTOR w = TQKV__(fold)(q->half, v, &side);
             const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
-            const TQKV__(codes) count = TQKV__(below)(below, TQKV__(truncate)(cell));
+            const TQKV__(codes) count = TQKV__(look_up_16)(n_below, TQKV__(truncate)(cell));
             four[i] = TQKV__(code_from)(count, TQKV__(look_up_8)(bounds, count), w, side);
         }
         const TQKV__(codes) bytes = TQKV__(narrow)(four);
@@ -28,32 +28,26 @@ TQKV__OP void TQKV__(quantise_short)(const int bits, const tqkv__quantiser *q, c
     }
 }
 
-/* Likewise for a codebook whose tables do not fit registers: vectors find the cells of up to 256 values, loads the
-   counts and bounds, vectors compare. One loop a step: a vector load soon after stores of its lanes would wait. */
+/* Likewise for a codebook whose tables do not fit registers, up to 256 values: one loop stores the cells, since a load
+   of a cell soon after would wait for the store. */
 TQKV__OP void TQKV__(quantise_256)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
-    TQKV__ALIGNED float bounds[256];
-    TQKV__ALIGNED int32_t cells[256];
+    TQKV__ALIGNED uint32_t cells[256];
     TQKV__(codes) side, four[4];
     for (int d = 0; d < n; d += TQKV__LANES) {
         const TQKV__VECTOR w = TQKV__(fold)(q->half, TQKV__(load)(y + d) * TQKV__(set1)(scale), &side);
         four[0] = TQKV__(truncate)(TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top)));
         memcpy(cells + d, &four[0], sizeof four[0]);
     }
-    for (int d = 0; d < n; d += 8) {
-        TQKV__UNROLL
-        for (int i = 0; i < 8; i++) {
-            cells[d + i] = q->below[cells[d + i]];
-            bounds[d + i] = q->bounds[cells[d + i]];
-        }
-    }
     for (int d = 0; d < n; d += 4 * TQKV__LANES) {
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
+            TQKV__VECTOR cell[4];
             const int next = d + i * TQKV__LANES, at = next < n ? next : d;
             const TQKV__VECTOR w = TQKV__(fold)(q->half, TQKV__(load)(y + at) * TQKV__(set1)(scale), &side);
-            memcpy(&four[i], cells + at, sizeof four[i]);
-            four[i] = TQKV__(code_from)(four[i], TQKV__(load)(bounds + at), w, side);
+            TQKV__(load_cells)(q->cells, cells + at, cell);
+            memcpy(&four[i], &cell[3], sizeof four[i]);
+            four[i] = TQKV__(code_from)(four[i], cell[0], w, side);
         }
         const TQKV__(codes) bytes = TQKV__(narrow)(four);
         memcpy(codes + d, &bytes, sizeof bytes);
@@ -107,7 +101,10 @@ TQKV__TARGET static void TQKV__(pack_row)(const tqkv__stream *s, const uint8_t *
 /* Stores the codes of F16; type is a constant. */
 TQKV__OP void TQKV__(store_f16_as)(const tqkv_type type, const void *src, int head_dim, uint8_t *row)
 {
-    for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store_f16)(row + 2 * d, TQKV__(load_as)(type, src, d));
+    for (int d = 0; d < head_dim; d += 16) {
+        TQKV__UNROLL
+        for (int k = d; k < d + 16; k += TQKV__LANES) TQKV__(store_f16)(row + 2 * k, TQKV__(load_as)(type, src, k));
+    }
 }
 
 TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, int head_dim, uint8_t *row)
