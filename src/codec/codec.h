@@ -241,7 +241,8 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     q->top = (float)((1 << bits) - 1);
     q->slope = (q->top + 0.45f) / positive[n - 1];
     for (int c = 0; c < 1 << bits; c++) {
-        const tqkv__cell cell = {i < n ? positive[i] : INFINITY, centroids[i], centroids[i < n ? i + 1 : n], (uint32_t)i};
+        const tqkv__cell cell = {i < n ? positive[i] : INFINITY, centroids[i], centroids[i < n ? i + 1 : n],
+                                 (uint32_t)i};
         const float at = i < n ? positive[i] * q->slope : INFINITY;
         TQKV_ASSERT(i == n || (at - floorf(at) > TQKV__CELL_MARGIN && at - floorf(at) < 1.0f - TQKV__CELL_MARGIN));
         q->cells[c] = cell;

@@ -235,25 +235,14 @@ TQKV__OP __m256 tqkv__signs_avx2(uint32_t bits)
         _mm256_sllv_epi32(_mm256_set1_epi32((int)bits), _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
     return _mm256_or_ps(_mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));
 }
-/* Repeats n floats; n is 1 or 2. */
-TQKV__OP __m256 tqkv__repeat_avx2(const int n, const float *p)
+TQKV__OP __m256 tqkv__load_two_avx2(const float *low, const float *high)
 {
-    double two;
-    if (n == 1) return _mm256_set1_ps(*p);
-    memcpy(&two, p, sizeof two);
-    return _mm256_castpd_ps(_mm256_set1_pd(two));
+    return _mm256_set_m128(_mm_loadu_ps(high), _mm_loadu_ps(low));
 }
-/* Takes the i-th half of x, each lane twice. */
-TQKV__OP __m256 tqkv__spread_avx2(const int n, int i, __m256 x)
+TQKV__OP void tqkv__store_two_avx2(float *low, float *high, __m256 x)
 {
-    (void)n; /* 2 */
-    return _mm256_permutevar8x32_ps(
-        x, _mm256_add_epi32(_mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0), _mm256_set1_epi32(4 * i)));
-}
-/* Puts the even lanes of x before the odd ones, if n is 2. */
-TQKV__OP __m256 tqkv__unite_avx2(const int n, __m256 x)
-{
-    return n == 1 ? x : _mm256_permutevar8x32_ps(x, _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0));
+    _mm_storeu_ps(low, _mm256_castps256_ps128(x));
+    _mm_storeu_ps(high, _mm256_extractf128_ps(x, 1));
 }
 /* Widens bytes to words. */
 TQKV__OP __m256i tqkv__widen_bytes_avx2(const uint8_t *p) { return _mm256_cvtepu8_epi32(tqkv__load_64(p)); }

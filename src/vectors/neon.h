@@ -218,21 +218,16 @@ TQKV__OP float32x4_t tqkv__signs_neon(uint32_t bits)
     const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(shifts)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(vorrq_u32(moved, vdupq_n_u32(0x3f800000u)));
 }
-/* No subrow is shorter than a vector: n is 1. */
-TQKV__OP float32x4_t tqkv__repeat_neon(const int n, const float *p)
+/* A vector is no longer than a subrow: high is behind low. */
+TQKV__OP float32x4_t tqkv__load_two_neon(const float *low, const float *high)
 {
-    (void)n;
-    return vld1q_dup_f32(p);
+    (void)high;
+    return vld1q_f32(low);
 }
-TQKV__OP float32x4_t tqkv__spread_neon(const int n, int i, float32x4_t x)
+TQKV__OP void tqkv__store_two_neon(float *low, float *high, float32x4_t x)
 {
-    (void)n, (void)i;
-    return x;
-}
-TQKV__OP float32x4_t tqkv__unite_neon(const int n, float32x4_t x)
-{
-    (void)n;
-    return x;
+    (void)high;
+    vst1q_f32(low, x);
 }
 TQKV__OP uint32x4_t tqkv__widen_bytes_neon(const uint8_t *p)
 {

@@ -117,27 +117,22 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
         TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
 }
 
-/* Returns the values of a row that are to be quantised: less its centre, times its inverses, rotated, in row:
-   [head_dim] or, where nothing is to be done, in the source. Halves are not widened first: that pass would make them a
-   tenth slower than floats. F16 is stored. */
-TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
+/* Returns the values of a row that are to be quantised: less its centre, times its inverses, rotated but for mix_rows, in
+   row: [head_dim] or, where nothing is to be done, in the source, of its type if the format is F16. Halves are not
+   widened first: that pass would make them a tenth slower than floats. */
+TQKV__TARGET static const void *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
-    const bool half = s->kind == TQKV__HALF;
     const void *src = source->src;
     tqkv_type type = s->type;
-    const bool widens = !s->rotated && !half && type != TQKV_TYPE_F32;
+    const bool widens = !s->rotated && s->kind != TQKV__HALF && type != TQKV_TYPE_F32;
     if (source->center || source->inverses || widens) {
         TQKV__(widen)(type, src, source->center, source->inverses, s->head_dim, row);
         type = TQKV_TYPE_F32;
         src = row;
     }
-    if (s->rotated) {
-        TQKV__(hadamard)(type, src, s->head_dim, true, row);
-        type = TQKV_TYPE_F32;
-        src = row;
-    }
-    if (half) TQKV__(store_f16_row)(type, src, s->head_dim, source->codes);
-    return (const float *)src;
+    if (!s->rotated) return src;
+    TQKV__(hadamard)(type, src, s->head_dim, true, row);
+    return row;
 }
 
 /* Takes a few rows through each step: steps of one row depend on each other, rows do not. */
@@ -148,24 +143,28 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     TQKV__ALIGNED float rotated[buffer];
     float norms[most_norms], scales[most_norms], sums[most_norms];
     TQKV__ALIGNED uint8_t codes[TQKV_MAX_HEAD_DIM + 4 * TQKV__LANES];
-    const float *values[most_norms];
+    const void *values[most_norms];
     const int batch = buffer / s->head_dim, per_row = s->norms_per_row;
     for (int first = 0; first < n_rows; first += batch, rows += batch) {
         const int n = n_rows - first < batch ? n_rows - first : batch;
+        for (int i = 0; i < n; i++) values[i] = TQKV__(open_row)(s, &rows[i], rotated + i * s->head_dim);
+        if (s->rotated && TQKV__HAS_MATRIX(s->head_dim)) TQKV__(mix_rows)(s->head_dim, rotated, n);
         for (int i = 0; i < n; i++) {
-            values[i] = TQKV__(open_row)(s, &rows[i], rotated + i * s->head_dim);
-            if (rows[i].half) TQKV__(store_f16_row)(TQKV_TYPE_F32, values[i], s->head_dim, rows[i].half);
+            const tqkv_type type = values[i] == rows[i].src ? s->type : TQKV_TYPE_F32;
+            if (rows[i].half) TQKV__(store_f16_row)(type, values[i], s->head_dim, rows[i].half);
+            if (s->kind == TQKV__HALF) TQKV__(store_f16_row)(type, values[i], s->head_dim, rows[i].codes);
         }
         if (s->kind == TQKV__HALF) continue;
-        for (int i = 0; i < n; i++) TQKV__(norms)(s, values[i], norms + i * per_row, scales + i * per_row);
+        for (int i = 0; i < n; i++)
+            TQKV__(norms)(s, (const float *)values[i], norms + i * per_row, scales + i * per_row);
         for (int i = 0; i < n && s->n_factors > 1; i++) {
             float *scaled = rotated + i * s->head_dim;
-            TQKV__(search_row)(s, q, values[i], scaled, scales + i * per_row, sums + i * per_row);
+            TQKV__(search_row)(s, q, (const float *)values[i], scaled, scales + i * per_row, sums + i * per_row);
             values[i] = scaled;
         }
         for (int i = 0; i < n; i++) {
             float *norm = norms + i * per_row, *scale = scales + i * per_row, *sum = sums + i * per_row;
-            TQKV__(quantise_row)(s, q, values[i], scale, codes);
+            TQKV__(quantise_row)(s, q, (const float *)values[i], scale, codes);
             TQKV__(pack_row)(s, codes, rows[i].codes);
             for (int b = 0; b < per_row && s->n_factors == 1; b++) /* TQ2 */
                 sum[b] = TQKV__(squares_of_codes)(q, codes + b * s->norm_dim, s->norm_dim);
