@@ -32,7 +32,7 @@
 
      >>formats        formats and their sizes
      >>result         result codes
-     >>common         strides, arithmetic, hooks for memory and threads
+     >>common         strides, hooks for memory and threads
      >>cache          a cache that owns its memory; save and load
      >>store          one stream in the caller's memory: encode, decode, probe, calibrate, convert; save and load
      >>rotate         the rotation alone
@@ -51,14 +51,12 @@
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
                             fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles the implementation
                             decides: a library that others link has no reasons for them
-     TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/integrating.md)
+     TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/building.md)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
      TQKV_WINDOWS_AVX       puts both in with gcc on Windows, where they are left out otherwise: gcc does not align the
                             stack there as its own AVX code needs (GCC bug 54412), and a thread of two crashes. Define
                             it with a gcc that is patched, as those of Debian, MSYS2 and w64devkit are, or with
                             -Wa,-muse-unaligned-vector-move. clang aligns it: there both are always in
-     TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then
-                            takes plain C, with the same bits
      TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there,
                             unless TQKV_NO_METAL is defined
      TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links
@@ -195,11 +193,6 @@ typedef struct tqkv_strides {
     size_t token, head;
 } tqkv_strides;
 
-/* How the processor multiplies in attention. TQKV_INTEGER: rotated queries and weights as integers of 16 bits, codes as
-   integers of 8 bits, with exact sums: the same bits on every processor, compiler and number of threads, and less time
-   where arithmetic binds. F16 streams stay floats. Not for TQ8 or on a GPU: TQKV_UNSUPPORTED. */
-typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
-
 /* Memory for caches and scratch. All zero: malloc and free. alloc returns NULL or memory aligned like malloc's; free
    receives the size that alloc received. */
 typedef struct tqkv_allocator {
@@ -256,8 +249,7 @@ typedef struct tqkv_cache_desc {
     float scale, softcap;
     const float *sinks; /* [n_heads] or NULL; copied */
     bool non_causal;    /* every query sees all resident positions: for cross-attention */
-    tqkv_arithmetic arithmetic;
-    tqkv_type type; /* of k, v, q and out */
+    tqkv_type type;     /* of k, v, q and out */
 
     /* Resources. */
     tqkv_parallel parallel;
@@ -308,9 +300,9 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
    capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the
-   hook's threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal, exact_batch, a tag.
-   Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring, and one
-   that needs less memory goes on in fewer bits. *out is NULL on failure. */
+   hook's threads), type, sinks, parallel, allocator, metal, matrix_group, non_causal, exact_batch, a tag. Its other
+   nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring, and one that needs
+   less memory goes on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 
 /* Both return the bytes moved, fewer at the end of a file or on failure; tqkv calls again until all or 0 bytes move. */
@@ -320,10 +312,10 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, exact_batch, arithmetic,
-   non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else
-   TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of
-   tqkv, which TQKV_EXPLAIN tells apart. *out is NULL on failure. */
+/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, exact_batch, non_causal,
+   and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the
+   tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN
+   tells apart. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* Centres (means) and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
@@ -511,11 +503,12 @@ TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim);
    window - 1 positions away in either direction. Without a window its own position then does not matter, and may not be
    resident: for cross-attention. To let a part of a prompt see itself, attend with `end` behind that part.
    Slots that no query sees change nothing, whatever they hold.
-   On the processor a query gets the same bits alone and beside any others, in a call and in a batch (batch invariance).
-   The relative L2 error against double precision on the same codes is at most 2e-5 at any length, for scores with a
-   standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to 2^-24 |s|, and exp
-   turns that into a share of its weight. TQKV_INTEGER: against double precision with the integer centroids, at most
-   2e-4 plus 5e-5 times the deviation of the scores, for any query; a NaN is 0x7fc00000. */
+   A query gets the same bits on every processor, with any compiler, any number of threads, alone and beside any others,
+   in a call and in a batch (batch invariance). Queries and weights are integers of 16 bits, codes integers of 8
+   bits, with exact sums; F16 and TQ8 are multiplied as floats in a fixed order. A NaN is 0x7fc00000.
+   The relative L2 error against double precision with the integer centroids (docs/formats.md) is at most 2e-4 plus 5e-5
+   times the standard deviation of the scores, at any length. For F16 and TQ8, and on a GPU against what tqkv_decode
+   gives, it is at most 2e-5; beyond a deviation of 10, 2e-6 times that. */
 typedef struct tqkv_attention {
     /* The streams. Same n_kv_heads; head_dim may differ. One stream may be both, as MLA's latent is: the same store, or
        two that describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre
@@ -553,7 +546,6 @@ typedef struct tqkv_attention {
     float softcap; /* 0 = off */
     /* Learned attention sinks, [n_heads], or NULL: adds exp(sink) to the softmax's denominator; -INFINITY: no sink. */
     const float *sinks;
-    tqkv_arithmetic arithmetic;
 
     /* Rows of q and out. Outputs are rounded once, at the end; too large for a half: infinity. Sums of slices are
        always float. */
@@ -643,10 +635,10 @@ TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c);
 
        s(i, j) = sum_h weights[i][h] * f( q(i, h).k(j) ),   f(x) = max(x, 0) with relu, else x
 
-   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits alone
-   and among other queries. Against double precision on the same codes a key's score is within 2e-5 of sum_h
-   |weights[i][h] f(q.k)|, and 1e-4 in integers with their centroids; where the products of a few heads nearly vanish,
-   one adds 2e-7, and 2e-5 in integers, of sum_h |weights[i][h]| |q(i, h)| |k(j)|. */
+   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits on
+   every processor, alone and among other queries. Against double precision with the integer centroids a key's score is
+   within 1e-4 of sum_h |weights[i][h] f(q.k)|; where the products of a few heads nearly vanish, one adds 2e-5 of sum_h
+   |weights[i][h]| |q(i, h)| |k(j)|. F16, TQ8, and any format on a GPU: 2e-5 and 2e-7. */
 typedef enum tqkv_pool { TQKV_POOL_MAX = 0, TQKV_POOL_MEAN } tqkv_pool;
 typedef struct tqkv_index {
     const tqkv_store *keys; /* n_kv_heads 1, any format */
@@ -665,7 +657,6 @@ typedef struct tqkv_index {
     tqkv_basis query_basis;
     tqkv_parallel parallel;
     tqkv_allocator allocator; /* scratch, for some heads and queries at a time */
-    tqkv_arithmetic arithmetic;
 } tqkv_index;
 
 /* q: [n_queries][n_heads][head_dim]; scores: [n_queries][number of blocks up to end], -INFINITY where a query sees no
@@ -774,9 +765,9 @@ TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 
 /* Whether the GPU computes what the processor does, for such caches: of desc all but the capacity and ring count.
-   Codes, norms and decoded rows of 48 tokens must have the processor's bits, attention of one and of three queries its
-   values, also with positions kept as halves, and to a list of blocks; where keys can be those of an index, its scores,
-   too, and the blocks that it chooses. Takes milliseconds, and the time to build pipelines, most of which such caches
+   Codes, norms and decoded rows of 48 tokens must have the processor's bits; attention of one and of three queries its
+   values, but for what integers change, also with positions kept as halves, and to a list of blocks; where keys can be
+   those of an index, its scores, too, and the blocks that it chooses. Takes milliseconds, and the time to build pipelines, most of which such caches
    need anyway. Each version of the system has its own compiler of shaders: call it once after an update.
    TQKV_METAL_ERROR: something differs; the text says what, and by how much. */
 TQKV_METAL_API tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc);
@@ -1204,26 +1195,20 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>convert        tqkv_store_convert, and rows that move
      >>measure        tqkv_mean, tqkv_measure, tqkv_rotate
      >>calibrate      tqkv_calibrate, tqkv_logit_noise
-     >>attend         types of attention, and attention of a tile in plain C
-     >>integer        the same in integers
+     >>attend         types of attention
+     >>plain          attention of a tile in plain C: the specification
 
      compiled once for each instruction set
      >>kernels        what the loops share
      >>k-softmax      exp, tanh, weights out of scores
-     >>k-decode       codes as floats
-     >>k-dot          scores straight from the codes
-     >>k-accumulate   sums of values straight from the codes
-     >>k-tiles        the scores and the sums of a tile
      >>k-widen        rows to floats and back
      >>k-rotate       the rotation
      >>k-norms        sums of squares, norms
      >>k-search       the factor whose codes are best for a row
      >>k-quantise     codes, packed, of whole rows
      >>k-table        all of these as a table of functions
-     >>k-integer      the loops of integers
-     >>k-halves       halves among them
-     >>k-integer-few  one and two rows of them
-     >>k-integer-tiles  the scores and the sums of a tile
+     >>k-halves       F16 and TQ8, which are multiplied as floats
+     >>k-rows         scores and sums of all other formats, in integers
      >>set-avx2, >>set-avx512, >>set-neon
                       what a set brings to the loops
      >>integer-avx512, >>integer-avx2, >>integer-neon
@@ -1232,7 +1217,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>isa-code       which set is in use
      >>attention-code a tqkv_attention, opened and checked
      >>visible        which positions a query sees
-     >>tile           tiles, the order of decoded values, sums
+     >>tile           tiles and their sums
      >>walk           from tile to tile
      >>gather         tiles of scattered rows
      >>query          a row of a call: its query, its centres, its result
@@ -1685,8 +1670,10 @@ typedef char tqkv__compiled_with_fshort_enums_or_fpack_struct
 #define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a step of a loop, in the current instruction set */
 #ifdef __clang__
 #define TQKV__UNROLL _Pragma("clang loop unroll(full)")
+#define TQKV__ROLLED _Pragma("clang loop unroll(disable)")
 #else
 #define TQKV__UNROLL _Pragma("GCC unroll 16")
+#define TQKV__ROLLED _Pragma("GCC unroll 1")
 #endif
 
 /* >>exact: arithmetic that gives the same bits for every compiler, flag and floating-point mode of the caller */
@@ -1982,7 +1969,7 @@ typedef struct tqkv__stream {
     const float *inverses;          /* 1 / channel_scale, where they are kept; else NULL, see tqkv__inverses_of */
     const int32_t *pages;           /* [n_pages] or NULL: no table, or one that the processor does not know */
     int n_pages, page_size;         /* 0 without a table */
-    uint8_t planes[4][128];         /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
+    uint8_t planes[4][128];         /* TQ8: byte p of each centroid in planes[p]; see tqkv__fill_planes */
     int8_t centroids[64];           /* integers, and their step; see tqkv__fill_integers */
     float step, root, inverse_root; /* root: of head_dim */
 } tqkv__stream;
@@ -2143,25 +2130,12 @@ static const float *tqkv__scale_of(const tqkv__stream *s, int kv_head)
 /* Returns the bytes of a page table. */
 static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_pages * sizeof(int32_t); }
 
-/* Splits n floats into bytes, byte p of each in planes[p], repeated: what look-ups of bytes take. n: a power of two up
-   to 128 */
-static void tqkv__split_floats(const float *x, int n, uint8_t planes[4][128])
-{
-    for (int i = 0; i < n; i++)
-        for (int at = i; at < 128; at += n) {
-            const uint32_t bits = tqkv__bits(x[i]);
-            planes[0][at] = (uint8_t)bits;
-            planes[1][at] = (uint8_t)(bits >> 8);
-            planes[2][at] = (uint8_t)(bits >> 16);
-            planes[3][at] = (uint8_t)(bits >> 24);
-        }
-}
-
-/* Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower half is enough: look-ups take ~c for a
-   code c of the upper half, and flip the sign. */
+/* TQ8 has more centroids than registers hold, but they are symmetric: centroid 255 - c is -centroid c, and the lower
+   half is enough. */
 static void tqkv__fill_planes(tqkv__stream *s)
 {
-    if (s->kind == TQKV__BOOK) tqkv__split_floats(s->codebook, s->book_bits < 8 ? 1 << s->book_bits : 128, s->planes);
+    for (int i = 0; i < 128 && s->book_bits == 8; i++)
+        for (int p = 0; p < 4; p++) s->planes[p][i] = (uint8_t)(tqkv__bits(s->codebook[i]) >> (8 * p));
 }
 
 /* Whether encoding into a stream overwrites memory at p. */
@@ -2689,16 +2663,10 @@ typedef struct tqkv__sums {
     float *out, *max, *sum;
 } tqkv__sums;
 
-/* The functions of attention in one instruction set. */
-typedef struct tqkv__isa {
-    const char *name;
-    int lanes;   /* floats in a vector */
-    int columns; /* see reorder; 1: all codes are decoded in the order of their dimensions */
-    const tqkv__codec *codec;
-    /* Packed codes are decoded in an order of their own, where columns > 1: each matrix [rows][columns] of values comes
-       transposed. The rest of a panel is a matrix of fewer columns. Brings a row into that order, or back from it; rows
-       of other codes keep theirs. from, to: [head_dim], may be the same */
-    void (*reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to);
+/* The functions of attention; every set gives the same bits. */
+typedef struct tqkv__kernels {
+    /* Makes integers of a query, in an order of the set's own, with their unit. query, to: [head_dim] */
+    void (*round_query)(const tqkv__stream *s, const float *query, float *to);
     /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of
        another part of the keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
     void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q, int n_rows,
@@ -2711,14 +2679,21 @@ typedef struct tqkv__isa {
     /* Adds the sums of a piece to those of its stretch, each rounded once, and clears them for the next piece, whose
        maximum goes on from here. */
     void (*end_piece)(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums);
-    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
-       in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
+    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing to integers, even beside
+       a NaN norm; floats see tqkv__add_values. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
     void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
                        int n_rows, float *scaled, float *out);
     /* sums[j] += weights[row] * f(scores[row][j] + offsets[row]), row after row, each rounded once; f: see >>index.
        weights, offsets: [n_rows], scores: [n_rows][TQKV__TILE], sums: [TQKV__TILE] */
     void (*sum_heads)(const float *scores, const float *weights, const float *offsets, bool relu, int n_rows,
                       float *sums);
+} tqkv__kernels;
+
+/* An instruction set, as tqkv_isa_name has it. */
+typedef struct tqkv__isa {
+    const char *name;
+    int lanes; /* floats in a vector */
+    const tqkv__codec *codec;
 } tqkv__isa;
 
 static const tqkv__isa *tqkv__isa_for(int head_dim);
@@ -3811,7 +3786,6 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     if (r != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &q);
-    tqkv__fill_planes(&s);
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);
@@ -4143,7 +4117,6 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
     if ((r = tqkv__check_source(&s, src, n_tokens, noise, alignment, size)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &quantiser);
-    tqkv__fill_planes(&s);
     for (int h = 0; h < s.n_kv_heads; h++)
         noise[h] = n_tokens && n_queries
                        ? sqrt(tqkv__head_noise(&s, &quantiser, src, n_tokens, h, &queries) / s.head_dim)
@@ -4161,8 +4134,7 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
 
 /* Positions in a tile, which attention scores, weights and sums together. Their scores stay in the L1 cache. */
 #define TQKV__TILE 64
-/* Query rows (queries x heads of a group) that share a decoded tile. Many rows make decoding a small part of the work;
-   the limit keeps their sums in the L2 cache. */
+/* Query rows (queries x heads of a group) that share a decoded tile. The limit keeps their sums in the L2 cache. */
 #define TQKV__CHUNK_ROWS 64
 
 /* The streams of an attention and, with raw ones, the stores of a cache, in the order of its memory and of
@@ -4209,10 +4181,9 @@ typedef struct tqkv__attention {
     bool shared;                               /* keys and values are one stream */
     size_t n_rows, q_elements, out_elements;   /* n_queries * n_heads, and times key_dim or value_dim */
     size_t q_size, out_size;                   /* bytes of the caller's rows, with gaps */
-    const struct tqkv__isa *isa;
-    int matrix_group; /* on a GPU; 0 = the default */
-    /* Makes integers of a query; NULL: floats. See tqkv__integers. */
-    void (*round_query)(const tqkv__stream *s, const float *query, float *to);
+    const tqkv__isa *isa;
+    const tqkv__kernels *kernels; /* those of the set, or of a narrower one */
+    int matrix_group;             /* on a GPU; 0 = the default */
     /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
        exact[][side] is set; side: TQKV__KEYS or TQKV__VALUES. exact_from: for the last query, on a GPU for all. See
        tqkv__region_at. */
@@ -4223,136 +4194,8 @@ typedef struct tqkv__attention {
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
-/* Additions in a row to one sum of products. Longer ones may all be rounded to the same side, where keys are parallel
-   to the query and their products equal: with scores of 50 an error of 8e-5 at head_dim 1024. */
-#define TQKV__MOST_ADDITIONS 16
-
-/* A dot product in eight sums has less latency and smaller errors. n: up to 8 * TQKV__MOST_ADDITIONS, a multiple of
-   8 */
-static float tqkv__dot(const float *a, const float *b, int n)
-{
-    float sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    for (int d = 0; d < n; d += 8)
-        for (int i = 0; i < 8; i++) sums[i] += a[d + i] * b[d + i];
-    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-}
-
-static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q,
-                                    int n_rows, bool add, float *scores)
-{
-    const int most = 8 * TQKV__MOST_ADDITIONS;
-    float key[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < segment->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
-                         tqkv__norms_at(s, kv_head, segment->slot + j), key);
-        for (int row = 0; row < n_rows; row++) {
-            const float *query = q + (size_t)row * (size_t)s->head_dim;
-            float *score = &scores[row * TQKV__TILE + j];
-            if (!add) *score = 0.0f;
-            for (int d = 0; d < s->head_dim; d += most)
-                *score += tqkv__dot(query + d, key + d, s->head_dim - d < most ? s->head_dim - d : most);
-        }
-    }
-}
-
-static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                    const float *weights, int n_rows, float *scaled, float *out)
-{
-    (void)scaled; /* for vectors */
-    float value[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < segment->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
-                         tqkv__norms_at(s, kv_head, segment->slot + j), value);
-        for (int row = 0; row < n_rows; row++) {
-            const float weight = weights[row * TQKV__TILE + j];
-            float *sum = out + (size_t)row * (size_t)s->head_dim;
-            if (weight == 0.0f) continue;
-            for (int d = 0; d < s->head_dim; d++) sum[d] += weight * value[d];
-        }
-    }
-}
-
-static void tqkv__reorder_scalar(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to)
-{
-    (void)columns;
-    (void)decoded;
-    memmove(to, from, (size_t)s->head_dim * sizeof(float));
-}
-
-static bool tqkv__span_has(const tqkv__span *span, int j)
-{
-    return j >= span->from && j < span->to && !(span->hidden >> j & 1);
-}
-
-static void tqkv__softmax_row_scalar(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores,
-                                     float *max, float *sum, float *out)
-{
-    float largest = *max, total = 0.0f;
-    const bool seen = span->to > span->from;
-    if (!seen)
-        for (int j = 0; j < TQKV__TILE; j++) scores[j] = 0.0f;
-    if (!seen) return; /* the maximum may still be -infinity */
-    for (int j = span->from; j < span->to; j++) {
-        if (!tqkv__span_has(span, j)) continue;
-        if (a->call.softcap > 0.0f) scores[j] = a->call.softcap * tanhf((scores[j] + offset) / a->call.softcap);
-        if (scores[j] > largest) largest = scores[j];
-    }
-    if (largest > *max) {
-        const float shrink = expf(*max - largest); /* 0 for the first tile, where max is -INFINITY */
-        for (int d = 0; d < a->value_dim; d++) out[d] *= shrink;
-        *sum *= shrink;
-        *max = largest;
-    }
-    for (int j = 0; j < TQKV__TILE; j++) {
-        scores[j] = tqkv__span_has(span, j) ? expf(scores[j] - largest) : 0.0f;
-        total += scores[j];
-    }
-    *sum += total;
-}
-
-static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, const float *offsets,
-                                      int n_rows, float *scores, float *max, float *sum, float *out)
-{
-    for (int row = 0; row < n_rows; row++)
-        tqkv__softmax_row_scalar(a, &spans[row], offsets[row], scores + row * TQKV__TILE, &max[row], &sum[row],
-                                 out + (size_t)row * (size_t)a->value_dim);
-}
-
-/* Returns what the sum of a stretch loses to the maximum of a piece of it, as the exponent of a factor. */
-static inline float tqkv__loss(float max, float piece_max)
-{
-    return piece_max > max ? TQKV__AS_FLOAT(max - piece_max) : 0.0f;
-}
-
-static void tqkv__end_piece_scalar(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums)
-{
-    for (int row = 0; row < n_rows; row++) {
-        if (piece->sum[row] == 0.0f) continue;
-        const float factor = tqkv__exp(tqkv__loss(sums->max[row], piece->max[row]));
-        float *added = piece->out + (size_t)row * (size_t)value_dim, *to = sums->out + (size_t)row * (size_t)value_dim;
-        for (int d = 0; d < value_dim; d++) to[d] = tqkv__fma(to[d], factor, added[d]);
-        memset(added, 0, (size_t)value_dim * sizeof(float));
-        sums->sum[row] = tqkv__fma(sums->sum[row], factor, piece->sum[row]);
-        sums->max[row] = piece->max[row];
-        piece->sum[row] = 0.0f;
-    }
-}
-
-static void tqkv__sum_heads_scalar(const float *scores, const float *weights, const float *offsets, bool relu,
-                                   int n_rows, float *sums)
-{
-    for (int row = 0; row < n_rows; row++, scores += TQKV__TILE)
-        for (int j = 0; j < TQKV__TILE; j++) {
-            const float score = TQKV__AS_FLOAT(scores[j] + offsets[row]);
-            sums[j] = tqkv__fma(weights[row], relu && score < 0.0f ? 0.0f : score, sums[j]);
-        }
-}
-
-/* Asks for codes that will be read soon: the next tile's, while this tile is computed. Nearer requests come too late;
-   farther ones push out what is in use (32k positions: 1.1 to 1.5 times slower at half or twice the distance). They go
-   to the L2 cache: on a Zen 4 core F16 is then twice and I8 1.6 times as fast as with requests to the L1, to which few
-   lines can be on their way (D=128, 32k). Formats with a field of upper bits take the L1: they wait for look-ups and
-   not for memory (TQ5 1.3 times, TQ6 1.2 times as fast there). cache is a constant. */
+/* Prefetches the codes of the next tile while this tile is computed: nearer requests come too late, farther ones push out
+   what is in use. Streams go to the L2 cache, because few lines can be on their way to the L1. cache is a constant. */
 enum { TQKV__L1 = 1, TQKV__L2 };
 static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, size_t size)
 {
@@ -4364,18 +4207,7 @@ static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, s
     }
 }
 
-static const tqkv__isa tqkv__isa_scalar = {"scalar",
-                                           1,
-                                           1,
-                                           &tqkv__codec_scalar,
-                                           tqkv__reorder_scalar,
-                                           tqkv__score_tile_scalar,
-                                           tqkv__softmax_tile_scalar,
-                                           tqkv__end_piece_scalar,
-                                           tqkv__value_tile_scalar,
-                                           tqkv__sum_heads_scalar};
-
-/* >>integer: attention in integers, with the same bits on every processor
+/* >>plain: attention in plain C, the specification of what every instruction set computes, bit for bit
 
    A rotated query becomes integers of 16 bits against its largest value, and the weights of a tile, times the norms,
    integers of 15 bits against the largest. Codes stand for integer centroids of 8 bits, I8's for themselves. T = 32639:
@@ -4385,21 +4217,23 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar",
      p_j = exp(s_j - max),  W = max_j |p_j f_j|,  w_j = round(p_j f_j T/W)
      out_d += (sum_j w_j c_jd) * (step W/T)                                in each tile
 
-   A query whose largest value stands far above the others has a second digit, the same again of what the first leaves:
-   rest_d = query_d - q_d Q/T, whose products are added to the scores. See tqkv__round_rest.
+   The sums in brackets are exact, so their order is free. Floats have one order everywhere: a product that a sum follows
+   is an fma or is rounded first, a quotient is a division, exp and tanh are those of >>exact.
 
-   The sums in brackets are exact, so their order is free. No such sum leaves 32 bits: |q_d|, |w_j| <= 32639 and
-   |c| <= 128, so a score of a panel of 256 dimensions stays below 1.07e9, and the 64 positions of a tile below 2.7e8.
-   Floats have one order everywhere: products that a sum follows are an fma or rounded first, quotients are divisions,
-   exp and tanh are those of the kernels, and 16 partial sums are added by halves. F16 streams are multiplied as floats.
-   T = 127*256 + 127, so that a set may split an integer into two signed bytes. */
+   F16 and TQ8 are multiplied as floats: the products of each 512 dimensions with fma in 16 sums, dimension d in sum
+   d % 16, which are added by halves; values by one fma after the other, in the order of positions. */
 
+/* 127*256 + 127, so that a set may split an integer into two signed bytes. No sum in brackets leaves 32 bits: |c| <= 128
+   keeps a score of a panel of 256 dimensions below 1.07e9, and 64 positions of a tile below 2.7e8. */
 #define TQKV__INTEGER_TOP 32639
 /* Smaller largest values count as this one, 2^-100: T over it is a float. */
 #define TQKV__INTEGER_LEAST 7.888609052210118e-31f
 
-/* The stream's integer centroids, repeated, and their step. The books are symmetric; these are the upper halves. Each
-   has the step that adds the least distortion: 0.000, 0.003, 0.11, 1.4 and 7.3% with 2 to 6 bits. */
+/* Whether a stream is multiplied as floats. The centroids of TQ8 do not fit 8 bits. */
+static bool tqkv__in_floats(const tqkv__stream *s) { return s->kind == TQKV__HALF || s->book_bits == 8; }
+
+/* Finds the stream's integer centroids, repeated to 64, and their step. Books are symmetric: these are upper halves, each
+   with the step that adds the least distortion. docs/formats.md says how much that is. */
 static void tqkv__fill_integers(tqkv__stream *s)
 {
     static const float steps[5] = {0.0251706206f, 0.0244347833f, 0.0261686062f, 0.0276549527f, 0.0319480885f};
@@ -4410,7 +4244,7 @@ static void tqkv__fill_integers(tqkv__stream *s)
                                         {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 26, 28, 30,  33,
                                          35, 38, 41, 44, 47, 50, 53, 57, 61, 65, 70, 76, 82, 90, 100, 116}};
     s->step = 1.0f;
-    if (s->kind != TQKV__BOOK) return;
+    if (s->kind != TQKV__BOOK || tqkv__in_floats(s)) return;
     const int half = 1 << (s->book_bits - 1);
     s->step = steps[s->book_bits - 2];
     for (int i = 0; i < 64; i++) {
@@ -4461,7 +4295,7 @@ static float tqkv__to_integers(const float *x, int n, float step, int16_t *to)
     return tqkv__integer_unit(largest, step);
 }
 
-/* An integer query has room for a float a value; its unit is in the last of them. query: [head_dim] */
+/* Rounds a query to integers, whose unit takes the place of the last float. query, to: [head_dim] */
 static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, float *to)
 {
     int16_t integers[TQKV_MAX_HEAD_DIM];
@@ -4469,9 +4303,8 @@ static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, 
     memcpy(to, integers, (size_t)s->head_dim * sizeof *integers);
 }
 
-/* Turns a query into what its integers leave of it, and says whether that is worth a second digit: if fewer than 19 of
-   32 values reach an eighth of the largest. Of Gaussian rows that are those whose largest is above 4.3 times their
-   deviation: one in 400 at head_dim 128. One coordinate a thousand times the others would leave these five bits. */
+/* Replaces a query by what its integers leave of it. Returns whether that is worth a second digit, whose products are
+   added to the scores: fewer than 19 of 32 values reach an eighth of the largest, as in one Gaussian row of 400. */
 static bool tqkv__round_rest(float *query, int n)
 {
     uint32_t largest = 0;
@@ -4489,7 +4322,7 @@ static bool tqkv__round_rest(float *query, int n)
     return true;
 }
 
-/* Results that are NaN have one pattern of bits, whatever the processor makes of them. */
+/* Gives NaN one pattern of bits: processors differ in those that they make. */
 static float tqkv__one_nan(float x) { return x != x ? tqkv__float(0x7fc00000u) : x; }
 
 /* Returns the factor of panel `panel` of panel_dim values of a row. */
@@ -4498,11 +4331,30 @@ static float tqkv__panel_factor(const tqkv__stream *s, const float *norms, int p
     return tqkv__factor(s, norms[panel * s->panel_dim / s->norm_dim]);
 }
 
-static float tqkv__score_half(const tqkv__stream *s, const float *key, const float *query)
+/* An infinite norm of a key counts as NaN: its score could be -infinity, which would leave the position out. */
+static float tqkv__norm_of_key(float norm) { return norm + norm * 0.0f; }
+
+/* Decodes a key that is multiplied as floats. to: [head_dim] */
+static void tqkv__decode_key(const tqkv__stream *s, const uint8_t *codes, const float *norms, float *to)
 {
-    float lanes[16] = {0};
-    for (int d = 0; d < s->head_dim; d++) lanes[d % 16] = tqkv__fma(query[d], key[d], lanes[d % 16]);
-    return tqkv__sum_16(lanes);
+    float checked[TQKV_MAX_HEAD_DIM / 256];
+    for (int b = 0; b < s->norms_per_row; b++) checked[b] = tqkv__norm_of_key(norms[b]);
+    tqkv__decode_row(s, codes, checked, to);
+}
+
+/* Products that 16 sums take. With equal products all roundings fall to one side: 1024 in a row would give keys of
+   constant halves an error of 3.4e-5. */
+#define TQKV__MOST_PRODUCTS 512
+
+static float tqkv__score_floats(const tqkv__stream *s, const float *key, const float *query, float score)
+{
+    for (int first = 0; first < s->head_dim; first += TQKV__MOST_PRODUCTS) {
+        const int left = s->head_dim - first, end = first + (left < TQKV__MOST_PRODUCTS ? left : TQKV__MOST_PRODUCTS);
+        float lanes[16] = {0};
+        for (int d = first; d < end; d++) lanes[d % 16] = tqkv__fma(query[d], key[d], lanes[d % 16]);
+        score = TQKV__AS_FLOAT(score + tqkv__sum_16(lanes));
+    }
+    return score;
 }
 
 static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, const float *norms, const float *query,
@@ -4510,8 +4362,8 @@ static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, cons
 {
     const int16_t *q = (const int16_t *)(const void *)query;
     for (int b = 0; b < s->head_dim / s->panel_dim; b++) {
-        const float norm = tqkv__panel_factor(s, norms, b), factor_or_nan = norm + norm * 0.0f; /* see `factors` */
-        const float factor = TQKV__AS_FLOAT(factor_or_nan * query[s->head_dim - 1]);
+        const float norm = tqkv__norm_of_key(tqkv__panel_factor(s, norms, b));
+        const float factor = TQKV__AS_FLOAT(norm * query[s->head_dim - 1]);
         int32_t sum = 0;
         for (int d = b * s->panel_dim; d < (b + 1) * s->panel_dim; d++) sum += q[d] * key[d];
         score = tqkv__fma(TQKV__AS_FLOAT((float)sum), factor, score);
@@ -4519,31 +4371,36 @@ static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, cons
     return score;
 }
 
-static void tqkv__integer_score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                            const float *q, int n_rows, bool add, float *scores)
+static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q,
+                                    int n_rows, bool add, float *scores)
 {
-    float half[TQKV_MAX_HEAD_DIM];
-    int8_t key[TQKV_MAX_HEAD_DIM];
+    float key[TQKV_MAX_HEAD_DIM];
+    int8_t integers[TQKV_MAX_HEAD_DIM];
+    const bool in_floats = tqkv__in_floats(s);
     for (int j = 0; j < segment->n; j++) {
         const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot + j);
         const float *norms = tqkv__norms_at(s, kv_head, segment->slot + j);
-        if (s->kind == TQKV__HALF)
-            tqkv__decode_row(s, codes, norms, half);
+        if (in_floats)
+            tqkv__decode_key(s, codes, norms, key);
         else
-            tqkv__integers_at(s, codes, 0, s->head_dim, key);
+            tqkv__integers_at(s, codes, 0, s->head_dim, integers);
         for (int row = 0; row < n_rows; row++) {
             const float *query = q + (size_t)row * (size_t)s->head_dim;
             float *score = &scores[row * TQKV__TILE + j];
             const float before = add ? *score : 0.0f;
-            *score = s->kind == TQKV__HALF ? TQKV__AS_FLOAT(before + tqkv__score_half(s, half, query))
-                                           : tqkv__score_integers(s, key, norms, query, before);
+            *score = in_floats ? tqkv__score_floats(s, key, query, before)
+                               : tqkv__score_integers(s, integers, norms, query, before);
         }
     }
 }
 
-/* Does what softmax_tile of the kernels does. */
-static void tqkv__integer_softmax_row(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores,
-                                      float *max, float *sum, float *out)
+static bool tqkv__span_has(const tqkv__span *span, int j)
+{
+    return j >= span->from && j < span->to && !(span->hidden >> j & 1);
+}
+
+static void tqkv__softmax_row(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores, float *max,
+                              float *sum, float *out)
 {
     float largest = *max, lanes[16] = {0};
     const float softcap = a->call.softcap;
@@ -4572,26 +4429,27 @@ static void tqkv__integer_softmax_row(const tqkv__attention *a, const tqkv__span
     *sum = TQKV__AS_FLOAT(*sum + tqkv__sum_16(lanes));
 }
 
-static void tqkv__integer_softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, const float *offsets,
-                                              int n_rows, float *scores, float *max, float *sum, float *out)
+static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, const float *offsets,
+                                      int n_rows, float *scores, float *max, float *sum, float *out)
 {
     for (int row = 0; row < n_rows; row++)
-        tqkv__integer_softmax_row(a, &spans[row], offsets[row], scores + row * TQKV__TILE, &max[row], &sum[row],
-                                  out + (size_t)row * (size_t)a->value_dim);
+        tqkv__softmax_row(a, &spans[row], offsets[row], scores + row * TQKV__TILE, &max[row], &sum[row],
+                          out + (size_t)row * (size_t)a->value_dim);
 }
 
-/* Adds: out += sum_j weights[j] * value j for values of halves, one position after the other. out: [head_dim] */
-static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
+/* Adds: out += sum_j weights[j] * value j, for values that are multiplied as floats. out: [head_dim] */
+static void tqkv__add_floats(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
                              float *out)
 {
     float value[TQKV_MAX_HEAD_DIM];
     for (int j = 0; j < segment->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j), NULL, value);
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
+                         tqkv__norms_at(s, kv_head, segment->slot + j), value);
         for (int d = 0; d < s->head_dim; d++) out[d] = tqkv__fma(weights[j], value[d], out[d]);
     }
 }
 
-/* Adds one panel of integers in the same way; integers: [n][panel_dim], out: [panel_dim] */
+/* Adds one panel of integers; integers: [n][panel_dim], out: [panel_dim] */
 static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int panel,
                                const int8_t *integers, const float *weights, float *out)
 {
@@ -4608,38 +4466,61 @@ static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__s
     for (int d = 0; d < s->panel_dim; d++) out[d] = tqkv__fma(TQKV__AS_FLOAT((float)sums[d]), unit, out[d]);
 }
 
-static void tqkv__integer_value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                            const float *weights, int n_rows, float *scaled, float *out)
+static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                    const float *weights, int n_rows, float *scaled, float *out)
 {
     int8_t integers[TQKV__TILE * TQKV__PANEL];
     (void)scaled; /* for vectors */
-    if (s->kind == TQKV__HALF)
+    if (tqkv__in_floats(s)) {
         for (int row = 0; row < n_rows; row++)
-            tqkv__add_halves(s, kv_head, segment, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
-    if (s->kind != TQKV__HALF)
-        for (int b = 0; b < s->head_dim / s->panel_dim; b++) {
-            for (int j = 0; j < segment->n; j++)
-                tqkv__integers_at(s, tqkv__codes_at(s, kv_head, segment->slot + j), b * s->panel_dim, s->panel_dim,
-                                  integers + j * s->panel_dim);
-            for (int row = 0; row < n_rows; row++)
-                tqkv__add_integers(s, kv_head, segment, b, integers, weights + row * TQKV__TILE,
-                                   out + (size_t)row * (size_t)s->head_dim + b * s->panel_dim);
+            tqkv__add_floats(s, kv_head, segment, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
+        return;
+    }
+    for (int b = 0; b < s->head_dim / s->panel_dim; b++) {
+        for (int j = 0; j < segment->n; j++)
+            tqkv__integers_at(s, tqkv__codes_at(s, kv_head, segment->slot + j), b * s->panel_dim, s->panel_dim,
+                              integers + j * s->panel_dim);
+        for (int row = 0; row < n_rows; row++)
+            tqkv__add_integers(s, kv_head, segment, b, integers, weights + row * TQKV__TILE,
+                               out + (size_t)row * (size_t)s->head_dim + b * s->panel_dim);
+    }
+}
+
+/* Returns what the sum of a stretch loses to the maximum of a piece of it, as the exponent of a factor. */
+static inline float tqkv__loss(float max, float piece_max)
+{
+    return piece_max > max ? TQKV__AS_FLOAT(max - piece_max) : 0.0f;
+}
+
+static void tqkv__end_piece_scalar(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums)
+{
+    for (int row = 0; row < n_rows; row++) {
+        if (piece->sum[row] == 0.0f) continue;
+        const float factor = tqkv__exp(tqkv__loss(sums->max[row], piece->max[row]));
+        float *added = piece->out + (size_t)row * (size_t)value_dim, *to = sums->out + (size_t)row * (size_t)value_dim;
+        for (int d = 0; d < value_dim; d++) to[d] = tqkv__fma(to[d], factor, added[d]);
+        memset(added, 0, (size_t)value_dim * sizeof(float));
+        sums->sum[row] = tqkv__fma(sums->sum[row], factor, piece->sum[row]);
+        sums->max[row] = piece->max[row];
+        piece->sum[row] = 0.0f;
+    }
+}
+
+static void tqkv__sum_heads_scalar(const float *scores, const float *weights, const float *offsets, bool relu,
+                                   int n_rows, float *sums)
+{
+    for (int row = 0; row < n_rows; row++, scores += TQKV__TILE)
+        for (int j = 0; j < TQKV__TILE; j++) {
+            const float score = TQKV__AS_FLOAT(scores[j] + offsets[row]);
+            sums[j] = tqkv__fma(weights[row], relu && score < 0.0f ? 0.0f : score, sums[j]);
         }
 }
 
-/* Integer arithmetic of an instruction set, and that of floats beside which it is used. */
-typedef struct tqkv__integers {
-    const tqkv__isa *floats;
-    void (*round_query)(const tqkv__stream *s, const float *query, float *to); /* query, to: [head_dim] */
-    tqkv__isa isa;
-} tqkv__integers;
+static const tqkv__kernels tqkv__kernels_scalar = {tqkv__round_query_scalar,  tqkv__score_tile_scalar,
+                                                   tqkv__softmax_tile_scalar, tqkv__end_piece_scalar,
+                                                   tqkv__value_tile_scalar,   tqkv__sum_heads_scalar};
 
-static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
-                                                     tqkv__round_query_scalar,
-                                                     {"scalar", 1, 1, &tqkv__codec_scalar, tqkv__reorder_scalar,
-                                                      tqkv__integer_score_tile_scalar,
-                                                      tqkv__integer_softmax_tile_scalar, tqkv__end_piece_scalar,
-                                                      tqkv__integer_value_tile_scalar, tqkv__sum_heads_scalar}};
+static const tqkv__isa tqkv__isa_scalar = {"scalar", 1, &tqkv__codec_scalar};
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
@@ -4801,19 +4682,15 @@ TQKV__TARGET static void TQKV__(sum_heads)(const float *scores, const float *wei
     }
 }
 
-/* Finds the factors of a tile's codes, per panel and position. Those of keys that are infinite become NaN: a score of
-   -infinity would leave the position out. norms: NULL for halves, whose factors are all 1; factors:
-   [n_blocks][TQKV__TILE], of others zero beyond n */
+/* Finds the factors of a tile's codes, per panel and position; of keys see tqkv__norm_of_key. factors:
+   [n_panels][TQKV__TILE], zero beyond n */
 TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__segment *segment,
                                          bool keys, float *factors)
 {
-    const TQKV__VECTOR zero = TQKV__(set1)(0.0f), same = TQKV__(set1)(1.0f);
+    const TQKV__VECTOR zero = TQKV__(set1)(0.0f);
     const int dim = s->head_dim, per_row = s->norms_per_row, n = segment->n;
-    for (int d = 0; !norms && d < dim; d += s->panel_dim, factors += TQKV__TILE)
-        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) TQKV__(store)(factors + j, same);
-    if (!norms) return;
     const bool divided = per_row > 1 && s->kind == TQKV__BOOK && s->block_scale != 1.0f;
-    const TQKV__VECTOR factor = divided ? same : TQKV__(set1)(tqkv__factor(s, 1.0f));
+    const TQKV__VECTOR factor = TQKV__(set1)(divided ? 1.0f : tqkv__factor(s, 1.0f));
     for (int d = 0; d < dim; d += s->panel_dim, factors += TQKV__TILE) {
         const float *norm = per_row > 1 ? norms + d / s->norm_dim : norms;
         if (per_row > 1 || n < TQKV__TILE) {
@@ -4828,878 +4705,6 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
             if (keys) x = x + x * zero;
             TQKV__(store)(factors + j, x);
         }
-    }
-}
-
-/* >>k-decode: codes as floats, a segment of positions at a time. */
-
-/* Decoded rows are floats. Their format has the number that no store may have. */
-#define TQKV__FLOATS TQKV_FORMAT_DEFAULT
-/* Codes of 2 or 4 main bits, in the order of reorder. */
-#define TQKV__PACKED(format) (TQKV__MAIN_BITS(format) < 8)
-/* Vectors in a strip, which is decoded together. */
-#define TQKV__STRIP(format) (TQKV__PACKED(format) ? TQKV__NIBBLE_STRIP : 4)
-/* Formats with loops straight from the codes. Not those of codebooks in bytes, and on AVX2 none of 6 bits: their rows
-   are decoded first, which takes 1.1 to 1.4 times as long for one and two query rows. I8 and TQ5 are as exact or
-   smaller, and faster; the loops would take 35 KB. */
-#define TQKV__HAS_LOOPS(kind, main, book) ((kind) != TQKV__BOOK || ((main) < 8 && (TQKV__LANES != 8 || (book) < 6)))
-#define TQKV__DIRECT(f)                   TQKV__HAS_LOOPS(TQKV__KIND(f), TQKV__MAIN_BITS(f), TQKV__BOOK_BITS(f))
-/* Rows of a codebook's loops. More take decoded rows: on AVX2 four took as long or longer straight from the codes (Zen
-   4, D=128: TQ3 1.10, TQ2 1.04, TQ5 to TQ8 0.99 times). */
-#define TQKV__BOOK_ROWS(book, keys) (TQKV__LANES == 8 && ((keys) || (book) != 4) ? 2 : 4)
-/* Most rows of a format's loops, which are compiled for 1, 2 and so many. No kind: decoded rows. */
-#define TQKV__KEY_ROWS(kind, book)                                                                                     \
-    ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, true) : (kind) == 0 ? TQKV__DECODED_SCORE_ROWS : TQKV__SCORE_ROWS)
-#define TQKV__VALUE_ROWS(kind, book) ((kind) == TQKV__BOOK ? TQKV__BOOK_ROWS(book, false) : TQKV__ROWS)
-
-/* Distance between decoded rows. The gap keeps equal columns of many rows out of the same cache sets. */
-#define TQKV__X_STRIDE(dim) ((dim) + 16)
-
-/* Calls the loop for 1, 2 or `most` rows, each a constant. */
-#define TQKV__BY_ROWS(loop, format, most)                                                                              \
-    (rows == 1    ? TQKV__(loop)(format, 1, panel)                                                                     \
-     : rows == 2  ? TQKV__(loop)(format, 2, panel)                                                                     \
-     : (most) > 2 ? TQKV__(loop)(format, most, panel)                                                                  \
-                  : (void)0)
-
-/* -- Codes as floats. The lanes of a vector are dimensions, of keys as of values. -- */
-
-/* One panel of a segment of positions, and the query rows that use it. rows and results: queries and scores for keys,
-   weights and sums for values; their rows are row_stride and result_stride apart. */
-typedef struct TQKV__(panel) {
-    const tqkv__stream *stream;
-    const uint8_t *codes; /* of the first position; the others are `stride` bytes apart */
-    ptrdiff_t ahead;      /* bytes to the codes that will be read next */
-    size_t stride, upper; /* upper: bytes from the panel's low nibbles to its upper bits */
-    bool first;           /* of its rows, whose codes begin with it */
-    int n, dim;           /* positions; values of the panel */
-    const float *rows;
-    int row_stride, result_stride; /* between the pointers: read as one vector, they would wait for their two stores */
-    float *results;
-    int n_rows;           /* at most as many as the loop's; the last one takes the place of those that are missing */
-    const float *factors; /* [n], keys only */
-    bool add;             /* add to the scores in results */
-} TQKV__(panel);
-
-/* Loops for one format. rows: 1, 2, or the most that registers hold. */
-typedef struct TQKV__(loops) {
-    void (*decode)(const TQKV__(panel) *, int n, float *x);
-    void (*score)(const TQKV__(panel) *, int rows);
-    void (*accumulate)(const TQKV__(panel) *, int rows);
-    void (*add_rest)(const TQKV__(panel) *, int rows);
-} TQKV__(loops);
-
-/* Returns the bytes of a strip in the field of main bits, and in the field of upper bits. */
-TQKV__OP int TQKV__(strip_bytes)(const tqkv_format format, int per_lane)
-{
-    return TQKV__LANES * per_lane * (format == TQKV__FLOATS ? 32 : TQKV__MAIN_BITS(format)) / 8;
-}
-
-TQKV__OP int TQKV__(upper_bytes)(const tqkv_format format, int per_lane)
-{
-    return TQKV__LANES * per_lane * TQKV__UPPER_BITS(format) / 8;
-}
-
-TQKV__OP size_t TQKV__(stride)(const tqkv_format format, const TQKV__(panel) * panel)
-{
-    return format == TQKV__FLOATS ? (size_t)TQKV__X_STRIDE(panel->dim) * sizeof(float) : panel->stride;
-}
-
-/* The parameters format, per_lane, rows, k and width are constants here and below. */
-TQKV__OP void TQKV__(load_codebook)(const tqkv_format format, const tqkv__stream *s, TQKV__VECTOR *table)
-{
-    if (TQKV__KIND(format) == TQKV__BOOK) TQKV__(load_table)(TQKV__BOOK_BITS(format), TQKV__PACKED(format), s, table);
-}
-
-/* Returns vector k of the strip at p, with its upper bits at `upper`. Packed codes come in the order of
-   reorder. */
-TQKV__OP TQKV__VECTOR TQKV__(value)(const tqkv_format format, const int per_lane, const int k,
-                                    const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper)
-{
-    const int bits = TQKV__BOOK_BITS(format);
-    if (format == TQKV__FLOATS) return TQKV__(load)((const float *)(const void *)p + k * TQKV__LANES);
-    if (TQKV__KIND(format) == TQKV__GRID) return TQKV__(load_i8)(p + k * TQKV__LANES);
-    if (TQKV__KIND(format) == TQKV__HALF) return TQKV__(load_f16)(p + 2 * k * TQKV__LANES);
-    return TQKV__PACKED(format) ? TQKV__(centroids_of_packed)(bits, per_lane, k, table, p, upper)
-                                : TQKV__(centroids_of_bytes)(bits, per_lane, k, table, p);
-}
-
-/* Finds vectors k to k + count - 1 of the strip; x: [count] */
-TQKV__OP void TQKV__(values)(const tqkv_format format, const int per_lane, const int k, const int count,
-                             const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, TQKV__VECTOR *x)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < count; i++) x[i] = TQKV__(value)(format, per_lane, k + i, table, p, upper);
-}
-
-/* -- A panel, which is a multiple of 16 values, is whole strips and then, as they fit, strips of 4, 2 and 1 vectors.
-   -- */
-
-/* Whether there are strips of two vectors. On vectors of 16 only packed codes gain by them. */
-#define TQKV__SHORT_STRIPS(format) (TQKV__LANES < 16 || TQKV__PACKED(format))
-
-/* Returns the vectors of the next strip, when so many values of the panel are left. */
-TQKV__OP int TQKV__(strip_length)(const tqkv_format format, int left)
-{
-    const int strip = TQKV__STRIP(format);
-    left /= TQKV__LANES;
-    if (strip * TQKV__LANES <= 16 || left >= strip) return strip;
-    if (strip > 4 && left >= 4) return 4;
-    return TQKV__SHORT_STRIPS(format) && left >= 2 ? 2 : 1;
-}
-
-/* Calls the loop for a strip of `count` vectors, fewer than a whole one, as a constant. */
-#define TQKV__SHORTER(loop, ...)                                                                                       \
-    (TQKV__STRIP(format) > 4 && count == 4      ? loop(4, __VA_ARGS__)                                                 \
-     : TQKV__SHORT_STRIPS(format) && count == 2 ? loop(2, __VA_ARGS__)                                                 \
-     : TQKV__LANES == 16                        ? loop(1, __VA_ARGS__)                                                 \
-                                                : (void)0)
-
-/* Decodes a strip of per_lane vectors to floats. */
-TQKV__OP void TQKV__(decode_strip)(const int per_lane, const tqkv_format format, const TQKV__VECTOR *table,
-                                   const uint8_t *p, const uint8_t *upper, float *x)
-{
-    TQKV__VECTOR strip[8];
-    TQKV__(values)(format, per_lane, 0, per_lane, table, p, upper, strip);
-    TQKV__UNROLL
-    for (int k = 0; k < per_lane; k++) TQKV__(store)(x + k * TQKV__LANES, strip[k]);
-}
-
-/* Decodes the first n positions to floats. x: [n][TQKV__X_STRIDE] */
-TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(panel) * panel, int n, float *x)
-{
-    TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, panel->stream, table);
-    for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(panel->dim)) {
-        const uint8_t *p = panel->codes + (size_t)j * panel->stride, *upper = p + panel->upper;
-        for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
-            count = TQKV__(strip_length)(format, left);
-            if (count == TQKV__STRIP(format))
-                TQKV__(decode_strip)(TQKV__STRIP(format), format, table, p, upper, x + panel->dim - left);
-            else
-                TQKV__SHORTER(TQKV__(decode_strip), format, table, p, upper, x + panel->dim - left);
-            p += TQKV__(strip_bytes)(format, count);
-            upper += TQKV__(upper_bytes)(format, count);
-        }
-    }
-}
-
-/* As reorder, for a matrix of `columns`; columns and decoded are constants where that is worth the code. */
-TQKV__OP void TQKV__(reorder_matrix)(const bool decoded, const int columns, const float *from, float *to)
-{
-    enum { most = TQKV__COLUMNS * TQKV__MATRIX_ROWS / TQKV__LANES };
-    TQKV__VECTOR x[most];
-    const int n = columns * TQKV__MATRIX_ROWS / TQKV__LANES;
-    TQKV__UNROLL /* over a constant: clang warns of a loop that it cannot unroll, gcc of what is left out */
-    for (int i = 0; i < most; i++) x[i] = TQKV__(load)(from + (i < n ? i : 0) * TQKV__LANES);
-    TQKV__(turn)(decoded, columns, x);
-    TQKV__UNROLL
-    for (int i = 0; i < most; i++)
-        if (i < n) TQKV__(store)(to + i * TQKV__LANES, x[i]);
-}
-
-TQKV__TARGET static void TQKV__(reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to)
-{
-    const int most = s->main_bits < 8 ? columns : 1;
-    for (int d = 0; most == 1 && d < s->head_dim; d += TQKV__LANES) TQKV__(store)(to + d, TQKV__(load)(from + d));
-    if (most == 1) return;
-    for (int d = 0, left = s->panel_dim, now; d < s->head_dim; d += now * TQKV__MATRIX_ROWS) {
-        for (now = most; now * TQKV__MATRIX_ROWS > left;) now /= 2;
-        if (now == TQKV__COLUMNS && decoded)
-            TQKV__(reorder_matrix)(true, TQKV__COLUMNS, from + d, to + d);
-        else if (now == TQKV__COLUMNS)
-            TQKV__(reorder_matrix)(false, TQKV__COLUMNS, from + d, to + d);
-        else
-            TQKV__(reorder_matrix)(decoded, now, from + d, to + d);
-        left -= now * TQKV__MATRIX_ROWS;
-        if (!left) left = s->panel_dim;
-    }
-}
-
-/* Rows of a matrix: queries or weights. */
-typedef struct TQKV__(rows) {
-    const float *at;
-    size_t offset[TQKV__ROWS]; /* of each row, in floats */
-} TQKV__(rows);
-
-/* Returns row r of a loop, in a panel: of three rows in the loop for four the last stands twice. Only that loop has a
-   row 3. */
-TQKV__OP int TQKV__(row_in)(const TQKV__(panel) * panel, const int r) { return r < 3 ? r : panel->n_rows - 1; }
-
-/* >>k-dot: scores straight from the codes. */
-
-TQKV__OP TQKV__(rows) TQKV__(open_rows)(const int rows, int stride, const TQKV__(panel) * panel)
-{
-    TQKV__(rows) all;
-    all.at = panel->rows;
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) all.offset[r] = (size_t)(TQKV__(row_in)(panel, r) * stride);
-    return all;
-}
-
-/* Whether the loop decodes a strip's vectors together. They share work, which the compiler finds only in adjacent
-   code. */
-TQKV__OP bool TQKV__(whole_strips)(const tqkv_format format)
-{
-    return TQKV__KIND(format) == TQKV__BOOK && (TQKV__STRIP_TOGETHER || !TQKV__PACKED(format));
-}
-
-/* Makes the compiler read the table from memory each time. 16 registers cannot hold tables and sums; tables are the
-   better ones to spill, because nothing waits for them. The sums of one row leave room for both. */
-TQKV__OP const TQKV__VECTOR *TQKV__(reload)(const int rows, const TQKV__VECTOR *table)
-{
-    if (TQKV__LANES == 8 && rows > 1) __asm__ volatile("" : "+r"(table)::"memory");
-    return table;
-}
-
-/* Four keys that are scored together: those of vectors at p[m] + at, with their upper bits at p[m] + upper. */
-typedef struct TQKV__(keys) {
-    const uint8_t *p[4];
-    size_t at, upper;
-} TQKV__(keys);
-
-/* Adds products to sums[row][m], lane by lane, of query `row` and a strip of per_lane vectors of key m */
-TQKV__OP void TQKV__(dot_strip)(const int per_lane, const tqkv_format format, const int rows, const TQKV__VECTOR *table,
-                                const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
-{
-    TQKV__VECTOR x[8], query[TQKV__ROWS];
-    if (TQKV__(whole_strips)(format)) {
-        TQKV__UNROLL
-        for (int m = 0; m < 4; m++) {
-            const uint8_t *p = keys->p[m] + keys->at, *upper = keys->p[m] + keys->upper;
-            TQKV__(values)(format, per_lane, 0, per_lane, TQKV__(reload)(rows, table), p, upper, x);
-            TQKV__UNROLL
-            for (int k = 0; k < per_lane; k++) {
-                TQKV__UNROLL
-                for (int r = 0; r < rows; r++) {
-                    query[r] = TQKV__(load)(queries->at + queries->offset[r] + k * TQKV__LANES);
-                    sums[r][m] = TQKV__(fma)(query[r], x[k], sums[r][m]);
-                }
-            }
-        }
-        return;
-    }
-    TQKV__UNROLL
-    for (int k = 0; k < per_lane; k++) {
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(queries->at + queries->offset[r] + k * TQKV__LANES);
-        TQKV__UNROLL
-        for (int m = 0; m < 4; m++) {
-            x[m] = TQKV__(value)(format, per_lane, k, table, keys->p[m] + keys->at, keys->p[m] + keys->upper);
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(fma)(query[r], x[m], sums[r][m]);
-        }
-    }
-}
-
-/* A strip whose vectors are taken one after the other. */
-typedef struct TQKV__(rest) {
-    TQKV__(codes) main, upper, codes; /* of packed codes: fields, and codes of the next vectors */
-    const uint8_t *p;                 /* of others */
-} TQKV__(rest);
-
-/* Vectors whose codes are joined from the two fields together. */
-#define TQKV__JOINED(format) (TQKV__BOOK_BITS(format) > 4 ? 4 : 8)
-
-/* Opens the strip of each key; `count` is a constant for packed codes. */
-TQKV__OP void TQKV__(open_strips)(const tqkv_format format, const int count, const TQKV__(keys) * keys,
-                                  TQKV__(rest) * rest)
-{
-    TQKV__UNROLL
-    for (int m = 0; m < 4; m++) {
-        rest[m].p = keys->p[m] + keys->at;
-        if (TQKV__PACKED(format)) {
-            const uint8_t *upper = keys->p[m] + keys->upper;
-            TQKV__(load_fields)(TQKV__BOOK_BITS(format), count, rest[m].p, upper, &rest[m].main, &rest[m].upper);
-        }
-    }
-}
-
-/* Joins the codes from vector k of the strips on. */
-TQKV__OP void TQKV__(join_strips)(const tqkv_format format, int k, TQKV__(rest) * rest)
-{
-    (void)k; /* only on vectors of 16 */
-    if (!TQKV__PACKED(format)) return;
-    TQKV__UNROLL
-    for (int m = 0; m < 4; m++, rest++)
-        rest->codes = TQKV__(join_fields)(TQKV__BOOK_BITS(format), k, rest->main, rest->upper);
-}
-
-/* Finds the next vector of each strip, whose codes are joined; x: [4] */
-TQKV__OP void TQKV__(next_vectors)(const tqkv_format format, const TQKV__VECTOR *table, TQKV__(rest) * rest,
-                                   TQKV__VECTOR *x)
-{
-    TQKV__UNROLL
-    for (int m = 0; m < 4; m++, rest++) {
-        if (TQKV__PACKED(format)) {
-            x[m] = TQKV__(look_up)(TQKV__BOOK_BITS(format), table, rest->codes);
-            TQKV__(next_codes)(TQKV__BOOK_BITS(format), &rest->codes);
-        } else {
-            x[m] = TQKV__(value)(format, 1, 0, table, rest->p, rest->p);
-            rest->p += TQKV__(strip_bytes)(format, 1);
-        }
-    }
-}
-
-/* Does what dot_strip does for any number of vectors, one after the other; of packed codes 8 or 4. */
-TQKV__OP void TQKV__(dot_vectors)(const tqkv_format format, const int rows, int count, const TQKV__VECTOR *table,
-                                  const TQKV__(keys) * keys, const TQKV__(rows) * queries, TQKV__VECTOR (*sums)[4])
-{
-    const float *at = queries->at;
-    const int joined = TQKV__JOINED(format) == 8 ? count : 4;
-    TQKV__(rest) rest[4];
-    if (count == 8)
-        TQKV__(open_strips)(format, 8, keys, rest);
-    else
-        TQKV__(open_strips)(format, 4, keys, rest);
-    for (int k = 0; k < count; k += joined) {
-        TQKV__(join_strips)(format, k, rest);
-        for (int i = 0; i < joined; i++, at += TQKV__LANES) {
-            TQKV__VECTOR query[TQKV__ROWS], v[4];
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) query[r] = TQKV__(load)(at + queries->offset[r]);
-            TQKV__(next_vectors)(format, table, rest, v);
-            TQKV__UNROLL
-            for (int m = 0; m < 4; m++) {
-                TQKV__UNROLL
-                for (int r = 0; r < rows; r++) sums[r][m] = TQKV__(fma)(query[r], v[m], sums[r][m]);
-            }
-        }
-    }
-}
-
-/* The cache that codes are fetched to. */
-#define TQKV__NEAR(format) (TQKV__UPPER_BITS(format) ? TQKV__L1 : TQKV__L2)
-
-/* Asks for the codes of four keys of the next tile: packed rows as one piece of memory, before the first strip of the
-   first panel, two lines at a time; others with each strip, because many lines at once are slower. Of the latter a
-   whole strip, because a loop for fewer lines costs more than they. `begin`: before the first strip */
-TQKV__OP void TQKV__(ask_ahead)(const tqkv_format format, const bool begin, const TQKV__(panel) * panel,
-                                const TQKV__(keys) * keys)
-{
-    const uint8_t *first = keys->p[0] + panel->ahead;
-    if (format == TQKV__FLOATS || begin != TQKV__PACKED(format)) return;
-    if (begin)
-        for (size_t i = 0; panel->first && i < 4 * panel->stride; i += 128)
-            tqkv__prefetch(TQKV__NEAR(format), first + i, 128);
-    TQKV__UNROLL
-    for (int m = 0; !begin && m < 4; m++)
-        tqkv__prefetch(TQKV__NEAR(format), keys->p[m] + (ptrdiff_t)keys->at + panel->ahead,
-                       (size_t)TQKV__(strip_bytes)(format, TQKV__STRIP(format)));
-}
-
-/* Goes on behind a strip of `count` vectors. */
-TQKV__OP void TQKV__(advance)(const tqkv_format format, int count, TQKV__(keys) * keys, TQKV__(rows) * queries)
-{
-    keys->at += (size_t)TQKV__(strip_bytes)(format, count);
-    keys->upper += (size_t)TQKV__(upper_bytes)(format, count);
-    queries->at += count * TQKV__LANES;
-}
-
-/* -- The products of a panel with four keys, in the way that is quickest for its format -- */
-
-/* Vectors of 4 and 8 take strip after strip, with code for all vectors of each length. */
-TQKV__OP void TQKV__(dot_by_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
-                                    const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
-                                    TQKV__VECTOR (*sums)[4])
-{
-    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
-        count = TQKV__(strip_length)(format, left);
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        if (left >= TQKV__STRIP(format) * TQKV__LANES)
-            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, queries, sums);
-        else
-            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, queries, sums);
-        TQKV__(advance)(format, count, keys, queries);
-    }
-}
-
-/* Packed codes on vectors of 16 take strips of 8 and 4 one vector after the other, because code for all of their
-   vectors gains nothing there; but strips of 2 and 1. */
-TQKV__OP void TQKV__(dot_long_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
-                                      const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
-                                      TQKV__VECTOR (*sums)[4])
-{
-    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
-        count = TQKV__(strip_length)(format, left);
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        if (count > 2)
-            TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
-        else
-            TQKV__SHORTER(TQKV__(dot_strip), format, rows, table, keys, queries, sums);
-        TQKV__(advance)(format, count, keys, queries);
-    }
-}
-
-/* Returns the vectors of the next strip where strips have any length, when so many values of the panel are left. */
-TQKV__OP int TQKV__(any_length)(const tqkv_format format, int left)
-{
-    const int room = TQKV__STRIP(format) * TQKV__LANES;
-    return (left < room ? left : room) / TQKV__LANES;
-}
-
-/* I8 on vectors of 16 takes all strips one vector after the other. */
-TQKV__OP void TQKV__(dot_by_vectors)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
-                                     const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
-                                     TQKV__VECTOR (*sums)[4])
-{
-    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
-        count = TQKV__(any_length)(format, left);
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
-        TQKV__(advance)(format, count, keys, queries);
-    }
-}
-
-/* Halves and decoded rows on vectors of 16 take whole strips: code for all vectors of whole strips gains 3%, the rest
-   goes one after the other. */
-TQKV__OP void TQKV__(dot_whole_strips)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
-                                       const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__(rows) * queries,
-                                       TQKV__VECTOR (*sums)[4])
-{
-    for (int left = panel->dim, count; left > 0; left -= count * TQKV__LANES) {
-        count = TQKV__(any_length)(format, left);
-        TQKV__(ask_ahead)(format, false, panel, keys);
-        if (left < TQKV__STRIP(format) * TQKV__LANES)
-            TQKV__(dot_vectors)(format, rows, count, table, keys, queries, sums);
-        else
-            TQKV__(dot_strip)(TQKV__STRIP(format), format, rows, table, keys, queries, sums);
-        TQKV__(advance)(format, count, keys, queries);
-    }
-}
-
-/* Finds sums[row][m]: products, lane by lane, of query `row` and key m; m < 4 */
-TQKV__OP void TQKV__(dot_keys)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
-                               const TQKV__VECTOR *table, TQKV__(keys) * keys, TQKV__VECTOR (*sums)[4])
-{
-    TQKV__(rows) queries = TQKV__(open_rows)(rows, panel->row_stride, panel);
-    TQKV__(ask_ahead)(format, true, panel, keys);
-    TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__(set1)(0.0f);
-    if (TQKV__LANES < 16)
-        TQKV__(dot_by_strips)(format, rows, panel, table, keys, &queries, sums);
-    else if (TQKV__PACKED(format))
-        TQKV__(dot_long_strips)(format, rows, panel, table, keys, &queries, sums);
-    else if (TQKV__KIND(format) == TQKV__GRID)
-        TQKV__(dot_by_vectors)(format, rows, panel, table, keys, &queries, sums);
-    else
-        TQKV__(dot_whole_strips)(format, rows, panel, table, keys, &queries, sums);
-}
-
-/* Writes a vector of scores for each row: (+)= factors * sum_across(fours). */
-TQKV__OP void TQKV__(store_scores)(const int rows, const TQKV__(panel) * panel, int first,
-                                   float (*fours)[TQKV__LANES * TQKV__LANES / 4])
-{
-    const TQKV__VECTOR factors = TQKV__(load)(panel->factors + first);
-    TQKV__VECTOR before[TQKV__ROWS];
-    float *to[TQKV__ROWS];
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        to[r] = panel->results + TQKV__(row_in)(panel, r) * TQKV__TILE + first;
-        before[r] = panel->add ? TQKV__(load)(to[r]) : TQKV__(set1)(0.0f);
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) TQKV__(store)(to[r], TQKV__(fma)(TQKV__(sum_across)(fours[r]), factors, before[r]));
-}
-
-/* Finds scores[row][j] (+)= factors[j] * (q[row] . key j), four keys at a time. Each key is decoded once for all rows.
-   Summing the lanes of four vectors costs little more than of one. Writes whole vectors. */
-TQKV__OP void TQKV__(score)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
-{
-    TQKV__ALIGNED float fours[TQKV__ROWS][TQKV__LANES * TQKV__LANES / 4];
-    const int n = panel->n;
-    const size_t stride = TQKV__(stride)(format, panel);
-    const uint8_t *codes = panel->codes;
-    TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, panel->stream, table);
-    for (int first = 0; first < n; first += TQKV__LANES) {
-        for (int i = 0; i < TQKV__LANES; i += 4) {
-            TQKV__VECTOR sums[TQKV__ROWS][4];
-            TQKV__(keys) keys;
-            keys.at = 0;
-            keys.upper = panel->upper;
-            TQKV__UNROLL
-            for (int m = 0; m < 4; m++) {
-                keys.p[m] = codes;
-                /* Past the end: the last key again; decoded rows are padded with copies of it. */
-                codes += format == TQKV__FLOATS || first + i + m + 1 < n ? stride : 0;
-            }
-            TQKV__(dot_keys)(format, rows, panel, table, &keys, sums);
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) TQKV__(store)(fours[r] + i / 4 * TQKV__LANES, TQKV__(sum_fours)(sums[r]));
-        }
-        TQKV__(store_scores)(rows, panel, first, fours);
-    }
-}
-
-/* >>k-accumulate: sums of values straight from the codes. */
-
-/* sums[row][v] += weights[row] * vector k + v of the strip of per_lane vectors at p; per_lane is a constant. Where
-   vectors are looked up together, weights come after them: 16 registers cannot hold both. */
-TQKV__OP void TQKV__(add_weighted)(const tqkv_format format, const int per_lane, const int rows, const int k,
-                                   const int width, const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper,
-                                   const TQKV__(rows) * weights, TQKV__VECTOR (*sums)[8])
-{
-    TQKV__VECTOR weight[TQKV__ROWS], x[8];
-    if (TQKV__(whole_strips)(format)) {
-        TQKV__(values)(format, per_lane, k, width, TQKV__(reload)(rows, table), p, upper, x);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            weight[r] = TQKV__(set1)(weights->at[weights->offset[r]]);
-            TQKV__UNROLL
-            for (int v = 0; v < width; v++) sums[r][v] = TQKV__(fma)(weight[r], x[v], sums[r][v]);
-        }
-        return;
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) weight[r] = TQKV__(set1)(weights->at[weights->offset[r]]);
-    TQKV__UNROLL
-    for (int v = 0; v < width; v++) {
-        x[v] = TQKV__(value)(format, per_lane, k + v, table, p, upper);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) sums[r][v] = TQKV__(fma)(weight[r], x[v], sums[r][v]);
-    }
-}
-
-/* Loads or stores `width` vectors of sums of each row, at out; width is a constant, and so is `store`. */
-TQKV__OP void TQKV__(move_sums)(const bool store, const int rows, const int width, const TQKV__(panel) * panel,
-                                TQKV__VECTOR (*sums)[8], float *out)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < rows * width; i++) { /* in this order gcc 12 keeps all of them in registers */
-        const int r = store ? i % rows : i / width, v = store ? i / rows : i % width;
-        float *at = out + TQKV__(row_in)(panel, r) * panel->result_stride + v * TQKV__LANES;
-        if (store)
-            TQKV__(store)(at, sums[r][v]);
-        else
-            sums[r][v] = TQKV__(load)(at);
-    }
-}
-
-/* Accumulates: out[row] += sum_j weights[row][j] * value[j] for `width` vectors from vector k on of a strip of per_lane
-   vectors, whose sums are in registers over all positions; per_lane is a constant. p: of the strip at the first
-   position, out: of vector k */
-TQKV__OP void TQKV__(accumulate_vectors)(const tqkv_format format, const int per_lane, const int rows, const int k,
-                                         const int width, const TQKV__(panel) * panel, const TQKV__VECTOR *table,
-                                         const uint8_t *p, const uint8_t *upper, float *out)
-{
-    const int n = panel->n, size = TQKV__(strip_bytes)(format, per_lane) + TQKV__(upper_bytes)(format, per_lane);
-    const size_t stride = TQKV__(stride)(format, panel);
-    const ptrdiff_t ahead = panel->ahead;
-    TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, panel);
-    TQKV__VECTOR sums[TQKV__ROWS][8];
-    int j = 0;
-    TQKV__(move_sums)(false, rows, width, panel, sums, out);
-    do { /* n > 0: a loop that may strip no times costs copies of all sums */
-        if (format != TQKV__FLOATS && k == 0) tqkv__prefetch(TQKV__NEAR(format), p + ahead, (size_t)size);
-        TQKV__(add_weighted)(format, per_lane, rows, k, width, table, p, upper, &weights, sums);
-        p += stride;
-        upper += stride;
-        weights.at++;
-    } while (++j < n);
-    TQKV__(move_sums)(true, rows, width, panel, sums, out);
-}
-
-/* Accumulates all vectors of a whole strip, as many at a time as registers hold. */
-TQKV__OP void TQKV__(accumulate_strip)(const tqkv_format format, const int rows, const TQKV__(panel) * panel,
-                                       const TQKV__VECTOR *table, const uint8_t *p, const uint8_t *upper, float *out)
-{
-    const int per_lane = TQKV__STRIP(format), most = TQKV__SUMS / rows, width = most < per_lane ? most : per_lane;
-    TQKV__UNROLL
-    for (int k = 0; k < per_lane; k += width, out += width * TQKV__LANES)
-        TQKV__(accumulate_vectors)(format, per_lane, rows, k, width, panel, table, p, upper, out);
-}
-
-/* Loads or stores the sums of the vectors behind a strip: two, one or none; two is a constant if it is false. */
-TQKV__OP void TQKV__(move_behind)(const bool store, const int rows, bool one, bool two, const TQKV__(panel) * panel,
-                                  TQKV__VECTOR (*sums)[8], float *out)
-{
-    if (one) TQKV__(move_sums)(store, rows, 1, panel, sums, out);
-    if (two) TQKV__(move_sums)(store, rows, 2, panel, sums, out);
-}
-
-/* Does in one pass what accumulate_vectors does, for a strip of per_lane vectors, 4 or 2, or 0 for none, and for
-   `behind` vectors after it, 0, 1 or 2: the sums of so few would wait for each other in passes of their own. `behind`
-   is a constant but after a strip of 4: tests in the loop cost up to 0.1 of attention's time at head_dim 48. */
-TQKV__OP void TQKV__(accumulate_rest)(const tqkv_format format, const int per_lane, const int behind, const int rows,
-                                      const TQKV__(panel) * panel, const TQKV__VECTOR *table, const uint8_t *p,
-                                      const uint8_t *upper, float *out)
-{
-    const int n = panel->n, asked = per_lane > 2 ? per_lane + 1 : 3; /* vectors of the next tile's codes */
-    const int bytes = TQKV__(strip_bytes)(format, per_lane), upper_bytes = TQKV__(upper_bytes)(format, per_lane);
-    const bool two = per_lane == 4 && 6 * rows <= TQKV__SUMS && behind == 2, one = behind && !two;
-    const size_t stride = TQKV__(stride)(format, panel);
-    const size_t size = (size_t)(TQKV__(strip_bytes)(format, asked) + TQKV__(upper_bytes)(format, asked));
-    const ptrdiff_t ahead = panel->ahead;
-    TQKV__(rows) weights = TQKV__(open_rows)(rows, TQKV__TILE, panel);
-    TQKV__VECTOR sums[TQKV__ROWS][8], sums_behind[TQKV__ROWS][8];
-    float *out_behind = out + per_lane * TQKV__LANES;
-    int j = 0;
-    if (per_lane) TQKV__(move_sums)(false, rows, per_lane, panel, sums, out);
-    TQKV__(move_behind)(false, rows, one, two, panel, sums_behind, out_behind);
-    do {
-        if (format != TQKV__FLOATS) tqkv__prefetch(TQKV__NEAR(format), p + ahead, size);
-        if (per_lane) TQKV__(add_weighted)(format, per_lane, rows, 0, per_lane, table, p, upper, &weights, sums);
-        if (behind) {
-            const uint8_t *next = p + bytes, *next_upper = upper + upper_bytes;
-            if (two)
-                TQKV__(add_weighted)(format, 2, rows, 0, 2, table, next, next_upper, &weights, sums_behind);
-            else
-                TQKV__(add_weighted)(format, 1, rows, 0, 1, table, next, next_upper, &weights, sums_behind);
-        }
-        p += stride;
-        upper += stride;
-        weights.at++;
-    } while (++j < n);
-    if (per_lane) TQKV__(move_sums)(true, rows, per_lane, panel, sums, out);
-    TQKV__(move_behind)(true, rows, one, two, panel, sums_behind, out_behind);
-}
-
-/* Accumulates: out[row] += sum_j weights[row][j] * value[j], for the whole strips of a panel */
-TQKV__OP void TQKV__(accumulate)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
-{
-    const int strip = TQKV__STRIP(format);
-    const uint8_t *p = panel->codes, *upper = panel->codes + panel->upper;
-    float *out = panel->results;
-    TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, panel->stream, table);
-    for (int left = panel->dim / TQKV__LANES; left >= strip; left -= strip, out += strip * TQKV__LANES) {
-        TQKV__(accumulate_strip)(format, rows, panel, table, p, upper, out);
-        p += TQKV__(strip_bytes)(format, strip);
-        upper += TQKV__(upper_bytes)(format, strip);
-    }
-}
-
-/* Accumulates the vectors behind them, in passes. It is a function of its own: in one with whole strips gcc 12 spills a
-   sum of four rows. On vectors of 4 only 4 may be left, on vectors of 8 only 2; on vectors of 16
-
-     vectors left   7          6                           5                           4    3      2    1
-     passes         4, 2 + 1   4 + 2 for up to two rows,   4 + 1 for up to three       4    2 + 1  2    1
-                               else 4, 2                   rows, else 4, 1                                  */
-TQKV__OP void TQKV__(add_rest)(const tqkv_format format, const int rows, const TQKV__(panel) * panel)
-{
-    const int strip = TQKV__STRIP(format), vectors = panel->dim / TQKV__LANES, whole = vectors / strip * strip;
-    const bool wide = TQKV__LANES == 16;
-    const uint8_t *p = panel->codes + TQKV__(strip_bytes)(format, whole);
-    const uint8_t *upper = panel->codes + panel->upper + TQKV__(upper_bytes)(format, whole);
-    float *out = panel->results + whole * TQKV__LANES;
-    TQKV__VECTOR table[8];
-    TQKV__(load_codebook)(format, panel->stream, table);
-    for (int left = vectors - whole, count; left > 0; left -= count, out += count * TQKV__LANES) {
-        const int behind = wide && left < 7 && left * rows <= TQKV__SUMS ? left - 4 : 0; /* a strip of 4 */
-        count = strip > 4 && left >= 4 ? 4 + behind : left;
-        if (strip > 4 && left >= 4) {
-            TQKV__(accumulate_rest)(format, 4, behind, rows, panel, table, p, upper, out);
-        } else if (strip * TQKV__LANES > 16) {
-            if (wide && left == 1)
-                TQKV__(accumulate_rest)(format, 0, 1, rows, panel, table, p, upper, out);
-            else if (wide && left == 3)
-                TQKV__(accumulate_rest)(format, 2, 1, rows, panel, table, p, upper, out);
-            else
-                TQKV__(accumulate_rest)(format, 2, 0, rows, panel, table, p, upper, out);
-        }
-        p += TQKV__(strip_bytes)(format, count);
-        upper += TQKV__(upper_bytes)(format, count);
-    }
-}
-
-/* >>k-tiles: the scores and the sums of a tile, by rows, decoded first or not. */
-
-/* Decodes with a codebook too large for table instructions: loads eight codes, stores a vector of centroids. */
-TQKV__OP void TQKV__(decode_by_loads)(const TQKV__(panel) * panel, int n, float *x)
-{
-    const float *codebook = panel->stream->codebook;
-    for (int j = 0; j < n; j++, x += TQKV__X_STRIDE(panel->dim)) {
-        const uint8_t *codes = panel->codes + (size_t)j * panel->stride;
-        for (int d = 0; d < panel->dim; d += TQKV__LANES) {
-            TQKV__VECTOR centroids = {0.0f};
-            uint64_t eight = 0;
-            TQKV__UNROLL
-            for (int i = 0; i < TQKV__LANES; i++, eight >>= 8) {
-                if (i % 8 == 0) memcpy(&eight, codes + d + i, TQKV__LANES < 8 ? TQKV__LANES : 8);
-                centroids[i] = codebook[eight & 255];
-            }
-            TQKV__(store)(x + d, centroids);
-        }
-    }
-}
-
-TQKV__OP void TQKV__(decode_rows)(const tqkv_format format, const TQKV__(panel) * panel, int n, float *x)
-{
-    if (TQKV__BOOK_BITS(format) == 8 && TQKV__LANES == 4)
-        TQKV__(decode_by_loads)(panel, n, x);
-    else
-        TQKV__(decode)(format, panel, n, x);
-}
-
-/* These go by the columns of a row of TQKV__FORMATS: what is left out here is not inlined to be thrown away. */
-#define TQKV__ROW_LOOPS(unused, format, name, kind, main, upper, book, plain)                                          \
-    TQKV__TARGET static void TQKV__(score_##format)(const TQKV__(panel) * panel, int rows)                             \
-    {                                                                                                                  \
-        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(score, format, TQKV__KEY_ROWS(kind, book));               \
-    }                                                                                                                  \
-    TQKV__TARGET static void TQKV__(accumulate_##format)(const TQKV__(panel) * panel, int rows)                        \
-    {                                                                                                                  \
-        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(accumulate, format, TQKV__VALUE_ROWS(kind, book));        \
-    }                                                                                                                  \
-    TQKV__TARGET static void TQKV__(rest_##format)(const TQKV__(panel) * panel, int rows)                              \
-    {                                                                                                                  \
-        if (TQKV__HAS_LOOPS(kind, main, book)) TQKV__BY_ROWS(add_rest, format, TQKV__VALUE_ROWS(kind, book));          \
-    }
-#define TQKV__DECODE_LOOP(unused, format, ...)                                                                         \
-    TQKV__TARGET static void TQKV__(decode_##format)(const TQKV__(panel) * panel, int n, float *x)                     \
-    {                                                                                                                  \
-        TQKV__(decode_rows)(format, panel, n, x);                                                                      \
-    }
-TQKV__FORMATS(TQKV__DECODE_LOOP, )
-TQKV__FORMATS(TQKV__ROW_LOOPS, )
-TQKV__ROW_LOOPS(, TQKV__FLOATS, , 0, 32, 0, 0, 0)
-
-#define TQKV__LOOPS_OF(unused, format, ...)                                                                            \
-    {TQKV__(decode_##format), TQKV__(score_##format), TQKV__(accumulate_##format), TQKV__(rest_##format)},
-static const TQKV__(loops) TQKV__(loops_by_format)[] = {
-    {NULL, TQKV__(score_TQKV__FLOATS), TQKV__(accumulate_TQKV__FLOATS), TQKV__(rest_TQKV__FLOATS)},
-    TQKV__FORMATS(TQKV__LOOPS_OF, )};
-
-/* Calls the loop for all rows of a panel, at most `most` at a time. Three take the loop for four, with one row twice:
-   as two and one they would decode everything twice. */
-static void TQKV__(by_rows)(TQKV__(panel) * panel, int n_rows, int most, void (*loop)(const TQKV__(panel) *, int rows))
-{
-    const float *rows = panel->rows;
-    float *results = panel->results;
-    for (int left = n_rows; left > 0; left -= panel->n_rows) {
-        panel->n_rows = left >= most ? most : left == 3 ? 3 : left >= 2 ? 2 : 1;
-        loop(panel, panel->n_rows == 3 ? most : panel->n_rows);
-        panel->rows += panel->n_rows * panel->row_stride;
-        panel->results += panel->n_rows * panel->result_stride;
-    }
-    panel->rows = rows;
-    panel->results = results;
-}
-
-/* Adds the values of a panel, of that format, to all rows. */
-static void TQKV__(add_values)(tqkv_format format, TQKV__(panel) * panel, int n_rows, int most)
-{
-    const TQKV__(loops) *loops = &TQKV__(loops_by_format)[format];
-    const int strip = TQKV__STRIP(format) * TQKV__LANES;
-    if (panel->dim >= strip) TQKV__(by_rows)(panel, n_rows, most, loops->accumulate);
-    if (panel->dim % strip) TQKV__(by_rows)(panel, n_rows, most, loops->add_rest);
-}
-
-/* Attends from decoded positions. Few at a time stay in the L1 cache, and each is decoded once. */
-TQKV__TARGET static void TQKV__(attend_decoded)(TQKV__(panel) * panel, int n_rows, bool keys)
-{
-    TQKV__ALIGNED float x[32 * TQKV__X_STRIDE(128)]; /* 18 KiB of stack */
-    const int step = panel->dim <= 128 ? 32 : 16;
-    const TQKV__(loops) *loops = &TQKV__(loops_by_format)[panel->stream->format];
-    const int n = panel->n;
-    for (int j = 0; j < n; j += step) {
-        const uint8_t *codes = panel->codes;
-        panel->n = n - j < step ? n - j : step;
-        tqkv__prefetch(TQKV__L2, codes + panel->ahead, (size_t)panel->n * panel->stride);
-        loops->decode(panel, panel->n, x);
-        for (int i = panel->n; i % TQKV__LANES; i++)
-            memcpy(x + i * TQKV__X_STRIDE(panel->dim), x + (i - 1) * TQKV__X_STRIDE(panel->dim),
-                   (size_t)panel->dim * sizeof(float));
-        panel->codes = (const uint8_t *)(const void *)x;
-        if (keys)
-            TQKV__(by_rows)(panel, n_rows, TQKV__DECODED_SCORE_ROWS, TQKV__(score_TQKV__FLOATS));
-        else
-            TQKV__(add_values)(TQKV__FLOATS, panel, n_rows, TQKV__ROWS);
-        panel->codes = codes + (size_t)step * panel->stride;
-        panel->rows += keys ? 0 : step;
-        panel->results += keys ? step : 0;
-        if (keys) panel->factors += step; /* NULL for values */
-    }
-}
-
-/* Attends to a panel. Few rows work straight from the codes; with a codebook only while no code is looked up twice. 32
-   wide registers hold four rows of multiply-adds and the look-ups of up to 5 bits: there any number of rows of values
-   works so, but at most eight where codes are joined from two fields (Zen 5: 12 rows of TQ3 and TQ5 take 0.92 times as
-   long decoded, 64 rows 0.85). */
-TQKV__TARGET static void TQKV__(attend_panel)(TQKV__(panel) * panel, int n_rows, bool keys)
-{
-    const tqkv__stream *s = panel->stream;
-    const TQKV__(loops) *loops = &TQKV__(loops_by_format)[s->format];
-    const bool any = !keys && TQKV__LANES == 16 && s->book_bits < 6 && (!s->upper_bits || n_rows <= 8);
-    const int most = keys ? TQKV__KEY_ROWS(s->kind, s->book_bits) : TQKV__VALUE_ROWS(s->kind, s->book_bits);
-    if (!TQKV__DIRECT(s->format) || (n_rows > (s->kind == TQKV__BOOK ? most : TQKV__ROWS) && !any))
-        TQKV__(attend_decoded)(panel, n_rows, keys);
-    else if (keys)
-        TQKV__(by_rows)(panel, n_rows, most, loops->score);
-    else
-        TQKV__(add_values)(s->format, panel, n_rows, most);
-}
-
-/* Opens the panel of values from `before` on for the segment. */
-static void TQKV__(open_panel)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int before,
-                               TQKV__(panel) * panel)
-{
-    const size_t main = (size_t)(before * s->main_bits / 8), upper = (size_t)(before * s->upper_bits / 8);
-    const size_t main_field = (size_t)(s->head_dim * s->main_bits) / 8;
-    panel->stream = s;
-    panel->codes = tqkv__codes_at(s, kv_head, segment->slot) + main;
-    panel->upper = s->upper_bits ? main_field + upper - main : 0;
-    panel->stride = s->row_bytes;
-    panel->ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    panel->first = before == 0;
-    panel->n = segment->n;
-    panel->dim = s->panel_dim;
-    panel->factors = NULL;
-    panel->add = false;
-}
-
-TQKV__TARGET static void TQKV__(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                            const float *q, int n_rows, bool add, float *scores)
-{
-    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    /* Rotation makes products unequal, and of more sums each is smaller. */
-    const int most = s->rotated || TQKV__LANES == 16 ? s->panel_dim : TQKV__MOST_ADDITIONS * TQKV__LANES;
-    TQKV__(panel) panel;
-    const float *of_panel = factors;
-    int left = s->panel_dim; /* of a panel */
-    TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
-    for (int d = 0; d < s->head_dim; d += panel.dim) {
-        TQKV__(open_panel)(s, kv_head, segment, d, &panel);
-        panel.dim = left < most ? left : most;
-        panel.rows = q + d;
-        panel.row_stride = s->head_dim;
-        panel.results = scores;
-        panel.result_stride = TQKV__TILE;
-        panel.factors = of_panel;
-        panel.add = add || d > 0;
-        TQKV__(attend_panel)(&panel, n_rows, true);
-        left -= panel.dim;
-        if (left) continue;
-        left = s->panel_dim;
-        of_panel += TQKV__TILE;
-    }
-}
-
-/* weights, scaled: [n_rows][TQKV__TILE], factors: [TQKV__TILE] */
-TQKV__OP void TQKV__(scale_weights)(const float *weights, int n_rows, const float *factors, float *scaled)
-{
-    for (int row = 0; row < n_rows; row++, weights += TQKV__TILE, scaled += TQKV__TILE)
-        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES)
-            TQKV__(store)(scaled + j, TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j)));
-}
-
-TQKV__TARGET static void TQKV__(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                            const float *weights, int n_rows, float *scaled, float *out)
-{
-    TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__(panel) panel;
-    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
-    const float *of_panel = factors;
-    if (norms) TQKV__(factors)(s, norms, segment, false, factors);
-    for (int d = 0; d < s->head_dim; d += s->panel_dim, of_panel += TQKV__TILE) {
-        if (norms) TQKV__(scale_weights)(weights, n_rows, of_panel, scaled);
-        TQKV__(open_panel)(s, kv_head, segment, d, &panel);
-        panel.rows = norms ? scaled : weights;
-        panel.row_stride = TQKV__TILE;
-        panel.results = out + d;
-        panel.result_stride = s->head_dim;
-        TQKV__(attend_panel)(&panel, n_rows, false);
     }
 }
 
@@ -6450,504 +5455,49 @@ static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(scales_val
 
 /* >>k-table: the functions of a set. */
 
-static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME,     TQKV__LANES,        TQKV__COLUMNS,        &TQKV__(codec),
-                                      TQKV__(reorder),    TQKV__(score_tile), TQKV__(softmax_tile), TQKV__(end_piece),
-                                      TQKV__(value_tile), TQKV__(sum_heads)};
+static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME, TQKV__LANES, &TQKV__(codec)};
 
 #endif /* TQKV__LANES */
 
 #ifdef TQKV__INTEGER_LANES
 
-/* >>k-integer: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions. A lane of
-   32 bits adds up TQKV__PRODUCTS products: two of words, to which the bytes are widened, or four or eight of bytes with
-   the high and the low bytes of an integer, in two sums. What a set brings besides its floats, with TQKV__(codes) for a
-   vector of TQKV__INTEGER_LANES lanes, as TQKV__S(name) if it has nothing to do with products, else as TQKV__I(name):
-
-     load_books, look_up        codes to bytes, TQKV__STEP of them
-     open, dot, whole           bytes of a key as dot takes them; products added to a sum; the sum in one integer a lane
-     interleave                 bytes of TQKV__PRODUCTS values to lanes, a dimension of all in each
-     round_codes, store_words   floats to integers, lanes to the 16 bits in which products find them, from `i` on
-     load_row, repeat           those of a vector of dimensions, those of TQKV__PRODUCTS positions in each lane
-     transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has integers
-     lanes, repeated, dot_lanes, whole_lanes   as codes, row, dot, whole, for lanes of eight products
-     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_nibbles,
-                                or with load_quarters, order_fields and look_up_fields, and with dot_bytes         */
-
-#define TQKV__VECTOR TQKV__(vector)
-/* Integers that decode_codes writes and that interleave reads of a row; rows of integers are padded to that. */
-#define TQKV__STEP        (4 * TQKV__INTEGER_LANES)
-#define TQKV__PADDED(dim) (((dim) + TQKV__STEP - 1) / TQKV__STEP * TQKV__STEP)
-#define TQKV__BYTES       (4 * TQKV__INTEGER_LANES) /* of a vector, of lanes: */
-#define TQKV__LANE_BYTES  ((int)sizeof(TQKV__I(lanes)))
-#define TQKV__WORDS       ((TQKV__PRODUCTS == 2 ? 2 : 4) * TQKV__INTEGER_LANES) /* multiplied with a vector of codes */
-/* Keys that are decoded together. */
-#define TQKV__KEYS_AT_ONCE 16
-#define TQKV__MOST_KEYS_AT_ONCE                                                                                        \
-    (2 * TQKV__INTEGER_LANES > TQKV__KEYS_AT_ONCE ? 2 * TQKV__INTEGER_LANES : TQKV__KEYS_AT_ONCE)
-#ifndef TQKV__LANES_ROWS
-#define TQKV__LANES_ROWS 8
-#endif
-
-TQKV__OP TQKV__I(sum) TQKV__I(no_sum)(void)
-{
-    TQKV__I(sum) zero;
-    memset(&zero, 0, sizeof zero);
-    return zero;
-}
-
-TQKV__OP TQKV__(codes) TQKV__I(load_codes)(const void *p)
-{
-    TQKV__(codes) x;
-    memcpy(&x, p, sizeof x);
-    return x;
-}
-
-#if TQKV__PRODUCTS < 8
-typedef TQKV__(codes) TQKV__I(lanes);
-typedef TQKV__I(row) TQKV__I(repeated);
-#define TQKV__DOT_LANES   TQKV__I(dot)
-#define TQKV__WHOLE_LANES TQKV__I(whole)
-#else
-#define TQKV__DOT_LANES   TQKV__I(dot_lanes)
-#define TQKV__WHOLE_LANES TQKV__I(whole_lanes)
-#endif
-
-TQKV__OP TQKV__I(lanes) TQKV__I(load_lanes)(const void *p)
-{
-    TQKV__I(lanes) x;
-    memcpy(&x, p, sizeof x);
-    return x;
-}
-
-#ifndef TQKV__DECODED /* true: another set of the same name has the decoders, and what takes floats */
-
-/* Decodes `left` of the integers of n rows, at most TQKV__STEP; p, upper: the fields of the first row, to: as wide as
-   `stride` */
-TQKV__OP void TQKV__S(decode_step)(const tqkv_format format, const TQKV__(codes) * books, int left, size_t row_bytes,
-                                   const uint8_t *p, const uint8_t *upper, int n, int8_t *to, int stride)
-{
-    for (int j = 0; j < n; j++, p += row_bytes, upper += row_bytes, to += stride) {
-        const TQKV__(codes) bytes = TQKV__S(look_up)(format, books, left, p, upper);
-        memcpy(to, &bytes, sizeof bytes);
-    }
-}
-
-/* Decodes the integers [first, first + dim) of n rows; row: the first one, to: [n][TQKV__PADDED(dim)] */
-TQKV__OP void TQKV__S(decode_integers)(const tqkv_format format, const tqkv__stream *s, const uint8_t *row, int first,
-                                       int n, int dim, int8_t *to)
-{
-    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    const uint8_t *p = row + first * main / 8, *upper = row + (s->head_dim * main + first * upper_bits) / 8;
-    TQKV__(codes) books[4];
-    TQKV__S(load_books)(TQKV__BOOK_BITS(format), s->centroids, books);
-    for (int d = 0; d < dim; d += TQKV__STEP) {
-        const uint8_t *at = p + d * main / 8, *upper_at = upper + d * upper_bits / 8;
-        const int left = dim - d, padded = TQKV__PADDED(dim);
-        if (left >= TQKV__STEP)
-            TQKV__S(decode_step)(format, books, TQKV__STEP, s->row_bytes, at, upper_at, n, to + d, padded);
-        else if (left == 16 || TQKV__STEP <= 32)
-            TQKV__S(decode_step)(format, books, 16, s->row_bytes, at, upper_at, n, to + d, padded);
-        else
-            TQKV__S(decode_step)(format, books, left, s->row_bytes, at, upper_at, n, to + d, padded);
-    }
-}
-
-#define TQKV__DECODE_INTEGERS(unused, format, name, kind, main, upper, book, plain)                                    \
-    TQKV__TARGET static void TQKV__S(integers_##format)(const tqkv__stream *s, const uint8_t *row, int first, int n,   \
-                                                        int dim, int8_t *to)                                           \
-    {                                                                                                                  \
-        if ((kind) == TQKV__BOOK && (book) <= 6) /* others are not called */                                           \
-            TQKV__S(decode_integers)(format, s, row, first, n, dim, to);                                               \
-    }
-TQKV__FORMATS(TQKV__DECODE_INTEGERS, )
-
-typedef void (*TQKV__S(decoder))(const tqkv__stream *, const uint8_t *, int, int, int, int8_t *);
-#define TQKV__DECODER_OF(unused, format, ...) TQKV__S(integers_##format),
-static const TQKV__S(decoder) TQKV__S(decoders)[] = {NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
-
-/* Where products find the integers of positions. */
-typedef struct TQKV__S(source) {
-    const int8_t *codes;
-    size_t stride;   /* of positions */
-    ptrdiff_t ahead; /* to those of the next tile, if they are read in place */
-} TQKV__S(source);
-
-/* Copies dim integers of a row, and zeros behind them; to: [padded]. Sizes that the compiler knows take no calls. */
-TQKV__OP void TQKV__S(copy_integers)(const uint8_t *row, int dim, int padded, int8_t *to)
-{
-    for (int d = 0; d < dim; d += 16) memcpy(to + d, row + d, 16);
-    for (int d = dim; d < padded; d += 16) memset(to + d, 0, 16);
-}
-
-/* Returns the integers [first, first + dim) of `n` slots from that of the segment's position j on. I8 is read in place
-   where that goes. room: [n rounded up to slices][TQKV__PADDED(dim)] */
-TQKV__TARGET static TQKV__S(source)
-    TQKV__S(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int j, int n, int first,
-                           int dim, int8_t *room)
-{
-    const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot + j);
-    const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    const int padded = TQKV__PADDED(dim), rows = (n + TQKV__KEYS_AT_ONCE - 1) / TQKV__KEYS_AT_ONCE * TQKV__KEYS_AT_ONCE;
-    const TQKV__S(source) in_place = {(const int8_t *)row + first, s->row_bytes, ahead};
-    const TQKV__S(source) decoded = {room, (size_t)padded, 0};
-    if (s->kind == TQKV__GRID && n == rows) return in_place;
-    for (int i = 0; i < n; i += TQKV__KEYS_AT_ONCE, row += TQKV__KEYS_AT_ONCE * s->row_bytes) {
-        const int now = n - i < TQKV__KEYS_AT_ONCE ? n - i : TQKV__KEYS_AT_ONCE;
-        int8_t *to = room + i * padded;
-        if (first == 0) tqkv__prefetch(TQKV__L2, row + ahead, (size_t)now * s->row_bytes);
-        if (s->kind != TQKV__GRID) TQKV__S(decoders)[s->format](s, row, first, now, dim, to);
-        if (s->kind == TQKV__GRID)
-            for (int k = 0; k < now; k++)
-                TQKV__S(copy_integers)(row + (size_t)k * s->row_bytes + first, dim, padded, to + k * padded);
-    }
-    if (n < rows) memset(room + n * padded, 0, (size_t)((rows - n) * padded)); /* their products are not used */
-    return decoded;
-}
-
-/* Returns the largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
-TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
-{
-    TQKV__(codes) largest;
-    memset(&largest, 0, sizeof largest);
-    for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
-    return TQKV__S(largest_code)(largest);
-}
-#endif
-
-/* Integers of a panel of a query, padded to whole vectors */
-#define TQKV__QUERY_PANEL(dim) (((dim) + TQKV__WORDS - 1) / TQKV__WORDS * TQKV__WORDS)
-#define TQKV__WEIGHTS_UNIT     (TQKV__TILE / 2)
-
-#ifndef TQKV__ROUNDED /* true: the integers of another set lie in the same order */
-
-/* Rounds n floats times scale to integers; a scale of 0 gives 0, whatever the floats are. to: [n] */
-TQKV__OP void TQKV__I(round_floats)(const float *x, int n, float scale, int16_t *to)
-{
-    if (!(scale > 0.0f)) memset(to, 0, (size_t)n * sizeof *to);
-    if (scale > 0.0f)
-        for (int i = 0; i < n; i += TQKV__INTEGER_LANES)
-            TQKV__I(store_words)(to, i, TQKV__S(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale)));
-}
-
-/* Rounds a query to integers, each panel's padded with zeros to whole vectors. Its unit stands where the last value
-   would. query, to: [head_dim] */
-TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float *query, float *to)
-{
-    const int dim = s->panel_dim, size = TQKV__QUERY_PANEL(dim);
-    const uint32_t largest = TQKV__S(largest_bits)(query, s->head_dim);
-    int16_t *words = (int16_t *)(void *)to;
-    for (int d = 0; d < s->head_dim; d += dim, words += size) {
-        TQKV__I(round_floats)(query + d, dim, tqkv__integer_scale(largest), words);
-        memset(words + dim, 0, (size_t)(size - dim) * sizeof *words);
-    }
-    to[s->head_dim - 1] = tqkv__integer_unit(largest, s->step);
-}
-
-/* Rounds the weights of a row times the norms of a panel as integers; behind them, at TQKV__WEIGHTS_UNIT, their unit.
-   Weights from n on are another row's. */
-TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights, const float *factors,
-                                                int n, float *to)
-{
-    enum { VECTORS = TQKV__TILE / TQKV__INTEGER_LANES };
-    TQKV__ALIGNED float room[TQKV__TILE];
-    TQKV__VECTOR x[VECTORS];
-    TQKV__(codes) largest_of;
-    memset(&largest_of, 0, sizeof largest_of);
-    if (n < TQKV__TILE) {
-        memset(room, 0, sizeof room);
-        memcpy(room, weights, (size_t)n * sizeof *room);
-        weights = room;
-    }
-    TQKV__UNROLL
-    for (int i = 0; i < VECTORS; i++) {
-        const int j = i * TQKV__INTEGER_LANES;
-        x[i] = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
-        largest_of = TQKV__(larger_bits)(largest_of, x[i]);
-    }
-    const uint32_t largest = TQKV__S(largest_code)(largest_of);
-    const float scale = tqkv__integer_scale(largest);
-    if (scale > 0.0f) {
-        TQKV__UNROLL
-        for (int i = 0; i < VECTORS; i++) {
-            const TQKV__(codes) rounded = TQKV__S(round_codes)(x[i] * TQKV__(set1)(scale));
-            TQKV__I(store_words)((int16_t *)(void *)to, i * TQKV__INTEGER_LANES, rounded);
-        }
-    } else {
-        memset(to, 0, TQKV__TILE * sizeof(int16_t));
-    }
-    to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
-}
-#endif
-
-/* A product of a tile: integers of positions, and the rows that they are multiplied with. */
-typedef struct TQKV__I(product) {
-    TQKV__S(source) at;
-    int n, dim;
-    const int16_t *rows; /* integers of the first row, and its unit; those of the next are row_floats floats apart */
-    const float *units;
-    int row_floats;
-    float *results; /* scores or sums, result_floats apart */
-    int result_floats;
-    const float *factors; /* of positions, scores only */
-    bool add;             /* to the scores */
-} TQKV__I(product);
-
-/* Finds fours[row]: the products of four positions with a row, summed over the lanes. rows: a constant */
-TQKV__OP void TQKV__I(score_four)(const int rows, const TQKV__I(product) * p, const int8_t *codes,
-                                  TQKV__(codes) * fours, int distance)
-{
-    const int16_t *q = p->rows;
-    const size_t stride = p->at.stride;
-    TQKV__I(sum) sums[TQKV__PRODUCT_ROWS][4];
-    TQKV__(codes) x[4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__I(no_sum)();
-    for (int d = 0; d < p->dim; d += TQKV__WORDS, q += TQKV__WORDS) {
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++)
-            if (d % 64 == 0)
-                tqkv__prefetch(TQKV__L2, (const uint8_t *)codes + d + (ptrdiff_t)((size_t)i * stride) + p->at.ahead, 1);
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++) x[i] = TQKV__I(open)(codes + d + (size_t)i * stride, p->dim - d);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            const TQKV__I(row) y = TQKV__I(load_row)(q + 2 * r * p->row_floats);
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++) sums[r][i] = TQKV__I(dot)(sums[r][i], x[i], y);
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++) x[i] = TQKV__I(whole)(sums[r][i]);
-        fours[r * distance] = TQKV__S(sum_four_codes)(x);
-    }
-}
-
-/* Writes scores of row r and the positions from j on, from the sums of their products */
-TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV__(codes) sum)
-{
-    float *to = p->results + r * TQKV__TILE + j;
-    const TQKV__VECTOR factor = TQKV__(load)(p->factors + j) * TQKV__(set1)(p->units[r * p->row_floats]);
-    const TQKV__VECTOR before = p->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
-    TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(sum), factor, before));
-}
-
-/* Finds results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row, LANES positions at a
-   time */
-TQKV__OP void TQKV__I(score_rows_of)(const int rows, const TQKV__I(product) * p)
-{
-    for (int j = 0; j < p->n; j += TQKV__INTEGER_LANES) {
-        TQKV__(codes) fours[TQKV__PRODUCT_ROWS * TQKV__INTEGER_LANES / 4];
-        for (int i = 0; i < TQKV__INTEGER_LANES / 4; i++) {
-            const int8_t *codes = p->at.codes + (size_t)(j + 4 * i) * p->at.stride;
-            TQKV__I(score_four)(rows, p, codes, fours + i, TQKV__INTEGER_LANES / 4);
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++)
-            TQKV__I(add_scores)(p, r, j, TQKV__S(sum_codes_across)(fours + r * TQKV__INTEGER_LANES / 4));
-    }
-}
-
-/* Goes on to the next rows. */
-TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
-{
-    p->rows += 2 * rows * p->row_floats;
-    p->units += rows * p->row_floats;
-    p->results += rows * p->result_floats;
-}
-
-TQKV__TARGET static void TQKV__I(score_integers)(TQKV__I(product) p, int n_rows)
-{
-    for (int left = n_rows, now; left > 0; left -= now) {
-        now = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
-        if (now == 1)
-            TQKV__I(score_rows_of)(1, &p);
-        else if (now == 2)
-            TQKV__I(score_rows_of)(2, &p);
-        else
-            TQKV__I(score_rows_of)(TQKV__PRODUCT_ROWS, &p);
-        TQKV__I(advance)(&p, now);
-    }
-}
-
-/* Does what score_rows_of does for the positions of two vectors, which are lanes of tile: [dim /
-   TQKV__PRODUCTS][2][TQKV__LANE_BYTES] */
-TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p, const int8_t *tile)
-{
-    const int size = 2 * p->row_floats, half = rows > 4 ? rows / 2 : rows; /* two addresses need fewer offsets */
-    const int16_t *q[2] = {p->rows, p->rows + (rows - half) * size};
-    TQKV__I(sum) sums[2 * TQKV__PRODUCT_ROWS][2];
-    TQKV__UNROLL
-    for (int i = 0; i < 2 * rows; i++) sums[i / 2][i % 2] = TQKV__I(no_sum)();
-    for (int d = 0; d < p->dim; d += TQKV__PRODUCTS, tile += 2 * TQKV__LANE_BYTES) {
-        const TQKV__I(lanes) a = TQKV__I(load_lanes)(tile), b = TQKV__I(load_lanes)(tile + TQKV__LANE_BYTES);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            const TQKV__I(repeated) y = TQKV__I(repeat)(q[r / half] + (ptrdiff_t)(r % half) * size + d);
-            sums[r][0] = TQKV__DOT_LANES(sums[r][0], a, y);
-            sums[r][1] = TQKV__DOT_LANES(sums[r][1], b, y);
-        }
-    }
-    TQKV__UNROLL
-    for (int i = 0; i < 2 * rows; i++)
-        TQKV__I(add_scores)(p, i / 2, i % 2 * TQKV__INTEGER_LANES, TQKV__WHOLE_LANES(sums[i / 2][i % 2]));
-}
-
-/* Does what score_integers does for many rows: turning the positions into lanes takes less time than adding up the
-   lanes of each sum. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p, int n_rows)
-{
-    TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
-    for (int v = 0; v < 2; v++) {
-        const int first = v * TQKV__INTEGER_LANES < p.n ? v * TQKV__INTEGER_LANES : 0;
-        for (int d = 0; d < p.dim; d += 16) {
-            TQKV__I(lanes) x[16 / TQKV__PRODUCTS];
-            const int8_t *at = p.at.codes + (size_t)first * p.at.stride + d;
-            if (p.at.ahead && d % 64 == 0)
-                for (int j = 0; j < TQKV__INTEGER_LANES; j++)
-                    tqkv__prefetch(TQKV__L2, (const uint8_t *)at + (ptrdiff_t)j * (ptrdiff_t)p.at.stride + p.at.ahead,
-                                   1);
-            TQKV__I(transpose)(at, p.at.stride, x);
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__PRODUCTS; i++)
-                memcpy(tile + (2 * (d / TQKV__PRODUCTS + i) + v) * TQKV__LANE_BYTES, &x[i], sizeof x[i]);
-        }
-    }
-    for (int left = n_rows, rows; left > 0; left -= rows) {
-        rows = left >= 2 * TQKV__PRODUCT_ROWS ? 2 * TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
-        if (rows == 1)
-            TQKV__I(score_lanes_of)(1, &p, tile);
-        else if (rows == 2)
-            TQKV__I(score_lanes_of)(2, &p, tile);
-        else
-            TQKV__I(score_lanes_of)(2 * TQKV__PRODUCT_ROWS, &p, tile);
-        TQKV__I(advance)(&p, rows);
-    }
-}
-
-/* Opens the scores of panel b, but for its codes and the number of positions. factors: [panels][TQKV__TILE] */
-TQKV__OP void TQKV__I(open_scores)(const tqkv__stream *s, int b, const float *q, bool add, const float *factors,
-                                   float *scores, TQKV__I(product) * p)
-{
-    p->dim = s->panel_dim;
-    p->rows = (const int16_t *)(const void *)q + b * TQKV__QUERY_PANEL(s->panel_dim);
-    p->units = q + s->head_dim - 1;
-    p->row_floats = s->head_dim;
-    p->results = scores;
-    p->result_floats = TQKV__TILE;
-    p->factors = factors + b * TQKV__TILE;
-    p->add = add || b > 0;
-}
-
-/* Opens TQKV__STEP dimensions of TQKV__PRODUCTS positions, interleaved; asks for those of the next tile. */
-TQKV__OP void TQKV__I(open_group)(const int8_t *at, size_t stride, ptrdiff_t ahead, int left, TQKV__I(lanes) * x)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < TQKV__PRODUCTS; i++)
-        tqkv__prefetch(TQKV__L2, (const uint8_t *)at + i * (ptrdiff_t)stride + ahead, 1);
-    TQKV__I(interleave)(at, stride, left, x);
-}
-
-/* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for TQKV__STEP dimensions from `first`
-   on, or only for the half of them that the first two vectors hold. ready: it is interleaved in tile. rows, ready,
-   vectors: constants */
-TQKV__OP void TQKV__I(add_vectors_of)(const int rows, const bool ready, const int vectors, const TQKV__I(product) * p,
-                                      int first, const int8_t *tile)
-{
-    const int16_t *w = p->rows;
-    const int8_t *at = p->at.codes + first;
-    TQKV__I(sum) sums[TQKV__PRODUCT_ROWS][4];
-    TQKV__I(lanes) x[4];
-    TQKV__(codes) whole[4];
-    TQKV__UNROLL
-    for (int i = 0; i < vectors * rows; i++) sums[i / vectors][i % vectors] = TQKV__I(no_sum)();
-    for (int j = 0; j < p->n; j += TQKV__PRODUCTS, w += TQKV__PRODUCTS, at += TQKV__PRODUCTS * p->at.stride) {
-        if (ready) {
-            TQKV__UNROLL
-            for (int v = 0; v < vectors; v++) x[v] = TQKV__I(load_lanes)(tile + v * TQKV__LANE_BYTES);
-            tile += 4 * TQKV__LANE_BYTES;
-        } else {
-            TQKV__I(open_group)(at, p->at.stride, p->at.ahead, p->dim - first, x);
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            const TQKV__I(repeated) y = TQKV__I(repeat)(w + 2 * r * p->row_floats);
-            TQKV__UNROLL
-            for (int v = 0; v < vectors; v++) sums[r][v] = TQKV__DOT_LANES(sums[r][v], x[v], y);
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        float *to = p->results + r * p->result_floats + first;
-        const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-        TQKV__UNROLL
-        for (int v = 0; v < 4; v++) whole[v] = TQKV__WHOLE_LANES(v < vectors ? sums[r][v] : TQKV__I(no_sum)());
-        TQKV__S(natural_order)(whole);
-        TQKV__UNROLL
-        for (int v = 0; v < vectors; v++, to += TQKV__INTEGER_LANES)
-            if (first + v * TQKV__INTEGER_LANES < p->dim)
-                TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(whole[v]), unit, TQKV__(load)(to)));
-    }
-}
-
-TQKV__OP void TQKV__I(add_rows_of)(const int rows, const bool ready, const TQKV__I(product) * p, int first,
-                                   const int8_t *tile)
-{
-    if (TQKV__STEP > 16 && p->dim - first <= TQKV__STEP / 2)
-        TQKV__I(add_vectors_of)(rows, ready, 2, p, first, tile);
-    else
-        TQKV__I(add_vectors_of)(rows, ready, 4, p, first, tile);
-}
-
-/* Adds to the sums of all rows for TQKV__STEP dimensions from d on, whose positions they share interleaved. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int n_rows)
-{
-    TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * 4 * TQKV__LANE_BYTES];
-    for (int j = 0; j < p.n; j += TQKV__PRODUCTS) {
-        TQKV__I(lanes) x[4];
-        TQKV__I(open_group)(p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, p.at.ahead, p.dim - d, x);
-        memcpy(tile + j / TQKV__PRODUCTS * 4 * TQKV__LANE_BYTES, x, sizeof x);
-    }
-    for (int left = n_rows, rows; left > 0; left -= rows) {
-        rows = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
-        if (rows == 1)
-            TQKV__I(add_rows_of)(1, true, &p, d, tile);
-        else if (rows == 2)
-            TQKV__I(add_rows_of)(2, true, &p, d, tile);
-        else
-            TQKV__I(add_rows_of)(TQKV__PRODUCT_ROWS, true, &p, d, tile);
-        TQKV__I(advance)(&p, rows);
-    }
-}
-
-/* Adds a panel; few rows interleave the positions for themselves. */
-TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n_rows)
-{
-    for (int d = 0; d < p->dim; d += TQKV__STEP) {
-        if (n_rows == 1)
-            TQKV__I(add_rows_of)(1, false, p, d, NULL);
-        else if (n_rows == 2)
-            TQKV__I(add_rows_of)(2, false, p, d, NULL);
-        else
-            TQKV__I(add_interleaved)(*p, d, n_rows);
-    }
-}
-
-/* >>k-halves: halves in integer attention. They are multiplied as floats, in one order for all sets: 16 sums of a key's
-   products, added up as sum_16 does; values position after position. */
+/* >>k-halves: keys and values that are multiplied as floats, see >>plain. Halves are read where they lie while few rows
+   need them; else, as TQ8 always, rows become floats first. */
 
 #ifndef TQKV__DECODED /* true: another set of the same name has these */
 
-/* Rows that share decoded keys, and values. Enough sums in progress to hide their latency,
- * few enough for the registers. */
+/* Query rows that share a key, and a value: enough sums in progress to hide their latency, and few enough for the
+   registers. */
 #define TQKV__HALF_KEY_ROWS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
 #define TQKV__HALF_ROWS     (TQKV__INTEGER_LANES == 16 ? 8 : 4)
 
-/* scores[row][j] (+)= query[row] . key j for four keys, which are halves or floats; rows and halves are constants.
-   Eight of the 16 sums at a time where registers hold no more. */
-TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, const uint8_t *const *keys,
-                                         const float *q, bool add, float *scores)
+/* Floats that are decoded together: 16 KiB, a fraction of an L1 cache */
+#define TQKV__DECODED_FLOATS 4096
+
+/* Decodes n rows to floats. keys: see tqkv__norm_of_key; to: [n][head_dim] */
+TQKV__OP void TQKV__S(decode_floats)(const tqkv__stream *s, const uint8_t *codes, const float *norms, int n, bool keys,
+                                     float *to)
+{
+    const int dim = s->head_dim;
+    if (s->kind == TQKV__HALF) {
+        for (int i = 0; i < n * dim; i += TQKV__INTEGER_LANES) TQKV__(store)(to + i, TQKV__(load_f16)(codes + 2 * i));
+        return;
+    }
+    for (int j = 0; j < n; j++, codes += dim) {
+        TQKV__(decode_tq8)(s, codes, dim, to);
+        for (int b = 0; b < s->norms_per_row; b++, norms++) {
+            const TQKV__VECTOR factor = TQKV__(set1)(tqkv__factor(s, keys ? tqkv__norm_of_key(*norms) : *norms));
+            for (int d = 0; d < s->norm_dim; d += TQKV__INTEGER_LANES, to += TQKV__INTEGER_LANES)
+                TQKV__(store)(to, TQKV__(load)(to) * factor);
+        }
+    }
+}
+
+/* Finds scores[row][j] (+)= query[row] . key j over the dimensions [begin, end), for four keys, which are halves or
+   floats; rows and halves are constants.
+   Eight of the 16 sums are in registers where these hold no more. */
+TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, int begin, int end,
+                                         const uint8_t *const *keys, const float *q, bool add, float *scores)
 {
     enum { ALL = 16 / TQKV__INTEGER_LANES, NOW = TQKV__INTEGER_LANES == 4 ? 2 : 1 };
     TQKV__VECTOR sums[TQKV__HALF_KEY_ROWS][4][ALL];
@@ -6956,7 +5506,7 @@ TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int 
         TQKV__VECTOR now[TQKV__HALF_KEY_ROWS][4][NOW];
         TQKV__UNROLL
         for (int i = 0; i < rows * 4 * NOW; i++) now[i / NOW / 4][i / NOW % 4][i % NOW] = TQKV__(set1)(0.0f);
-        for (int d = first * TQKV__INTEGER_LANES; d < dim; d += 16) {
+        for (int d = begin + first * TQKV__INTEGER_LANES; d < end; d += 16) {
             TQKV__UNROLL
             for (int i = 0; i < NOW; i++) {
                 const int at = d + i * TQKV__INTEGER_LANES;
@@ -6980,67 +5530,80 @@ TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int 
     for (int r = 0; r < rows; r++) TQKV__(add_sums_of_16)(&sums[r][0][0], add, scores + r * TQKV__TILE);
 }
 
-/* The same for n keys, `stride` bytes apart; past the end the last one again. */
+/* Does the same for n keys, `stride` bytes apart; past the end the last one again. ahead: bytes to those that are read
+   next, 0: they are not prefetched */
 TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
-                                       int n, const float *q, bool add, float *scores)
+                                       int n, ptrdiff_t ahead, const float *q, bool add, float *scores)
 {
     for (int j = 0; j < n; j += 4) {
         const uint8_t *keys[4];
+        if (ahead) tqkv__prefetch(TQKV__L2, codes + (size_t)j * stride + ahead, 4 * stride);
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) keys[i] = codes + (size_t)(j + i < n ? j + i : n - 1) * stride;
-        TQKV__S(score_four_halves)(rows, halves, dim, keys, q, add, scores + j);
+        for (int d = 0; d < dim; d += TQKV__MOST_PRODUCTS) {
+            const int end = dim - d < TQKV__MOST_PRODUCTS ? dim : d + TQKV__MOST_PRODUCTS;
+            TQKV__S(score_four_halves)(rows, halves, dim, d, end, keys, q, add || d > 0, scores + j);
+        }
     }
 }
 
-/* Many rows read keys that have become floats, a few at a time. */
-TQKV__TARGET static TQKV__NOINLINE int TQKV__S(score_many_halves)(const tqkv__stream *s, const uint8_t *codes, int n,
-                                                                  const float *q, int n_rows, bool add, float *scores)
+/* Scores n keys that have become floats; keys: [n][dim] */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_decoded)(const float *keys, int dim, int n, const float *q,
+                                                               int n_rows, bool add, float *scores)
 {
-    enum { ROOM = 4096 }; /* 16 KiB: a fraction of an L1 cache, and of the stack */
-    TQKV__ALIGNED float keys[ROOM];
-    const int dim = s->head_dim, fit = ROOM / dim / 4 * 4, most = fit > 16 ? 16 : fit;
-    const int rows = TQKV__HALF_KEY_ROWS, many = n_rows / rows * rows;
-    for (int j = 0; j < n; j += most) {
-        const int now = n - j < most ? n - j : most;
-        for (int i = 0; i < now * dim; i += TQKV__INTEGER_LANES)
-            TQKV__(store)(keys + i, TQKV__(load_f16)(codes + (size_t)j * s->row_bytes + 2 * i));
-        for (int row = 0; row < many; row += rows) TQKV__S(score_half_rows)
-        (TQKV__HALF_KEY_ROWS, false, dim, (const uint8_t *)(const void *)keys, (size_t)dim * sizeof *keys, now,
-         q + row * dim, add, scores + row * TQKV__TILE + j);
+    const uint8_t *codes = (const uint8_t *)(const void *)keys;
+    const size_t stride = (size_t)dim * sizeof *keys;
+    for (int left = n_rows, now; left > 0; left -= now, q += now * dim, scores += now * TQKV__TILE) {
+        now = left >= TQKV__HALF_KEY_ROWS ? TQKV__HALF_KEY_ROWS : left >= 2 ? 2 : 1;
+        if (now == 1)
+            TQKV__S(score_half_rows)(1, false, dim, codes, stride, n, 0, q, add, scores);
+        else if (now == 2)
+            TQKV__S(score_half_rows)(2, false, dim, codes, stride, n, 0, q, add, scores);
+        else
+            TQKV__S(score_half_rows)(TQKV__HALF_KEY_ROWS, false, dim, codes, stride, n, 0, q, add, scores);
     }
-    return many;
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_halves)(const tqkv__stream *s, const uint8_t *codes,
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream *s, int kv_head,
                                                               const tqkv__segment *segment, const float *q, int n_rows,
                                                               bool add, float *scores)
 {
-    const int dim = s->head_dim, n = segment->n;
-    int row = 0;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
-    if (n_rows > 2) row = TQKV__S(score_many_halves)(s, codes, n, q, n_rows, add, scores);
-    for (int now; row < n_rows; row += now) {
-        now = row + 2 <= n_rows ? 2 : 1;
-        if (now == 2) TQKV__S(score_half_rows)
-        (2, true, dim, codes, s->row_bytes, n, q + row * dim, add, scores + row * TQKV__TILE);
-        else TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, q + row * dim, add,
-                                      scores + row * TQKV__TILE);
-    }
+    TQKV__ALIGNED float keys[TQKV__DECODED_FLOATS];
+    const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
+    const int dim = s->head_dim, n = segment->n, fit = TQKV__DECODED_FLOATS / dim / 4 * 4, most = fit > 16 ? 16 : fit;
+    const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
+    if (s->kind == TQKV__HALF && n_rows == 1)
+        TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, ahead, q, add, scores);
+    else if (s->kind == TQKV__HALF && n_rows == 2)
+        TQKV__S(score_half_rows)(2, true, dim, codes, s->row_bytes, n, ahead, q, add, scores);
+    else
+        for (int j = 0; j < n; j += most) {
+            const int now = n - j < most ? n - j : most;
+            tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
+            TQKV__S(decode_floats)
+            (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, true, keys);
+            TQKV__S(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
+        }
 }
 
-/* out[row][d] += weights[row][j] * value j for `width` vectors of dimensions; rows and width are constants. */
-TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const tqkv__stream *s, const uint8_t *codes,
-                                        int n, const float *weights, float *out)
+/* Adds: out[row][d] += weights[row][j] * value j, for `width` vectors of dimensions; rows, width and halves are
+   constants. */
+TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const bool halves, int dim,
+                                        const uint8_t *codes, size_t stride, int n, ptrdiff_t ahead,
+                                        const float *weights, float *out)
 {
-    const int dim = s->head_dim;
     TQKV__VECTOR sums[TQKV__HALF_ROWS][8];
     TQKV__UNROLL
     for (int i = 0; i < rows * width; i++)
         sums[i / width][i % width] = TQKV__(load)(out + i / width * dim + i % width * TQKV__INTEGER_LANES);
-    for (int j = 0; j < n; j++, codes += s->row_bytes) {
+    for (int j = 0; j < n; j++, codes += stride) {
         TQKV__VECTOR x[8];
+        if (ahead) tqkv__prefetch(TQKV__L2, codes + ahead, stride);
         TQKV__UNROLL
-        for (int i = 0; i < width; i++) x[i] = TQKV__(load_f16)(codes + 2 * i * TQKV__INTEGER_LANES);
+        for (int i = 0; i < width; i++)
+            x[i] = halves ? TQKV__(load_f16)(codes + 2 * i * TQKV__INTEGER_LANES)
+                          : TQKV__(load)((const float *)(const void *)codes + i * TQKV__INTEGER_LANES);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
             const TQKV__VECTOR weight = TQKV__(set1)(weights[r * TQKV__TILE + j]);
@@ -7053,645 +5616,759 @@ TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const t
         TQKV__(store)(out + i / width * dim + i % width * TQKV__INTEGER_LANES, sums[i / width][i % width]);
 }
 
-/* The same for all dimensions, 32 or, for few rows on wide vectors, 64 at a time. */
-TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n,
-                                     const float *weights, float *out)
+/* Does the same for all dimensions, 32 or, for few rows on wide vectors, 64 at a time. */
+TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
+                                     int n, ptrdiff_t ahead, const float *weights, float *out)
 {
     const int sixteen = 16 / TQKV__INTEGER_LANES, most = TQKV__INTEGER_LANES == 16 && rows <= 2 ? 4 : 2;
+    const int bytes = halves ? 2 : 4; /* of a value */
     const bool wide = TQKV__INTEGER_LANES == 16 || rows <= 2;
     int d = 0;
-    for (; wide && d + 16 * most <= s->head_dim; d += 16 * most)
-        TQKV__S(add_half_vectors)(rows, most * sixteen, s, codes + 2 * d, n, weights, out + d);
-    for (; d < s->head_dim; d += 16) TQKV__S(add_half_vectors)(rows, sixteen, s, codes + 2 * d, n, weights, out + d);
+    for (; wide && d + 16 * most <= dim; d += 16 * most)
+        TQKV__S(add_half_vectors)
+        (rows, most * sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
+    for (; d < dim; d += 16)
+        TQKV__S(add_half_vectors)
+        (rows, sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
+/* Does the same for all rows; halves is a constant. */
+TQKV__OP void TQKV__S(add_to_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
+                                  ptrdiff_t ahead, const float *weights, int n_rows, float *out)
+{
+    for (int left = n_rows, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * dim) {
+        now = left >= TQKV__HALF_ROWS ? TQKV__HALF_ROWS : left >= 2 ? 2 : 1;
+        if (now == 1)
+            TQKV__S(add_half_rows)(1, halves, dim, codes, stride, n, ahead, weights, out);
+        else if (now == 2)
+            TQKV__S(add_half_rows)(2, halves, dim, codes, stride, n, ahead, weights, out);
+        else
+            TQKV__S(add_half_rows)(TQKV__HALF_ROWS, halves, dim, codes, stride, n, ahead, weights, out);
+        ahead = 0;
+    }
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_decoded)(const float *values, int dim, int n, const float *weights,
+                                                             int n_rows, float *out)
+{
+    TQKV__S(add_to_all)
+    (false, dim, (const uint8_t *)(const void *)values, (size_t)dim * sizeof *values, n, 0, weights, n_rows, out);
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *s, int kv_head,
                                                             const tqkv__segment *segment, const float *weights,
                                                             int n_rows, float *out)
 {
-    const int n = segment->n;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
-    for (int left = n_rows, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * s->head_dim) {
-        now = left >= TQKV__HALF_ROWS ? TQKV__HALF_ROWS : left >= 2 ? 2 : 1;
-        if (now == 1)
-            TQKV__S(add_half_rows)(1, s, codes, n, weights, out);
-        else if (now == 2)
-            TQKV__S(add_half_rows)(2, s, codes, n, weights, out);
-        else
-            TQKV__S(add_half_rows)(TQKV__HALF_ROWS, s, codes, n, weights, out);
+    TQKV__ALIGNED float values[TQKV__DECODED_FLOATS];
+    const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
+    const int dim = s->head_dim, n = segment->n, most = TQKV__DECODED_FLOATS / dim;
+    const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
+    if (s->kind == TQKV__HALF) {
+        TQKV__S(add_to_all)(true, dim, codes, s->row_bytes, n, ahead, weights, n_rows, out);
+        return;
+    }
+    for (int j = 0; j < n; j += most) {
+        const int now = n - j < most ? n - j : most;
+        tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
+        TQKV__S(decode_floats)(s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, false, values);
+        TQKV__S(add_decoded)(values, dim, now, weights + j, n_rows, out);
     }
 }
 #endif
 
-/* >>k-integer-few: one and two rows of integers, straight from the codes; a set with tables of bytes in registers has
-   them. */
+/* >>k-rows: the loops of >>integer. A vector of codes is bytes: 16 dimensions, in their order, of each of
+   TQKV__POSITIONS positions. A lane of 32 bits adds up TQKV__PRODUCTS products, either of words or of bytes; bytes are
+   multiplied with the high and with the low byte of an integer. What a set brings, as TQKV__S(name) if it has nothing
+   to do with products, else as TQKV__I(name):
 
-#if TQKV__LOOKED_UP
-/* Few rows multiply codes that become bytes only in registers. An integer of a row is 256 times its high byte plus its
-   low one, both signed, and has two sums. Codes are c + 128, because the products want one factor unsigned; sums begin
-   with -128 times that of the other. A vector has 64 bytes in one of three orders, where p are positions and d
-   dimensions:
+     open, look_up        the codes of up to 64 dimensions; sixteen k of them, plus TQKV__CODE_OFFSET, as a vector
+     transpose            a matrix of 4 by 4 lanes in each 16 bytes of four vectors
+     load_row, dot        16 integers of a row, in each 16 bytes; their products with a vector, added to a sum
+     key_lanes            16 bytes of each position to lanes of TQKV__PRODUCTS dimensions
+     value_lanes          vectors of TQKV__PRODUCTS positions to lanes of a dimension each
+     repeat, dot_lanes    TQKV__PRODUCTS integers of a row in each lane; their products with lanes, added to a sum
+     store_integers       lanes to integers as products find them
+     whole, whole_lanes   a sum in one integer a lane                                                              */
 
-     nibbles: one position, as its fields are stored. Nibble 0 is the lower code of each byte, nibble 1 the upper one.
-       byte         0     1     2  ...    63
-       nibble 0    d0    d2    d4  ...  d126
-       nibble 1    d1    d3    d5  ...  d127
+#define TQKV__VECTOR        TQKV__(vector)
+#define TQKV__BYTES         (4 * TQKV__INTEGER_LANES)
+#define TQKV__POSITIONS     (TQKV__INTEGER_LANES / 4)
+#define TQKV__CHUNK         64 /* dimensions that are opened together */
+#define TQKV__LANE_BYTES    ((int)sizeof(TQKV__I(lanes)))
+#define TQKV__KEY_LANES     (16 / TQKV__PRODUCTS)      /* vectors of lanes for 16 dimensions: of keys, */
+#define TQKV__DIM_LANES     (16 / TQKV__INTEGER_LANES) /* and of values */
+#define TQKV__MANY_SIXTEENS TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS)
+#define TQKV__UNITS         (TQKV__PRODUCTS > TQKV__POSITIONS ? TQKV__PRODUCTS / TQKV__POSITIONS : 1)
+/* Where a row of integers has what multiplies it, and -TQKV__CODE_OFFSET times its sum: in floats. */
+#define TQKV__QUERY_OFFSET(head_dim) ((head_dim) / 2)
+#define TQKV__QUERY_UNIT(head_dim)   ((head_dim)-1)
+#define TQKV__WEIGHTS_OFFSET         (TQKV__TILE / 2)
+#define TQKV__WEIGHTS_UNIT           (TQKV__TILE / 2 + 1)
 
-     quarters, for scores: sixteen k of 64 dimensions, d16k to d16k+15, of four positions
-       byte         0 to 15   16 to 31   32 to 47   48 to 63
-                    p0        p1         p2         p3
+/* The format of what is decoded already; no store has it. */
+#define TQKV__READY TQKV_FORMAT_DEFAULT
 
-     quarters, for sums ("lanes"): the same 64 codes, the positions of a dimension side by side
-       byte         0 to 3    4 to 7     ...        60 to 63
-                    p0 to p3 of d16k     ...        of d16k+15     */
+#ifndef TQKV__DECODED /* true: another set of the same name has what does not depend on products */
 
-/* -- Nibbles -- */
-
-/* Dimensions in both nibbles of a vector of codes */
-#define TQKV__NIBBLES (2 * TQKV__BYTES)
-
-/* Nibbles are for TQ4 with fewer rows than take lanes, two at a time, for TQ5 with two and TQ6 with one, where they
-   fill more than half a vector. Four rows of 80 dimensions take less time in quarters. */
-static bool TQKV__I(takes_nibbles)(const tqkv__stream *s, int n, int n_rows)
-{
-    const int most = s->upper_bits ? 3 - s->upper_bits : s->panel_dim > 80 ? TQKV__LANES_ROWS - 1 : 2;
-    return n_rows <= most && n % TQKV__KEYS_AT_ONCE == 0 && s->main_bits == 4 && s->panel_dim > TQKV__BYTES;
-}
-
-/* The integers of a row of queries by nibbles: bytes[][0] their high bytes, [1] their low ones; starts: the first sums
-   of both */
-typedef struct TQKV__I(nibble_query) {
-    int8_t bytes[TQKV__PANEL / TQKV__BYTES][2][TQKV__BYTES];
-    TQKV__(codes) starts[2];
-} TQKV__I(nibble_query);
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_nibble_query)(const int16_t *words, int dim,
-                                                                   TQKV__I(nibble_query) * to)
-{
-    to->starts[0] = to->starts[1] = TQKV__I(no_sum)();
-    for (int d = 0; d < dim; d += TQKV__NIBBLES)
-        for (int nibble = 0; nibble < 2; nibble++) {
-            TQKV__(codes) a[2], b[2];
-            TQKV__I(split)(words + d, dim - d, a);
-            TQKV__I(split)(words + d + TQKV__BYTES, dim - d - TQKV__BYTES, b);
-            TQKV__UNROLL
-            for (int i = 0; i < 2; i++) {
-                const TQKV__(codes) x = TQKV__I(nibbles_of)(nibble, a[i], b[i]);
-                memcpy(to->bytes[d / TQKV__BYTES + nibble][i], &x, sizeof x);
-                to->starts[i] = TQKV__I(less_bytes)(to->starts[i], x);
-            }
-        }
-}
-
-/* The stored codes of a tile's positions, for all dimensions of a panel or for 64 of them or what is left */
-typedef struct TQKV__I(stored) {
-    const uint8_t *fields[2]; /* main ones, upper ones */
-    uint32_t masks[2];        /* a bit for each 16 bits of 64 fields */
+/* The codes of a panel of a tile. Rows from `whole` on lie at `rest`: loops take 16 of them at a time. */
+typedef struct TQKV__S(panel) {
+    const uint8_t *fields[2], *rest[2]; /* main ones, upper ones */
     size_t stride;
-    ptrdiff_t ahead; /* to the next tile, 0: not asked for */
+    ptrdiff_t ahead; /* to the rows that will be read next; 0: not asked for */
     const int8_t *centroids;
-    int n, left; /* positions, dimensions */
-} TQKV__I(stored);
+    tqkv_format format;
+    int n, whole, dim;
+} TQKV__S(panel);
 
-/* Opens the codes of dimensions [first + d, first + dim), at most 64 of them. */
-TQKV__OP TQKV__I(stored)
-    TQKV__I(open_stored)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first, int d, int dim)
+/* Copies the last rows of a tile, less than 16. room: [16][row_bytes] */
+static void TQKV__S(copy_rest)(const tqkv__stream *s, const uint8_t *row, int n, uint8_t *room)
 {
-    const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
-    const int left = dim - d < 64 ? dim - d : 64, main = s->main_bits, upper = s->upper_bits;
-    const TQKV__I(stored) p = {{row + (first + d) * main / 8, row + (s->head_dim * main + (first + d) * upper) / 8},
-                               {((uint32_t)1 << left * main / 16) - 1, ((uint32_t)1 << left * upper / 16) - 1},
-                               s->row_bytes,
-                               first + d == 0 ? (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes : 0,
-                               s->centroids,
-                               segment->n,
-                               left};
-    return p;
+    const size_t whole = (size_t)(n / 16 * 16), size = (size_t)(n % 16) * s->row_bytes;
+    if (!size) return;
+    memcpy(room, row + whole * s->row_bytes, size);
+    memset(room + size, 0, 16 * s->row_bytes - size);
 }
 
-/* Opens all dimensions of a panel: its packed codes are walked by lines, each of which asks for that of the next
-   tile. */
-TQKV__OP TQKV__I(stored)
-    TQKV__I(open_stored_panel)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first)
+/* Opens the panel of the dimensions from `first` on; row: of the tile's first position */
+static TQKV__S(panel) TQKV__S(open_panel)(const tqkv__stream *s, const uint8_t *row, const tqkv__segment *segment,
+                                          int first, const uint8_t *room)
 {
-    TQKV__I(stored) p = TQKV__I(open_stored)(s, kv_head, segment, first, 0, s->panel_dim);
-    p.ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    p.left = s->panel_dim;
-    return p;
+    const int main_at = first * s->main_bits / 8, upper_at = (s->head_dim * s->main_bits + first * s->upper_bits) / 8;
+    const ptrdiff_t ahead = first ? 0 : (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
+    const TQKV__S(panel) panel = {{row + main_at, row + upper_at},
+                                  {room + main_at, room + upper_at},
+                                  s->row_bytes,
+                                  ahead,
+                                  s->centroids,
+                                  s->format == TQKV_TQ5_BYTES ? TQKV_TQ6_BYTES : s->format,
+                                  (segment->n + 15) / 16 * 16,
+                                  segment->n / 16 * 16,
+                                  s->panel_dim};
+    return panel;
 }
 
-/* Asks for the codes of four positions that lie as far ahead as the panel says. */
-TQKV__OP void TQKV__I(ask_ahead)(const tqkv_format format, const TQKV__I(stored) * p, const uint8_t *main_at,
-                                 const uint8_t *upper_at)
+/* Where the codes of some positions are: main fields, upper ones */
+typedef struct TQKV__S(cursor) {
+    const uint8_t *fields[2];
+} TQKV__S(cursor);
+
+/* Returns where the positions from j on are, up to 16, from the panel's dimension d on. Asks for as many of those that
+   will be read next, if d is the first dimension. */
+TQKV__OP TQKV__S(cursor)
+    TQKV__S(cursor_at)(const tqkv_format format, const TQKV__S(panel) * a, int j, int positions, int d)
 {
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        tqkv__prefetch(TQKV__L2, main_at + (ptrdiff_t)((size_t)i * p->stride) + p->ahead, 1);
-        if (TQKV__UPPER_BITS(format))
-            tqkv__prefetch(TQKV__L2, upper_at + (ptrdiff_t)((size_t)i * p->stride) + p->ahead, 1);
+    const uint8_t *const *fields = j < a->whole ? a->fields : a->rest;
+    const size_t at = (size_t)(j < a->whole ? j : j - a->whole) * a->stride;
+    const TQKV__S(cursor) cursor = {
+        {fields[0] + at + d * TQKV__MAIN_BITS(format) / 8, fields[1] + at + d * TQKV__UPPER_BITS(format) / 8}};
+    if (a->ahead && d == 0 && format != TQKV__READY) {
+        const uint8_t *next = a->fields[0] + (size_t)j * a->stride + a->ahead;
+        for (size_t i = 0; i < (size_t)positions * a->stride; i += 128) tqkv__prefetch(TQKV__L2, next + i, 128);
     }
+    return cursor;
 }
 
-/* Finds sums[row][i]: the products of four positions from 4 i on with one or two rows, in the lanes that
-   sum_codes_across adds up */
-TQKV__OP void TQKV__I(dot_nibbles)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
-                                   const TQKV__I(nibble_query) * query, TQKV__(codes) (*sums)[TQKV__TILE / 4])
+/* Goes on by so many positions. */
+TQKV__OP void TQKV__S(move)(const TQKV__S(panel) * a, int positions, TQKV__S(cursor) * cursor)
 {
-    const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
-    const size_t stride = p->stride;
-    const uint8_t *row = p->fields[0], *upper = p->fields[1];
-    for (int four = 0; four < p->n / 4; four++, row += 4 * stride, upper += 4 * stride) {
-        TQKV__(codes) high[2][4], low[2][4];
-        TQKV__UNROLL
-        for (int i = 0; i < 4 * rows; i++) {
-            high[i / 4][i % 4] = query[i / 4].starts[0];
-            low[i / 4][i % 4] = query[i / 4].starts[1];
-        }
-        for (int d = 0; d < p->left; d += TQKV__NIBBLES) {
-            const uint8_t *main_at = row + d / 2, *upper_at = upper + d * TQKV__UPPER_BITS(format) / 8;
-            TQKV__I(ask_ahead)(format, p, main_at, upper_at);
-            TQKV__UNROLL
-            for (int nibble = 0; nibble < 2; nibble++) {
-                TQKV__UNROLL
-                for (int i = 0; i < 4; i++) {
-                    const TQKV__(codes) x = TQKV__I(load_nibbles)(
-                        format, nibble, book, p->left - d, main_at + (size_t)i * stride, upper_at + (size_t)i * stride);
-                    TQKV__UNROLL
-                    for (int r = 0; r < rows; r++) {
-                        const int8_t(*y)[TQKV__BYTES] = query[r].bytes[d / TQKV__BYTES + nibble];
-                        high[r][i] = TQKV__I(dot_bytes)(high[r][i], x, TQKV__I(load_codes)(y[0]));
-                        low[r][i] = TQKV__I(dot_bytes)(low[r][i], x, TQKV__I(load_codes)(y[1]));
-                    }
-                }
-            }
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++) high[r][i] = TQKV__I(join)(high[r][i], low[r][i]);
-            sums[r][four] = TQKV__S(sum_four_codes)(high[r]);
-        }
-    }
+    cursor->fields[0] += (size_t)positions * a->stride;
+    cursor->fields[1] += (size_t)positions * a->stride;
 }
 
-/* The pairs macro(format, rows) are those where this takes less time than words, or than storing the bytes first
-   (D=128, one core of a Zen 5: TQ4 0.78 of it, TQ5 0.77, with one row TQ6 0.68; two rows of TQ4 after two 0.88 of four
-   at once) */
-#define TQKV__BY_NIBBLES(macro)                                                                                        \
-    macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2) macro(TQKV_TQ6, 1)
-
-/* Functions of their own, because loops that share one spill. The copy tells the compiler that sums lie elsewhere. */
-#define TQKV__DOT_NIBBLES(format, rows)                                                                                \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(dot_nibbles_##format##_##rows)(                                    \
-        const TQKV__I(stored) * p, const TQKV__I(nibble_query) * query, TQKV__(codes)(*sums)[TQKV__TILE / 4])          \
-    {                                                                                                                  \
-        const TQKV__I(stored) copy = *p;                                                                               \
-        TQKV__I(dot_nibbles)(format, rows, &copy, query, sums);                                                        \
-    }
-TQKV__BY_NIBBLES(TQKV__DOT_NIBBLES)
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_nibbles)(const tqkv__stream *s, int kv_head,
-                                                               const tqkv__segment *segment, int first, int rows,
-                                                               const TQKV__I(product) * p)
+/* Returns the largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
+TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
 {
-    const TQKV__I(stored) panel = TQKV__I(open_stored_panel)(s, kv_head, segment, first);
-    TQKV__I(nibble_query) query[2];
-    TQKV__(codes) sums[2][TQKV__TILE / 4];
-    for (int r = 0; r < rows; r++) TQKV__I(open_nibble_query)(p->rows + 2 * r * p->row_floats, p->dim, &query[r]);
-#define TQKV__SCORE_NIBBLES(which, n)                                                                                  \
-    if (s->format == which && rows == n) TQKV__I(dot_nibbles_##which##_##n)(&panel, query, sums);
-    TQKV__BY_NIBBLES(TQKV__SCORE_NIBBLES)
-    for (int j = 0; j < p->n; j += 16)
-        for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_codes_across)(sums[r] + j / 4));
-}
-
-/* -- Quarters: no size leaves lanes empty. -- */
-
-/* Quarters are for TQ2 and TQ4 with fewer rows than take lanes, for TQ3 and TQ5 with two, where nibbles are not. More
-   rows of more dimensions share bytes. */
-static bool TQKV__I(takes_quarters)(const tqkv__stream *s, int n, int n_rows)
-{
-    int most = 0;
-    if (s->format == TQKV_TQ2 || s->format == TQKV_TQ4) most = s->panel_dim > 80 ? 2 : TQKV__LANES_ROWS - 1;
-    if (s->format == TQKV_TQ3 || s->format == TQKV_TQ5) most = s->panel_dim > 128 ? 1 : 2;
-    return n_rows <= most && n % TQKV__KEYS_AT_ONCE == 0;
-}
-
-/* The integers of a row of queries, 16 of them in each quarter: bytes[][0] their high bytes, [1] their low ones; start:
-   the first sums */
-typedef struct TQKV__I(quarter_query) {
-    int8_t bytes[TQKV__PANEL / 16][2][TQKV__BYTES];
-    TQKV__(codes) start;
-} TQKV__I(quarter_query);
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_quarter_query)(const int16_t *words, int dim,
-                                                                    TQKV__I(quarter_query) * to)
-{
-    TQKV__(codes) starts[2] = {TQKV__I(no_sum)(), TQKV__I(no_sum)()};
-    for (int d = 0; d < dim; d += TQKV__BYTES) {
-        TQKV__(codes) bytes[2];
-        TQKV__I(split)(words + d, dim - d, bytes);
-        TQKV__UNROLL
-        for (int i = 0; i < 8; i++) {
-            const TQKV__(codes) x = TQKV__I(repeat_quarter)(bytes[i % 2], i / 2);
-            memcpy(to->bytes[d / 16 + i / 2][i % 2], &x, sizeof x);
-            starts[i % 2] = TQKV__I(less_bytes)(starts[i % 2], x);
-        }
-    }
-    to->start = TQKV__I(join)(starts[0], starts[1]);
-}
-
-/* Looks up a sixteen of four positions; raw, fields: what was loaded with an earlier one. */
-TQKV__OP TQKV__(codes) TQKV__I(look_up_sixteen)(const tqkv_format format, const bool lanes, const int sixteen,
-                                                TQKV__(codes) book, const TQKV__I(stored) * p, size_t at, size_t stride,
-                                                TQKV__(codes) (*raw)[2], TQKV__(codes) * fields)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < 2; i++) {
-        const int bits = i ? TQKV__UPPER_BITS(format) : TQKV__MAIN_BITS(format);
-        if (!bits) break;
-        if (sixteen == 0) TQKV__I(load_quarters)(bits, p->masks[i], p->fields[i] + at, stride, raw[i]);
-        if (sixteen == 0 || (sixteen == 2 && (lanes || bits == 4)))
-            fields[i] = TQKV__I(order_fields)(bits, lanes, sixteen, raw[i]);
-    }
-    return TQKV__I(look_up_fields)(format, lanes, sixteen, fields, book);
-}
-
-/* Finds sums[row][v]: the products of the positions v, v + 4, v + 8 and v + 12 of 16 with a row, in a quarter each, for
-   64 dimensions */
-TQKV__OP void TQKV__I(dot_quarters)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
-                                    const TQKV__I(quarter_query) * query, int d, TQKV__(codes) (*sums)[TQKV__TILE / 4])
-{
-    const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
-    for (int v = 0; v < p->n / 4; v++) {
-        const size_t at = (size_t)(v / 4 * 16 + v % 4) * p->stride;
-        TQKV__(codes) high[4], low[4], raw[2][2], fields[2];
-        if (p->ahead)
-            tqkv__prefetch(TQKV__L2, p->fields[0] + (ptrdiff_t)((size_t)v * 4 * p->stride) + p->ahead, 4 * p->stride);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            high[r] = TQKV__I(no_sum)();
-            low[r] = sums[r][v];
-        }
-        TQKV__UNROLL
-        for (int k = 0; k < 4; k++) {
-            if (k * 16 >= p->left) break;
-            const TQKV__(codes) x = TQKV__I(look_up_sixteen)(format, false, k, book, p, at, 4 * p->stride, raw, fields);
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) {
-                const int8_t(*y)[TQKV__BYTES] = query[r].bytes[d / 16 + k];
-                high[r] = TQKV__I(dot_bytes)(high[r], x, TQKV__I(load_codes)(y[0]));
-                low[r] = TQKV__I(dot_bytes)(low[r], x, TQKV__I(load_codes)(y[1]));
-            }
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) sums[r][v] = TQKV__I(join)(high[r], low[r]);
-    }
-}
-
-/* macro(format, rows) */
-#define TQKV__BY_QUARTERS(macro)                                                                                       \
-    macro(TQKV_TQ2, 1) macro(TQKV_TQ2, 2) macro(TQKV_TQ3, 1) macro(TQKV_TQ3, 2) macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2)  \
-        macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2)
-#define TQKV__BY_FOUR_ROWS(macro) macro(TQKV_TQ2, 4) macro(TQKV_TQ4, 4) /* scores alone: values have four sums a row */
-
-#define TQKV__DOT_QUARTERS(format, rows)                                                                               \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(dot_quarters_##format##_##rows)(                                   \
-        const TQKV__I(stored) * p, const TQKV__I(quarter_query) * query, int d, TQKV__(codes)(*sums)[TQKV__TILE / 4])  \
-    {                                                                                                                  \
-        const TQKV__I(stored) copy = *p;                                                                               \
-        TQKV__I(dot_quarters)(format, rows, &copy, query, d, sums);                                                    \
-    }
-TQKV__BY_QUARTERS(TQKV__DOT_QUARTERS)
-TQKV__BY_FOUR_ROWS(TQKV__DOT_QUARTERS)
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stream *s, int kv_head,
-                                                                const tqkv__segment *segment, int first, int rows,
-                                                                const TQKV__I(product) * p)
-{
-    TQKV__I(quarter_query) query[4];
-    TQKV__(codes) sums[4][TQKV__TILE / 4];
-    for (int r = 0; r < rows; r++) {
-        TQKV__I(open_quarter_query)(p->rows + 2 * r * p->row_floats, p->dim, &query[r]);
-        for (int v = 0; v < p->n / 4; v++) sums[r][v] = query[r].start;
-    }
-    for (int d = 0; d < p->dim; d += 64) {
-        const TQKV__I(stored) stored = TQKV__I(open_stored)(s, kv_head, segment, first, d, p->dim);
-#define TQKV__SCORE_QUARTERS(which, n)                                                                                 \
-    if (s->format == which && rows == n) TQKV__I(dot_quarters_##which##_##n)(&stored, query, d, sums);
-        TQKV__BY_QUARTERS(TQKV__SCORE_QUARTERS)
-        TQKV__BY_FOUR_ROWS(TQKV__SCORE_QUARTERS)
-    }
-    for (int j = 0; j < p->n; j += 16)
-        for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / 4));
-}
-
-/* Finds the scores of a panel with few rows. p: without positions */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s, int kv_head,
-                                                           const tqkv__segment *segment, int first, int n_rows,
-                                                           TQKV__I(product) * p)
-{
-    const bool nibbles = TQKV__I(takes_nibbles)(s, segment->n, n_rows);
-    p->n = segment->n;
-    for (int left = n_rows, now; left > 0; left -= now) {
-        now = !nibbles && left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        if (nibbles)
-            TQKV__I(score_nibbles)(s, kv_head, segment, first, now, p);
-        else
-            TQKV__I(score_quarters)(s, kv_head, segment, first, now, p);
-        TQKV__I(advance)(p, now);
-    }
-}
-
-/* The weights of a row as bytes, and -128 times their sum */
-typedef struct TQKV__I(byte_weights) {
-    int8_t bytes[2][TQKV__TILE];
-    int32_t start;
-} TQKV__I(byte_weights);
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_byte_weights)(const int16_t *words, TQKV__I(byte_weights) * to)
-{
-    to->start = TQKV__I(split_weights)(words, to->bytes);
-}
-
-/* Finds the sums of one nibble of a vector of codes: dword i of quarter l of results[t] is that of byte 16 l + 4 t +
-   i. */
-TQKV__OP void TQKV__I(sum_nibbles)(const tqkv_format format, const int nibble, const int rows,
-                                   const TQKV__I(stored) * p, const TQKV__I(byte_weights) * weights,
-                                   TQKV__(codes) (*results)[4])
-{
-    const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
-    const uint8_t *row = p->fields[0], *upper = p->fields[1];
-    TQKV__(codes) high[2][4], low[2][4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++) {
-        high[i / 4][i % 4] = TQKV__I(no_sum)();
-        low[i / 4][i % 4] = TQKV__I(set_lanes)(weights[i / 4].start);
-    }
-    for (int j = 0; j < p->n; j += 4) {
-        TQKV__(codes) x[4];
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++) {
-            const size_t at = (size_t)(j + i) * p->stride;
-            if (nibble == 0) tqkv__prefetch(TQKV__L2, row + at + p->ahead, 1);
-            if (nibble == 0 && TQKV__UPPER_BITS(format)) tqkv__prefetch(TQKV__L2, upper + at + p->ahead, 1);
-            x[i] = TQKV__I(load_nibbles)(format, nibble, book, p->left, row + at, upper + at);
-        }
-        TQKV__I(interleave_four)(x);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            const TQKV__(codes) y = TQKV__I(repeat_four)(weights[r].bytes[0] + j);
-            const TQKV__(codes) z = TQKV__I(repeat_four)(weights[r].bytes[1] + j);
-            TQKV__UNROLL
-            for (int t = 0; t < 4; t++) {
-                high[r][t] = TQKV__I(dot_bytes)(high[r][t], x[t], y);
-                low[r][t] = TQKV__I(dot_bytes)(low[r][t], x[t], z);
-            }
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        TQKV__UNROLL
-        for (int t = 0; t < 4; t++) results[r][t] = TQKV__I(join)(high[r][t], low[r][t]);
-    }
-}
-
-/* Adds the sums of both nibbles of a vector of codes to row r. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibble_sums)(const TQKV__I(product) * p, int r, int d,
-                                                                 const TQKV__(codes) * even, const TQKV__(codes) * odd)
-{
-    TQKV__(codes) x[8];
-    float *to = p->results + r * p->result_floats + d;
-    const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-    TQKV__I(order_nibbles)(even, odd, x);
-    TQKV__UNROLL
-    for (int i = 0; i < 8; i++, to += TQKV__INTEGER_LANES)
-        if (d + i * TQKV__INTEGER_LANES < p->dim)
-            TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(x[i]), unit, TQKV__(load)(to)));
-}
-
-/* sums[nibble][row]: of the first vector of codes of p */
-#define TQKV__SUM_NIBBLES(format, rows)                                                                                \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(sum_nibbles_##format##_##rows)(                                    \
-        const TQKV__I(stored) * p, const TQKV__I(byte_weights) * weights, TQKV__(codes)(*sums)[2][4])                  \
-    {                                                                                                                  \
-        const TQKV__I(stored) copy = *p;                                                                               \
-        TQKV__I(sum_nibbles)(format, 0, rows, &copy, weights, sums[0]);                                                \
-        TQKV__I(sum_nibbles)(format, 1, rows, &copy, weights, sums[1]);                                                \
-    }
-TQKV__BY_NIBBLES(TQKV__SUM_NIBBLES)
-
-/* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibbles)(const tqkv__stream *s, int kv_head,
-                                                             const tqkv__segment *segment, int first, int rows,
-                                                             const TQKV__I(product) * p)
-{
-    TQKV__I(stored) panel = TQKV__I(open_stored_panel)(s, kv_head, segment, first);
-    TQKV__I(byte_weights) weights[2];
-    TQKV__(codes) sums[2][2][4];
-    for (int r = 0; r < rows; r++) TQKV__I(open_byte_weights)(p->rows + 2 * r * p->row_floats, &weights[r]);
-    for (int d = 0; d < p->dim; d += TQKV__NIBBLES, panel.left -= TQKV__NIBBLES) {
-#define TQKV__ADD_NIBBLES(which, n)                                                                                    \
-    if (s->format == which && rows == n) TQKV__I(sum_nibbles_##which##_##n)(&panel, weights, sums);
-        TQKV__BY_NIBBLES(TQKV__ADD_NIBBLES)
-        for (int r = 0; r < rows; r++) TQKV__I(add_nibble_sums)(p, r, d, sums[0][r], sums[1][r]);
-        panel.fields[0] += TQKV__NIBBLES / 2;
-        panel.fields[1] += TQKV__NIBBLES * s->upper_bits / 8;
-    }
-}
-
-/* Finds sums[row][k] = sum_j weights[row][j] * codes[j][d], for the 16 dimensions of sixteen k */
-TQKV__OP void TQKV__I(sum_quarters)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
-                                    const TQKV__I(byte_weights) * weights, TQKV__(codes) (*sums)[4])
-{
-    const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
-    TQKV__(codes) high[2][4], low[2][4], raw[2][2], fields[2];
-    TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++) {
-        high[i / 4][i % 4] = TQKV__I(no_sum)();
-        low[i / 4][i % 4] = TQKV__I(set_lanes)(weights[i / 4].start);
-    }
-    for (int j = 0; j < p->n; j += 4) {
-        const size_t at = (size_t)j * p->stride;
-        if (p->ahead) tqkv__prefetch(TQKV__L2, p->fields[0] + (ptrdiff_t)at + p->ahead, 4 * p->stride);
-        TQKV__UNROLL
-        for (int k = 0; k < 4; k++) {
-            if (k * 16 >= p->left) break;
-            const TQKV__(codes) x = TQKV__I(look_up_sixteen)(format, true, k, book, p, at, p->stride, raw, fields);
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) {
-                high[r][k] = TQKV__I(dot_bytes)(high[r][k], x, TQKV__I(repeat_four)(weights[r].bytes[0] + j));
-                low[r][k] = TQKV__I(dot_bytes)(low[r][k], x, TQKV__I(repeat_four)(weights[r].bytes[1] + j));
-            }
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        TQKV__UNROLL
-        for (int k = 0; k < 4; k++) sums[r][k] = TQKV__I(join)(high[r][k], low[r][k]);
-    }
-}
-
-#define TQKV__SUM_QUARTERS(format, rows)                                                                               \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(sum_quarters_##format##_##rows)(                                   \
-        const TQKV__I(stored) * p, const TQKV__I(byte_weights) * weights, TQKV__(codes)(*sums)[4])                     \
-    {                                                                                                                  \
-        const TQKV__I(stored) copy = *p;                                                                               \
-        TQKV__I(sum_quarters)(format, rows, &copy, weights, sums);                                                     \
-    }
-TQKV__BY_QUARTERS(TQKV__SUM_QUARTERS)
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_quarters)(const tqkv__stream *s, int kv_head,
-                                                              const tqkv__segment *segment, int first, int rows,
-                                                              const TQKV__I(product) * p)
-{
-    TQKV__I(byte_weights) weights[2];
-    TQKV__(codes) sums[2][4];
-    for (int r = 0; r < rows; r++) TQKV__I(open_byte_weights)(p->rows + 2 * r * p->row_floats, &weights[r]);
-    for (int d = 0; d < p->dim; d += 64) {
-        const TQKV__I(stored) stored = TQKV__I(open_stored)(s, kv_head, segment, first, d, p->dim);
-#define TQKV__ADD_QUARTERS(which, n)                                                                                   \
-    if (s->format == which && rows == n) TQKV__I(sum_quarters_##which##_##n)(&stored, weights, sums);
-        TQKV__BY_QUARTERS(TQKV__ADD_QUARTERS)
-        for (int r = 0; r < rows; r++) {
-            float *to = p->results + r * p->result_floats + d;
-            const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-            for (int k = 0; k * 16 < stored.left; k++, to += 16)
-                TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(sums[r][k]), unit, TQKV__(load)(to)));
-        }
-    }
-}
-
-/* Adds to the sums of a panel with few rows. p: without p.at */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, int kv_head,
-                                                         const tqkv__segment *segment, int first, int n_rows,
-                                                         TQKV__I(product) * p)
-{
-    const bool nibbles = TQKV__I(takes_nibbles)(s, segment->n, n_rows);
-    for (int left = n_rows, now; left > 0; left -= now) {
-        now = left >= 2 ? 2 : 1;
-        if (nibbles)
-            TQKV__I(add_nibbles)(s, kv_head, segment, first, now, p);
-        else
-            TQKV__I(add_quarters)(s, kv_head, segment, first, now, p);
-        TQKV__I(advance)(p, now);
-    }
+    TQKV__(codes) largest;
+    memset(&largest, 0, sizeof largest);
+    for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
+    return TQKV__S(largest_code)(largest);
 }
 #endif
 
-/* >>k-integer-tiles: the scores and the sums of a tile in integers. */
+/* Rounds n floats to integers against the one whose bits are `largest`, and returns -TQKV__CODE_OFFSET times their sum.
+   Without a finite one all are 0. to: [n] */
+TQKV__OP int32_t TQKV__I(round_floats)(const float *x, int n, uint32_t largest, void *to)
+{
+    const float scale = tqkv__integer_scale(largest);
+    TQKV__(codes) sum;
+    memset(&sum, 0, sizeof sum);
+    if (!(scale > 0.0f)) memset(to, 0, (size_t)n * sizeof(int16_t));
+    if (!(scale > 0.0f)) return 0;
+    for (int i = 0; i < n; i += TQKV__INTEGER_LANES) {
+        const TQKV__(codes) rounded = TQKV__S(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale));
+        TQKV__I(store_integers)(to, i, n, rounded);
+        if (TQKV__CODE_OFFSET) sum = TQKV__S(add_codes)(sum, rounded);
+    }
+    return TQKV__CODE_OFFSET ? -TQKV__CODE_OFFSET * TQKV__S(sum_codes)(sum) : 0;
+}
 
-TQKV__TARGET static void TQKV__I(integer_score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                                     const float *q, int n_rows, bool add, float *scores)
+TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float *query, float *to)
+{
+    const int dim = s->panel_dim;
+    const uint32_t largest = TQKV__S(largest_bits)(query, s->head_dim);
+    int16_t *integers = (int16_t *)(void *)to;
+    int32_t *offset = (int32_t *)(void *)(to + TQKV__QUERY_OFFSET(s->head_dim));
+    for (int d = 0; d < s->head_dim; d += dim) *offset++ = TQKV__I(round_floats)(query + d, dim, largest, integers + d);
+    to[TQKV__QUERY_UNIT(s->head_dim)] = tqkv__integer_unit(largest, s->step);
+}
+
+/* Rounds the weights of a row times the norms of a panel. Weights from n on are another row's. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights,
+                                                               const float *factors, int n, float *to)
+{
+    TQKV__ALIGNED float x[TQKV__TILE];
+    TQKV__(codes) largest_of;
+    memset(&largest_of, 0, sizeof largest_of);
+    if (n < TQKV__TILE) {
+        memset(x, 0, sizeof x);
+        memcpy(x, weights, (size_t)n * sizeof *x);
+        weights = x;
+    }
+    TQKV__UNROLL
+    for (int j = 0; j < TQKV__TILE; j += TQKV__INTEGER_LANES) {
+        const TQKV__VECTOR scaled = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
+        largest_of = TQKV__(larger_bits)(largest_of, scaled);
+        TQKV__(store)(x + j, scaled);
+    }
+    const uint32_t largest = TQKV__S(largest_code)(largest_of);
+    const int32_t offset = TQKV__I(round_floats)(x, TQKV__TILE, largest, to);
+    memcpy(to + TQKV__WEIGHTS_OFFSET, &offset, sizeof offset);
+    to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
+}
+
+/* The rows that are multiplied with a panel: their integers, and results. */
+typedef struct TQKV__I(product) {
+    const int8_t *rows; /* of the first row; the next ones are row_floats floats on, like their units and offsets */
+    const float *units, *offsets; /* offsets: NULL if codes are what they are */
+    int row_floats;
+    float *results; /* scores or sums, result_floats apart */
+    int result_floats;
+    const float *factors; /* of positions, scores only */
+    bool add;             /* to the scores */
+} TQKV__I(product);
+
+/* Goes on to the next rows. */
+TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
+{
+    p->rows += rows * p->row_floats * (int)sizeof(float);
+    p->units += rows * p->row_floats;
+    if (p->offsets) p->offsets += rows * p->row_floats;
+    p->results += rows * p->result_floats;
+}
+
+TQKV__OP TQKV__I(sum) TQKV__I(no_sum)(void)
+{
+    TQKV__I(sum) zero;
+    memset(&zero, 0, sizeof zero);
+    return zero;
+}
+
+TQKV__OP TQKV__I(lane_sum) TQKV__I(no_lanes)(void)
+{
+    TQKV__I(lane_sum) zero;
+    memset(&zero, 0, sizeof zero);
+    return zero;
+}
+
+/* Returns the sums as floats, less what TQKV__CODE_OFFSET added to them. */
+TQKV__OP TQKV__VECTOR TQKV__I(sum_of_row)(const TQKV__I(product) * p, int r, TQKV__(codes) sum)
+{
+    int32_t offset = 0;
+    if (p->offsets) memcpy(&offset, p->offsets + r * p->row_floats, sizeof offset);
+    return TQKV__S(to_floats)(TQKV__CODE_OFFSET ? TQKV__S(add_codes)(sum, TQKV__S(set_codes)(offset)) : sum);
+}
+
+/* Writes the scores of row r and the positions from j on */
+TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV__(codes) sum)
+{
+    float *to = p->results + r * p->result_floats + j;
+    const TQKV__VECTOR factor = TQKV__(load)(p->factors + j) * TQKV__(set1)(p->units[r * p->row_floats]);
+    const TQKV__VECTOR before = p->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
+    TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sum), factor, before));
+}
+
+/* -- Codes to vectors, 64 dimensions at a time. A tile is in units of TQKV__POSITIONS positions: for scores LANES
+   positions are four units, where lane i of unit v has position v + 4 i; for sums lane i of a unit has its position i.
+   -- */
+
+#define TQKV__MOST_UNITS (TQKV__TILE / TQKV__POSITIONS)
+
+#ifndef TQKV__DECODED
+/* Looks up n positions from `first` on, in units. room: [units][left / 16][TQKV__BYTES] */
+TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a, const bool keys, int d, int left,
+                              int first, int n, int8_t *room)
+{
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    for (int j = first; j < first + n; j += TQKV__INTEGER_LANES) {
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
+        TQKV__ROLLED
+        for (int v = 0; v < 4; v++, TQKV__S(move)(a, keys ? 1 : TQKV__POSITIONS, &cursor)) {
+            const TQKV__S(raw) raw =
+                TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], (keys ? 4 : 1) * a->stride);
+            TQKV__UNROLL
+            for (int k = 0; k < 4; k++) {
+                if (16 * k >= left) continue;
+                const TQKV__S(unit) x = TQKV__S(look_up)(format, k, &chunk, &raw);
+                TQKV__S(store_unit)(format, x, room + k * TQKV__BYTES);
+            }
+            room += left / 16 * TQKV__BYTES;
+        }
+    }
+}
+
+#define TQKV__HAS_INTEGERS(kind, book) ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (book) <= 6))
+#define TQKV__DECODER(unused, format, name, kind, main, upper, book, plain)                                            \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__S(decode_##format)(const TQKV__S(panel) * panel, bool keys, int d,   \
+                                                                     int left, int first, int n, int8_t *room)         \
+    {                                                                                                                  \
+        const TQKV__S(panel) a = *panel;                                                                               \
+        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__S(decode)(format, &a, keys, d, left, first, n, room);                \
+    }
+TQKV__FORMATS(TQKV__DECODER, )
+#define TQKV__DECODER_OF(unused, format, ...) TQKV__S(decode_##format),
+static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int, int, int,
+                                         int8_t *) = {NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
+#endif
+
+/* -- Scores of few rows -- */
+
+/* Loads 64 integers of each row. */
+TQKV__OP void TQKV__I(load_rows)(const tqkv_format format, const int rows, const TQKV__I(product) * p, int dim, int d,
+                                 TQKV__I(row) (*q)[4])
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 4 * rows; i++)
+        q[i / 4][i % 4] =
+            TQKV__I(load_row)(format, p->rows + (size_t)(i / 4 * p->row_floats) * sizeof(float), dim, d + i % 4 * 16);
+}
+
+/* Adds the products of a unit of positions with up to 64 dimensions. format and rows are constants. */
+TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const TQKV__S(chunk) * chunk,
+                                const TQKV__S(raw) * raw, int left, TQKV__I(row) (*q)[4], TQKV__I(sum) * sums)
+{
+    TQKV__UNROLL
+    for (int k = 0; k < 4; k++) {
+        if (16 * k >= left) continue;
+        const TQKV__S(unit) x = TQKV__S(look_up)(format, k, chunk, raw);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(format, sums[r], x, q[r][k]);
+    }
+}
+
+/* Adds the products of up to 64 dimensions from d on: sums[row][u] for each unit. Four units are LANES positions; lane
+   i of unit v has position v + 4 i. */
+TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
+                                   const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
+{
+    const int left = a->dim - d;
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    TQKV__I(row) q[TQKV__FEW_ROWS][4];
+    TQKV__I(load_rows)(format, rows, p, a->dim, d, q);
+    for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
+        TQKV__ROLLED
+        for (int v = 0; v < 4; v++, u++, TQKV__S(move)(a, 1, &cursor)) {
+            const TQKV__S(raw) raw = TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
+            TQKV__I(sum) now[TQKV__FEW_ROWS];
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) now[r] = TQKV__I(no_sum)();
+            TQKV__I(dot_unit)(format, rows, &chunk, &raw, left, q, now);
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) {
+                const TQKV__(codes) whole = TQKV__I(whole)(format, now[r]);
+                sums[r][u] = d ? TQKV__S(add_codes)(sums[r][u], whole) : whole;
+            }
+        }
+    }
+}
+
+/* results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(finish_scores)(const TQKV__I(product) * p, int rows, int n,
+                                                               TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
+{
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < n; j += TQKV__INTEGER_LANES)
+            TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / TQKV__POSITIONS));
+}
+
+TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
+                                  const TQKV__I(product) * p)
+{
+    TQKV__(codes) sums[TQKV__FEW_ROWS][TQKV__MOST_UNITS];
+    const TQKV__S(panel) a = *panel; /* sums lie elsewhere */
+    for (int d = 0; d < a.dim; d += TQKV__CHUNK) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
+    TQKV__I(finish_scores)(p, rows, a.n, sums);
+}
+
+/* -- Scores of many rows: a lane is a position. -- */
+
+/* Turns two vectors of lanes of positions from j on. tile: [dim / TQKV__PRODUCTS][2][TQKV__LANE_BYTES] */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_keys)(const TQKV__S(panel) * a, int j, int8_t *tile)
+{
+    TQKV__ALIGNED int8_t room[2 * TQKV__INTEGER_LANES * TQKV__CHUNK];
+    const int n = a->n - j > TQKV__INTEGER_LANES ? 2 : 1; /* vectors */
+    for (int d = 0; d < a->dim; d += TQKV__CHUNK) {
+        const int left = a->dim - d < TQKV__CHUNK ? a->dim - d : TQKV__CHUNK, sixteens = left / 16;
+        TQKV__S(decoders)[a->format](a, true, d, left, j, n * TQKV__INTEGER_LANES, room);
+        for (int k = 0; k < sixteens; k++, tile += 2 * TQKV__KEY_LANES * TQKV__LANE_BYTES)
+            for (int lanes = 0; lanes < n; lanes++) {
+                TQKV__(codes) x[4];
+                TQKV__I(lanes) y[TQKV__KEY_LANES];
+                TQKV__UNROLL
+                for (int v = 0; v < 4; v++)
+                    memcpy(&x[v], room + ((4 * lanes + v) * sixteens + k) * TQKV__BYTES, sizeof x[v]);
+                TQKV__I(key_lanes)(x, y);
+                TQKV__UNROLL
+                for (int i = 0; i < TQKV__KEY_LANES; i++)
+                    memcpy(tile + (2 * i + lanes) * TQKV__LANE_BYTES, &y[i], sizeof y[i]);
+            }
+    }
+}
+
+/* Does what score_rows does for the positions of the tile, from j on. rows is a constant. */
+TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p, int dim, int j, const int8_t *tile)
+{
+    const int8_t *q = p->rows;
+    const int size = p->row_floats * (int)sizeof(float);
+    TQKV__I(lane_sum) sums[TQKV__MANY_ROWS][2];
+    TQKV__UNROLL
+    for (int i = 0; i < 2 * rows; i++) sums[i / 2][i % 2] = TQKV__I(no_lanes)();
+    for (int d = 0; d < dim; d += TQKV__PRODUCTS, tile += 2 * TQKV__LANE_BYTES) {
+        TQKV__I(lanes) x[2];
+        memcpy(x, tile, sizeof x);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) {
+            const TQKV__I(repeated) y = TQKV__I(repeat)(q + (ptrdiff_t)r * size, dim, d);
+            sums[r][0] = TQKV__I(dot_lanes)(sums[r][0], x[0], y);
+            sums[r][1] = TQKV__I(dot_lanes)(sums[r][1], x[1], y);
+        }
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < 2 * rows; i++)
+        TQKV__I(add_scores)(p, i / 2, j + i % 2 * TQKV__INTEGER_LANES, TQKV__I(whole_lanes)(sums[i / 2][i % 2]));
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p, int dim, int j, const int8_t *tile,
+                                                             int n_rows)
+{
+    for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
+        rows = left >= TQKV__MANY_ROWS ? TQKV__MANY_ROWS : left >= 2 ? 2 : 1;
+        if (rows == 1)
+            TQKV__I(score_lanes_of)(1, &p, dim, j, tile);
+        else if (rows == 2)
+            TQKV__I(score_lanes_of)(2, &p, dim, j, tile);
+        else
+            TQKV__I(score_lanes_of)(TQKV__MANY_ROWS, &p, dim, j, tile);
+    }
+}
+
+/* -- Sums of values: a lane is a dimension. -- */
+
+/* Sixteens of dimensions whose sums fit in registers */
+#define TQKV__SIXTEENS(rows)                                                                                           \
+    ((rows)*TQKV__MOST_SIXTEENS <= TQKV__SUM_SIXTEENS ? TQKV__MOST_SIXTEENS : TQKV__SUM_SIXTEENS / (rows))
+
+/* Whether a pass may have less than its sixteens. */
+#define TQKV__ARE_PARTIAL(rows) (TQKV__PARTIAL && (rows) <= 2)
+
+/* Adds n of the sums of a pass, sums: [rows][vectors], to results[row][d] and on. Not inlined, because all loops have one. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors, int n,
+                                                          int d, const TQKV__(codes) * sums)
+{
+    for (int r = 0; r < rows; r++, sums += vectors) {
+        float *to = p->results + r * p->result_floats + d;
+        const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
+        for (int i = 0; i < n; i++, to += TQKV__INTEGER_LANES)
+            TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sums[i]), unit, TQKV__(load)(to)));
+    }
+}
+
+/* Adds the products of TQKV__PRODUCTS positions, from the cursor or from lanes in tile. */
+TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, const int sixteens, int left,
+                                     const TQKV__S(panel) * a, const TQKV__S(chunk) * chunk,
+                                     const TQKV__S(cursor) * cursor, const int8_t *tile, const TQKV__I(repeated) * y,
+                                     TQKV__I(lane_sum) (*sums)[4 * TQKV__DIM_LANES])
+{
+    TQKV__S(raw) raw[TQKV__UNITS];
+    const ptrdiff_t plane = (ptrdiff_t)(a->n / TQKV__PRODUCTS) * (TQKV__DIM_LANES * TQKV__LANE_BYTES);
+    TQKV__UNROLL
+    for (int i = 0; i < TQKV__UNITS; i++) {
+        if (format == TQKV__READY) break;
+        const size_t at = (size_t)(i * TQKV__POSITIONS) * a->stride;
+        raw[i] = TQKV__S(open)(format, chunk, cursor->fields[0] + at, cursor->fields[1] + at, a->stride);
+    }
+    TQKV__UNROLL
+    for (int k = 0; k < sixteens; k++) {
+        TQKV__S(unit) x[TQKV__UNITS];
+        TQKV__I(lanes) lanes[TQKV__DIM_LANES];
+        if (TQKV__ARE_PARTIAL(rows) && 16 * k >= left) continue;
+        if (format == TQKV__READY) {
+            memcpy(lanes, tile + k * plane, sizeof lanes);
+        } else {
+            TQKV__UNROLL
+            for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, chunk, &raw[i]);
+            TQKV__I(value_lanes)(format, x, lanes);
+        }
+        TQKV__UNROLL
+        for (int i = 0; i < rows * TQKV__DIM_LANES; i++) {
+            TQKV__I(lane_sum) *sum = &sums[i / TQKV__DIM_LANES][k * TQKV__DIM_LANES + i % TQKV__DIM_LANES];
+            *sum = TQKV__I(dot_lanes)(*sum, lanes[i % TQKV__DIM_LANES], y[i / TQKV__DIM_LANES]);
+        }
+    }
+}
+
+/* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
+   on, straight from the codes or from lanes in tile: [sixteens][n / TQKV__PRODUCTS][lanes]. format, rows and sixteens
+   are constants. */
+TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const int sixteens, const TQKV__S(panel) * a,
+                                 int d, const TQKV__I(product) * p, const int8_t *tile)
+{
+    const int all = sixteens * TQKV__DIM_LANES, step = format == TQKV__READY ? a->n : 16;
+    const int left = TQKV__ARE_PARTIAL(rows) && a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens;
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    TQKV__I(lane_sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
+    const int8_t *w = p->rows;
+    TQKV__UNROLL
+    for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_lanes)();
+    for (int first = 0; first < a->n; first += step) {
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, first, 16, d);
+        TQKV__ROLLED
+        for (int j = first; j < first + step; j += TQKV__PRODUCTS, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
+            TQKV__I(repeated) y[TQKV__FEW_ROWS];
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++)
+                y[r] = TQKV__I(repeat)(w + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
+            TQKV__I(add_positions)(format, rows, sixteens, left, a, &chunk, &cursor, tile, y, sums);
+            TQKV__S(move)(a, TQKV__PRODUCTS, &cursor);
+        }
+    }
+    TQKV__(codes) whole[TQKV__FEW_ROWS * 4 * TQKV__DIM_LANES];
+    TQKV__UNROLL
+    for (int i = 0; i < rows * all; i++) whole[i] = TQKV__I(whole_lanes)(sums[i / all][i % all]);
+    TQKV__I(add_sums)(p, rows, all, left / 16 * TQKV__DIM_LANES, d, whole);
+}
+
+TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
+                                const TQKV__I(product) * p)
+{
+    const int step = 16 * TQKV__SIXTEENS(rows);
+    const TQKV__S(panel) a = *panel; /* results lie elsewhere */
+    int d = 0;
+    for (; d + (TQKV__ARE_PARTIAL(rows) ? 16 : step) <= a.dim; d += step)
+        TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p, NULL);
+    if (!TQKV__ARE_PARTIAL(rows) && d < a.dim) TQKV__I(add_chunk)(format, rows, 1, &a, d, p, NULL);
+}
+
+/* Finds the lanes of the dimensions [d, d + left) for all positions. tile: as add_chunk has it */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_values)(const TQKV__S(panel) * a, int d, int left, int8_t *tile)
+{
+    TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__CHUNK];
+    const int sixteens = left / 16, units = a->n / TQKV__POSITIONS;
+    TQKV__S(decoders)[a->format](a, false, d, left, 0, a->n, room);
+    for (int k = 0; k < sixteens; k++)
+        for (int u = 0; u < units; u += TQKV__UNITS, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
+            TQKV__S(unit) x[TQKV__UNITS];
+            TQKV__I(lanes) lanes[TQKV__DIM_LANES];
+            TQKV__UNROLL
+            for (int i = 0; i < TQKV__UNITS; i++)
+                x[i] = TQKV__S(load_unit)(room + ((u + i) * sixteens + k) * TQKV__BYTES);
+            TQKV__I(value_lanes)(TQKV__READY, x, lanes);
+            memcpy(tile, lanes, sizeof lanes);
+        }
+}
+
+#define TQKV__ADD_LANES(rows)                                                                                          \
+    (whole ? TQKV__I(add_chunk)(TQKV__READY, rows, TQKV__MANY_SIXTEENS, &a, d, &p, tile)                               \
+           : TQKV__I(add_chunk)(TQKV__READY, rows, 1, &a, d, &p, tile))
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) * panel, TQKV__I(product) p, int d,
+                                                           bool whole, const int8_t *tile, int n_rows)
+{
+    const TQKV__S(panel) a = *panel;
+    for (int rows; n_rows > 0; n_rows -= rows, TQKV__I(advance)(&p, rows)) {
+        rows = n_rows >= TQKV__MANY_VALUE_ROWS ? TQKV__MANY_VALUE_ROWS : n_rows >= 2 ? 2 : 1;
+        if (rows == 1)
+            TQKV__ADD_LANES(1);
+        else if (rows == 2)
+            TQKV__ADD_LANES(2);
+        else
+            TQKV__ADD_LANES(TQKV__MANY_VALUE_ROWS);
+    }
+}
+
+/* -- The loops of each format, for one and two rows -- */
+
+typedef struct TQKV__I(loops) {
+    void (*score)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
+    void (*add)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
+} TQKV__I(loops);
+
+/* Codes of 5 bits in bytes take the loops of 6 bits: the codebook is repeated. */
+#define TQKV__FEW_LOOPS(format, kind, book) (TQKV__HAS_INTEGERS(kind, book) && (format) != TQKV_TQ5_BYTES)
+#define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain)                                    \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a,                          \
+                                                                    const TQKV__I(product) * product, int rows)        \
+    {                                                                                                                  \
+        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind);                              \
+    }                                                                                                                  \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a,                            \
+                                                                  const TQKV__I(product) * product, int rows)          \
+    {                                                                                                                  \
+        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format, kind);                                \
+    }
+TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const TQKV__I(product) * p)
+{
+    TQKV__I(product) product = *p;
+    (void)format;
+    if (!TQKV__OFFSET_OF(format)) product.offsets = NULL;
+    return product;
+}
+
+#define TQKV__BY_ROWS(loop, format, kind)                                                                              \
+    (rows == 1   ? TQKV__I(loop)(format, 1, a, p)                                                                      \
+     : rows == 2 ? TQKV__I(loop)(format, 2, a, p)                                                                      \
+     : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || TQKV__LANES_ROWS_OF_BOOKS > 3)                                   \
+         ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, p)                                                                 \
+         : (void)0)
+TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
+
+#define TQKV__LOOPS_ENTRY(unused, format, ...) {TQKV__I(score_##format), TQKV__I(add_##format)},
+static const TQKV__I(loops) TQKV__I(loops_by_format)[] = {{NULL, NULL}, TQKV__FORMATS(TQKV__LOOPS_ENTRY, )};
+
+/* Whether so many rows are multiplied straight from the codes. */
+static bool TQKV__I(are_few)(tqkv_format format, int n_rows)
+{
+    return n_rows < (tqkv__format_of(format)->kind == TQKV__GRID ? TQKV__LANES_ROWS : TQKV__LANES_ROWS_OF_BOOKS);
+}
+
+/* Calls a loop for few rows. */
+TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, const TQKV__I(product) *, int),
+                                const TQKV__S(panel) * panel, TQKV__I(product) p, int n_rows)
+{
+    for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
+        rows = left >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : left >= 2 ? 2 : 1;
+        loop(panel, &p, rows);
+    }
+}
+
+/* -- A tile -- */
+
+/* Finds the scores of a panel. */
+TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
+{
+    TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
+    if (TQKV__I(are_few)(panel->format, n_rows)) {
+        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].score, panel, *p, n_rows);
+        return;
+    }
+    for (int j = 0; j < panel->n; j += 2 * TQKV__INTEGER_LANES) {
+        TQKV__I(turn_keys)(panel, j, tile);
+        TQKV__I(score_lanes)(*p, panel->dim, j, tile, n_rows);
+    }
+}
+
+TQKV__TARGET static void TQKV__I(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                             const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__ALIGNED int8_t room[TQKV__MOST_KEYS_AT_ONCE * TQKV__PANEL];
-    const bool lanes = n_rows >= TQKV__LANES_ROWS;
-    const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__KEYS_AT_ONCE;
-    const int dim = s->panel_dim, head_dim = s->head_dim;
-    if (s->kind == TQKV__HALF) {
-        TQKV__S(score_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, q, n_rows, add, scores);
+    TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
+    const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
+    if (tqkv__in_floats(s)) {
+        TQKV__S(score_floats)(s, kv_head, segment, q, n_rows, add, scores);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
-    for (int b = 0; b < head_dim / dim; b++) {
-        TQKV__I(product) p;
-#if TQKV__LOOKED_UP
-        if (TQKV__I(takes_nibbles)(s, segment->n, n_rows) || TQKV__I(takes_quarters)(s, segment->n, n_rows)) {
-            TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
-            TQKV__I(score_few)(s, kv_head, segment, b * dim, n_rows, &p);
-            continue;
-        }
-#endif
-        for (int j = 0; j < segment->n; j += step) {
-            p.n = segment->n - j < step ? segment->n - j : step;
-            TQKV__I(open_scores)(s, b, q, add, factors + j, scores + j, &p);
-            p.at = TQKV__S(open_integers)(s, kv_head, segment, j, p.n, b * dim, dim, room);
-            if (lanes)
-                TQKV__I(score_lanes)(p, n_rows);
-            else
-                TQKV__I(score_integers)(p, n_rows);
-        }
+    TQKV__S(copy_rest)(s, row, segment->n, room);
+    for (int d = 0, b = 0; d < s->head_dim; d += s->panel_dim, b++) {
+        const TQKV__S(panel) panel = TQKV__S(open_panel)(s, row, segment, d, room);
+        const TQKV__I(product) p = {(const int8_t *)(q) + 2 * d,
+                                    q + TQKV__QUERY_UNIT(s->head_dim),
+                                    q + TQKV__QUERY_OFFSET(s->head_dim) + b,
+                                    s->head_dim,
+                                    scores,
+                                    TQKV__TILE,
+                                    factors + b * TQKV__TILE,
+                                    add || b > 0};
+        TQKV__I(score_panel)(&panel, &p, n_rows);
     }
 }
 
-/* Opens the sums of panel b, but for its codes. */
-TQKV__OP void TQKV__I(open_sums)(const tqkv__stream *s, int b, int n, const float *weights, int n_rows,
-                                 const float *factors, float *scaled, float *out, TQKV__I(product) * p)
+/* Adds to the sums of a panel. */
+TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
 {
-    if (b * s->panel_dim % s->norm_dim == 0)
-        for (int at = 0; at < n_rows * TQKV__TILE; at += TQKV__TILE)
-            TQKV__I(round_weights)(s, weights + at, factors + b * TQKV__TILE, n, scaled + at);
-    p->n = n;
-    p->dim = s->panel_dim;
-    p->rows = (const int16_t *)(const void *)scaled;
-    p->units = scaled + TQKV__WEIGHTS_UNIT;
-    p->row_floats = TQKV__TILE;
-    p->results = out + b * s->panel_dim;
-    p->result_floats = s->head_dim;
-    p->factors = NULL;
-    p->add = true;
+    enum { STEP = 16 * TQKV__MANY_SIXTEENS, PLANE = TQKV__TILE / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES };
+    TQKV__ALIGNED int8_t tile[TQKV__CHUNK / 16 * PLANE];
+    const int plane = panel->n / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES;
+    if (TQKV__I(are_few)(panel->format, n_rows)) {
+        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, *p, n_rows);
+        return;
+    }
+    for (int d = 0, left; d < panel->dim; d += left) {
+        left = panel->dim - d < TQKV__CHUNK ? panel->dim - d : TQKV__CHUNK;
+        TQKV__I(turn_values)(panel, d, left, tile);
+        for (int e = 0; e < left; e += STEP)
+            TQKV__I(add_lanes)(panel, *p, d + e, left - e >= STEP, tile + e / 16 * plane, n_rows);
+    }
 }
 
-TQKV__TARGET static void TQKV__I(integer_value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                                     const float *weights, int n_rows, float *scaled, float *out)
+TQKV__TARGET static void TQKV__I(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                             const float *weights, int n_rows, float *scaled, float *out)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__PANEL];
-    const int dim = s->panel_dim, head_dim = s->head_dim;
-    if (s->kind == TQKV__HALF) {
-        TQKV__S(add_halves)(s, tqkv__codes_at(s, kv_head, segment->slot), segment, weights, n_rows, out);
+    TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
+    const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
+    if (tqkv__in_floats(s)) {
+        TQKV__S(add_floats)(s, kv_head, segment, weights, n_rows, out);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, false, factors);
-    for (int b = 0; b < head_dim / dim; b++) {
-        TQKV__I(product) p;
-        TQKV__I(open_sums)(s, b, segment->n, weights, n_rows, factors, scaled, out, &p);
-#if TQKV__LOOKED_UP
-        if (TQKV__I(takes_nibbles)(s, segment->n, n_rows) || TQKV__I(takes_quarters)(s, segment->n, n_rows)) {
-            TQKV__I(add_few)(s, kv_head, segment, b * dim, n_rows, &p);
-            continue;
-        }
-#endif
-        p.at = TQKV__S(open_integers)(s, kv_head, segment, 0, segment->n, b * dim, dim, room);
-        TQKV__I(add_integers)(&p, n_rows);
+    TQKV__S(copy_rest)(s, row, segment->n, room);
+    for (int d = 0, b = 0; d < s->head_dim; d += s->panel_dim, b++) {
+        const TQKV__S(panel) panel = TQKV__S(open_panel)(s, row, segment, d, room);
+        const TQKV__I(product) p = {(const int8_t *)(scaled),
+                                    scaled + TQKV__WEIGHTS_UNIT,
+                                    scaled + TQKV__WEIGHTS_OFFSET,
+                                    TQKV__TILE,
+                                    out + d,
+                                    s->head_dim,
+                                    NULL,
+                                    true};
+        if (d % s->norm_dim == 0)
+            for (int at = 0; at < n_rows * TQKV__TILE; at += TQKV__TILE)
+                TQKV__I(round_weights)(s, weights + at, factors + b * TQKV__TILE, segment->n, scaled + at);
+        TQKV__I(add_panel)(&panel, &p, n_rows);
     }
 }
 
-static const tqkv__integers TQKV__I(integers) = {&TQKV__(isa),
-                                                 TQKV__I(round_query),
-                                                 {TQKV__ISA_NAME, TQKV__INTEGER_LANES, 1, &TQKV__(codec),
-                                                  TQKV__(reorder), TQKV__I(integer_score_tile), TQKV__(softmax_tile),
-                                                  TQKV__(end_piece), TQKV__I(integer_value_tile), TQKV__(sum_heads)}};
+static const tqkv__kernels TQKV__I(kernels) = {TQKV__I(round_query), TQKV__I(score_tile), TQKV__(softmax_tile),
+                                               TQKV__(end_piece),    TQKV__I(value_tile), TQKV__(sum_heads)};
 
 #endif /* TQKV__INTEGER_LANES */
 
 #if defined(TQKV__LANES) || defined(TQKV__INTEGER_LANES)
-/* The macros that a set defines, and two that depend on it. Those of the loops are the same for all. */
+/* The macros that a set defines. Those of the loops are the same for all. */
 #undef TQKV__
-#undef TQKV__COLUMNS
+#undef TQKV__CODE_OFFSET
 #undef TQKV__DECODED
-#undef TQKV__DECODED_SCORE_ROWS
-#undef TQKV__DOT_LANES
 #undef TQKV__ENCODES
+#undef TQKV__FEW_ROWS
 #undef TQKV__I
 #undef TQKV__INTEGER_LANES
 #undef TQKV__ISA_NAME
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
-#undef TQKV__LOOKED_UP
-#undef TQKV__MATRIX_ROWS
-#undef TQKV__NIBBLE_STRIP
+#undef TQKV__LANES_ROWS_OF_BOOKS
+#undef TQKV__MANY_ROWS
+#undef TQKV__MANY_VALUE_ROWS
+#undef TQKV__MOST_SIXTEENS
+#undef TQKV__OFFSET_OF
+#undef TQKV__PARTIAL
 #undef TQKV__PRODUCTS
-#undef TQKV__PRODUCT_ROWS
-#undef TQKV__ROUNDED
-#undef TQKV__ROWS
 #undef TQKV__S
-#undef TQKV__SCORE_ROWS
-#undef TQKV__STRIP_TOGETHER
-#undef TQKV__SUMS
+#undef TQKV__SUM_SIXTEENS
 #undef TQKV__TARGET
-#undef TQKV__WHOLE_LANES
 #undef TQKV__WIDTH
 #endif
 
@@ -7786,160 +6463,24 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
-TQKV__OP __m256 tqkv__sum_fours_avx2(const __m256 *x)
+/* Loads eight centroids of TQ8 at a time. The asm keeps the codes in a register of which x86 reads the two lowest bytes
+   (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
+TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float *to)
 {
-    const __m256 a = _mm256_add_ps(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
-    const __m256 b = _mm256_add_ps(_mm256_unpacklo_ps(x[2], x[3]), _mm256_unpackhi_ps(x[2], x[3]));
-    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
-}
-TQKV__OP __m256 tqkv__sum_across_avx2(const float *x)
-{
-    const __m256 a = _mm256_load_ps(x), b = _mm256_load_ps(x + 8);
-    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-}
-/* A matrix [4][2] to [2][4], or back */
-TQKV__OP void tqkv__turn_avx2(const bool decoded, const int columns, __m256 *x)
-{
-    const __m256i to = _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0), back = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
-    if (columns == 2) *x = _mm256_permutevar8x32_ps(*x, decoded ? to : back);
-}
-/* Permutes use the lowest three bits. Blends use the sign bit, to which the shifts bring the bits above. */
-TQKV__OP __m256 tqkv__permute_16_avx2(const __m256 *table, __m256i codes)
-{
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table[0], codes), _mm256_permutevar8x32_ps(table[1], codes),
-                            _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
-}
-TQKV__OP __m256 tqkv__permute_32_avx2(const __m256 *table, __m256i codes)
-{
-    return _mm256_blendv_ps(tqkv__permute_16_avx2(table, codes), tqkv__permute_16_avx2(table + 2, codes),
-                            _mm256_castsi256_ps(_mm256_slli_epi32(codes, 27)));
-}
-/* Looks up the four bytes of 32 centroids and joins them: vector k of four has codes 4k to 4k + 3 of either half.
-   upper: all ones for a code in the upper half. index: its number among 16. second: the sign bit marks the second 16 of
-   the half. The table has these as xor with the first: a negative index gives 0, and xor is cheaper than a blend. Both
-   unpacks of two bytes come before the next look-up and save registers, whichever of them this vector needs. */
-TQKV__OP __m256 tqkv__centroids_of_planes_avx2(const int bits, const int k, const __m256 *table, __m256i index,
-                                               __m256i upper, __m256i second)
-{
-    const __m256i sign = _mm256_set1_epi8(-128), beyond = _mm256_or_si256(index, _mm256_andnot_si256(second, sign));
-    __m256i bytes[4], words[2];
-    TQKV__UNROLL
-    for (int p = 0; p < 4; p++) {
-        bytes[p] = _mm256_shuffle_epi8(_mm256_castps_si256(table[p]), index);
-        if (bits == 6)
-            bytes[p] = _mm256_xor_si256(bytes[p], _mm256_shuffle_epi8(_mm256_castps_si256(table[4 + p]), beyond));
-        if (bits > 4 && p == 3) bytes[3] = _mm256_xor_si256(bytes[3], _mm256_and_si256(upper, sign));
-        if (p % 2 == 0) continue;
-        const __m256i lower = _mm256_unpacklo_epi8(bytes[p - 1], bytes[p]);
-        const __m256i higher = _mm256_unpackhi_epi8(bytes[p - 1], bytes[p]);
-        words[p / 2] = k < 2 ? lower : higher;
-    }
-    return _mm256_castsi256_ps(k % 2 ? _mm256_unpackhi_epi16(words[0], words[1])
-                                     : _mm256_unpacklo_epi16(words[0], words[1]));
-}
-TQKV__OP void tqkv__load_table_avx2(const int bits, const bool nibbles, const tqkv__stream *s, __m256 *table)
-{
-    (void)nibbles; /* always the bytes of centroids */
-    for (int p = 0; p < 4; p++) {
-        const __m128i first = tqkv__load_128(s->planes[p]), second = tqkv__load_128(s->planes[p] + 16);
-        table[p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(first));
-        if (bits == 6) table[4 + p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(_mm_xor_si128(first, second)));
-    }
-}
-/* Sets all bits of the bytes that have those of `bit`. */
-TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i bit)
-{
-    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
-}
-/* Loads the first `size` bytes at p, 2 to 16, then zeros. */
-TQKV__OP __m128i tqkv__load_bytes_avx2(const int size, const uint8_t *p)
-{
-    long long word = 0;
-    if (size == 16) return tqkv__load_128(p);
-    if (size == 8) return tqkv__load_64(p);
-    memcpy(&word, p, (size_t)(size % 8));
-    return _mm_cvtsi64_si128(word);
-}
-/* Spreads the pairs of bits of 2 * per_lane bytes, in the order of nibbles: the even ones, then the odd ones, each in
-   the lowest bits of a byte with others above it. */
-TQKV__OP __m256i tqkv__spread_pairs_avx2(const int per_lane, const uint8_t *p)
-{
-    const __m128i words = _mm_cvtepu8_epi16(tqkv__load_bytes_avx2(2 * per_lane, p)),
-                  spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
-    return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(spread), _mm256_set_epi64x(2, 2, 0, 0));
-}
-/* A strip is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to
-   the upper half. */
-TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
-                                               const uint8_t *p, const uint8_t *upper)
-{
-    const __m256i fifteen = _mm256_set1_epi8(15);
-    const __m256i codes = bits < 4
-                              ? tqkv__spread_pairs_avx2(per_lane, p)
-                              : _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_bytes_avx2(4 * per_lane, p)),
-                                                  _mm256_set_epi64x(4, 4, 0, 0));
-    if (bits == 2) {
-        const __m256i index = _mm256_and_si256(codes, _mm256_set1_epi8(3));
-        return tqkv__centroids_of_planes_avx2(2, k, table, index, index, index);
-    }
-    if (bits == 4) return tqkv__centroids_of_planes_avx2(4, k, table, _mm256_and_si256(codes, fifteen), codes, codes);
-    __m256i half, second;
-    if (bits == 3 || bits == 5) { /* bits 2i and 2i + 1 of four bytes */
-        int word = 0;
-        memcpy(&word, upper, per_lane == 4 ? 4 : 2);
-        const __m256i order = _mm256_broadcastsi128_si256(_mm_set_epi32(0x03030303, 0x02020202, 0x01010101, 0));
-        const __m256i bit = _mm256_set_m128i(_mm_set1_epi32((int)0x80200802), _mm_set1_epi32(0x40100401));
-        second = half = tqkv__has_bit_avx2(_mm256_shuffle_epi8(_mm256_set1_epi32(word), order), bit);
-        if (bits == 3) {
-            const __m256i pair = _mm256_and_si256(codes, _mm256_set1_epi8(3));
-            const __m256i index = _mm256_or_si256(pair, _mm256_and_si256(half, _mm256_set1_epi8(4)));
-            return tqkv__centroids_of_planes_avx2(3, k, table, index, index, index);
+    const float *centroids = s->codebook;
+    for (int d = 0; d < n; d += 8) {
+        __m128 pairs[4];
+        uint64_t codes;
+        memcpy(&codes, from + d, sizeof codes);
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++, codes >>= 16) {
+            __asm__("" : "+Q"(codes));
+            pairs[i] =
+                _mm_unpacklo_ps(_mm_load_ss(centroids + (codes & 255)), _mm_load_ss(centroids + (codes >> 8 & 255)));
         }
-    } else { /* bits 4i to 4i + 3 of eight bytes */
-        const __m256i order =
-            _mm256_broadcastsi128_si256(_mm_set_epi32(0x07070606, 0x05050404, 0x03030202, 0x01010000));
-        const __m256i bytes =
-            _mm256_shuffle_epi8(_mm256_broadcastq_epi64(tqkv__load_bytes_avx2(2 * per_lane, upper)), order);
-        const __m256i fifth = _mm256_set_m128i(_mm_set1_epi16(0x4004), _mm_set1_epi16(0x1001));
-        half = tqkv__has_bit_avx2(bytes, _mm256_add_epi8(fifth, fifth));
-        second = _mm256_xor_si256(tqkv__has_bit_avx2(bytes, fifth), half);
+        _mm_storeu_ps(to + d, _mm_movelh_ps(pairs[0], pairs[1]));
+        _mm_storeu_ps(to + d + 4, _mm_movelh_ps(pairs[2], pairs[3]));
     }
-    return tqkv__centroids_of_planes_avx2(bits, k, table, _mm256_and_si256(_mm256_xor_si256(codes, half), fifteen),
-                                          half, second);
-}
-/* Loads eight centroids of TQ8, whose magnitudes would take 32 shuffles. The asm keeps the codes in a register of which
-   x86 reads the two lowest bytes (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
-TQKV__OP __m256 tqkv__centroids_by_loads_avx2(const uint8_t *p)
-{
-    const float *centroids = tqkv__tables.codebook_8;
-    __m128 pairs[4];
-    uint64_t codes;
-    memcpy(&codes, p, sizeof codes);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++, codes >>= 16) {
-        __asm__("" : "+Q"(codes));
-        const __m128 low = _mm_load_ss(centroids + (codes & 255)), high = _mm_load_ss(centroids + (codes >> 8 & 255));
-        pairs[i] = _mm_unpacklo_ps(low, high);
-    }
-    return _mm256_set_m128(_mm_movelh_ps(pairs[2], pairs[3]), _mm_movelh_ps(pairs[0], pairs[1]));
-}
-TQKV__OP __m256 tqkv__centroids_of_bytes_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
-                                              const uint8_t *p)
-{
-    if (bits == 8) return tqkv__centroids_by_loads_avx2(p + 8 * k);
-    const __m256i order =
-        _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0); /* puts the codes of each of the four vectors in place */
-    const __m256i bytes = per_lane == 4 ? _mm256_loadu_si256((const __m256i *)(const void *)p)
-                                        : _mm256_zextsi128_si256(tqkv__load_128(p));
-    const __m256i codes = _mm256_permutevar8x32_epi32(bytes, order);
-    const __m256i half = _mm256_cmpgt_epi8(_mm256_setzero_si256(), _mm256_slli_epi16(codes, 8 - bits));
-    const __m256i index = _mm256_and_si256(_mm256_xor_si256(codes, half), _mm256_set1_epi8(15));
-    return tqkv__centroids_of_planes_avx2(bits, k, table, index, half,
-                                          _mm256_xor_si256(_mm256_slli_epi16(codes, 3), half));
-}
-TQKV__OP __m256 tqkv__load_i8_avx2(const uint8_t *p)
-{
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(tqkv__load_64(p)));
 }
 TQKV__OP __m256 tqkv__load_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(tqkv__load_128(p)); }
 TQKV__OP __m256 tqkv__load_bf16_avx2(const uint8_t *p)
@@ -8085,38 +6626,11 @@ TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
     _mm_storeu_si128((__m128i *)(void *)p, _mm_packus_epi32(low, high));
 }
 
-/* Only vectors of 16 need these. */
-TQKV__OP void tqkv__load_fields_avx2(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
-                                     __m256i *low, __m256i *high)
-{
-    (void)bits, (void)count, (void)p, (void)upper;
-    *low = *high = _mm256_setzero_si256();
-}
-TQKV__OP __m256i tqkv__join_fields_avx2(const int bits, int k, __m256i low, __m256i high)
-{
-    (void)bits, (void)k, (void)high;
-    return low;
-}
-TQKV__OP void tqkv__next_codes_avx2(const int bits, __m256i *codes) { (void)bits, (void)codes; }
-TQKV__OP __m256 tqkv__look_up_avx2(const int bits, const __m256 *table, __m256i codes)
-{
-    (void)bits, (void)codes;
-    return *table;
-}
-
 #define TQKV__(name) tqkv__##name##_avx2
 #define TQKV__ENCODES
-#define TQKV__WIDTH              8 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME           "avx2"
-#define TQKV__LANES              8
-#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
-#define TQKV__MATRIX_ROWS        4
-#define TQKV__NIBBLE_STRIP       4
-#define TQKV__STRIP_TOGETHER     1
-#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
-#define TQKV__SCORE_ROWS         2 /* keys, and decoded keys */
-#define TQKV__DECODED_SCORE_ROWS 3
-#define TQKV__SUMS               8 /* vectors of sums of values in registers */
+#define TQKV__WIDTH    8 /* vectors of the rotation in registers */
+#define TQKV__ISA_NAME "avx2"
+#define TQKV__LANES    8
 #include "tqkv.h"
 
 /* >>set-avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
@@ -8180,187 +6694,34 @@ TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
 {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
-/* Loads a field of 1 or 2 bits a lane, of which bit `first` comes to bit `to`. */
-TQKV__OP __m512i tqkv__load_short_field_avx512(const int bits, const int first, const int to, const uint8_t *p)
-{
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i turn =
-        _mm512_add_epi32(_mm512_slli_epi32(lanes, (unsigned)(bits - 1)), _mm512_set1_epi32((first - to) & 31));
-    uint32_t all;
-    int16_t half;
-    if (bits == 1) { /* twice in a lane */
-        memcpy(&half, p, sizeof half);
-        return _mm512_rorv_epi32(_mm512_set1_epi16(half), turn);
-    }
-    memcpy(&all, p, sizeof all);
-    return _mm512_rorv_epi32(_mm512_set1_epi32((int)all), turn);
-}
-/* Loads a field of a strip: lane l holds `bits` bits from bit l * bits of p on. With the codes l * per_lane ... of a
-   strip in a lane, one shift moves the k-th code of every lane to bit 0. Other bits may follow those of the lane. */
-TQKV__OP __m512i tqkv__load_field_avx512(const int bits, const uint8_t *p)
-{
-    uint64_t word;
-    if (bits == 32) return _mm512_loadu_si512((const void *)p);
-    if (bits < 4) return tqkv__load_short_field_avx512(bits, 0, 0, p);
-    if (bits == 16) return _mm512_cvtepu16_epi32(tqkv__load_256_avx512(p));
-    if (bits == 8) return _mm512_cvtepu8_epi32(tqkv__load_128(p));
-    memcpy(&word, p, sizeof word); /* 4: the lowest byte of each lane takes a window of 8 bits */
-    return _mm512_multishift_epi64_epi8(_mm512_set_epi32(60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0),
-                                        _mm512_set1_epi64((long long)word));
-}
-/* Returns the k-th codes of a strip of one or two vectors. */
-TQKV__OP __m512i tqkv__short_codes_avx512(const int bits, const int per_lane, const int k, const uint8_t *p,
-                                          const uint8_t *upper)
-{
-    const int main_bits = bits < 4 ? 2 : 4, upper_bits = bits - main_bits;
-    const __m512i low = main_bits * per_lane > 2 ? _mm512_srli_epi32(tqkv__load_field_avx512(main_bits * per_lane, p),
-                                                                     (unsigned)(main_bits * k))
-                                                 : tqkv__load_short_field_avx512(2, 0, 0, p);
-    if (!upper_bits) return low;
-    const __m512i high =
-        upper_bits * per_lane > 2
-            ? _mm512_slli_epi32(tqkv__load_field_avx512(4, upper), (unsigned)(main_bits - upper_bits * k))
-            : tqkv__load_short_field_avx512(upper_bits * per_lane, upper_bits * k, main_bits, upper);
-    return _mm512_ternarylogic_epi64(_mm512_set1_epi32((1 << main_bits) - 1), low, high, 0xca);
-}
-/* Loads the fields of a strip of 8 or 4 vectors. */
-TQKV__OP void tqkv__load_fields_avx512(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
-                                       __m512i *low, __m512i *high)
-{
-    const int main_bits = bits < 4 ? 2 : 4, upper_bits = bits - main_bits;
-    *low = tqkv__load_field_avx512(count * main_bits, p);
-    if (upper_bits) *high = tqkv__load_field_avx512(count * upper_bits, upper);
-}
-/* Joins all codes of TQ3 as nibbles. Bytes take windows of 8 bits from both fields, in words of 64 bits: two codes' low
-   pairs in bits 0 to 3, their third bits in bits 4 and 5. One look-up puts these six bits in order. */
-TQKV__OP __m512i tqkv__join_tq3_avx512(__m512i low, __m512i high)
-{
-    const __m512i pairs = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x2c2824200c080400), low);
-    const __m512i third = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x22201e1c02003e3c), high);
-    const __m512i six = _mm512_ternarylogic_epi64(_mm512_set1_epi8(15), pairs, third, 0xca);
-    const __m512i upper_five =
-        _mm512_set_epi32(0x74747474, 0x64646464, 0x54545454, 0x44444444, 0x70707070, 0x60606060, 0x50505050, 0x40404040,
-                         0x34343434, 0x24242424, 0x14141414, 0x04040404, 0x30303030, 0x20202020, 0x10101010, 0);
-    return _mm512_permutexvar_epi8(six, _mm512_or_si512(upper_five, _mm512_set1_epi32(0x03020100)));
-}
-/* Joins the codes from the k-th on of each lane: of TQ5 and TQ6 four as bytes, in the same way, whose upper bits may be
-   others; of the other formats all of them, in as many bits as their codes or, TQ3, in four. */
-TQKV__OP __m512i tqkv__join_fields_avx512(const int bits, int k, __m512i low, __m512i high)
-{
-    const long long each = 0x0101010101010101, upper_at = bits == 5 ? 0x1f1e1d1c3f3e3d3c : 0x22201e1c02003e3c;
-    if (bits == 3) return tqkv__join_tq3_avx512(low, high);
-    if (bits < 5) return low;
-    low = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x2c2824200c080400 + k * 4 * each), low);
-    high = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(upper_at + k * (bits - 4) * each), high);
-    return _mm512_ternarylogic_epi64(_mm512_set1_epi8(15), low, high, 0xca);
-}
-TQKV__OP __m512 tqkv__look_up_avx512(const int bits, const __m512 *table, __m512i codes)
-{
-    if (bits <= 4) return _mm512_permutexvar_ps(codes, table[0]);
-    const __m512 lower = _mm512_permutex2var_ps(table[0], codes, table[1]);
-    if (bits == 5) return lower;
-    return _mm512_mask_blend_ps(_mm512_test_epi32_mask(codes, _mm512_set1_epi32(0x20)), lower,
-                                _mm512_permutex2var_ps(table[2], codes, table[3]));
-}
-/* Brings the next of the joined codes of each lane to bit 0. */
-TQKV__OP void tqkv__next_codes_avx512(const int bits, __m512i *codes)
-{
-    *codes = _mm512_srli_epi32(*codes, bits == 2 ? 2u : bits < 5 ? 4u : 8u);
-}
-/* Byte codes look up each byte of a centroid in one register; TQ8 in two for 128 centroids, the half it needs. */
-TQKV__OP void tqkv__load_table_avx512(const int bits, const bool nibbles, const tqkv__stream *s, __m512 *table)
-{
-    if (bits == 2) table[0] = _mm512_broadcast_f32x4(_mm_loadu_ps(s->codebook));
-    if (bits == 3) table[0] = _mm512_broadcast_f32x8(_mm256_loadu_ps(s->codebook));
-    if (nibbles && bits > 3)
-        for (int i = 0; i < 1 << (bits - 4); i++) table[i] = _mm512_loadu_ps(s->codebook + 16 * i);
-    if (!nibbles)
-        for (int p = 0; p < 4; p++) {
-            table[p] = _mm512_loadu_ps((const void *)s->planes[p]);
-            if (bits == 8) table[4 + p] = _mm512_loadu_ps((const void *)(s->planes[p] + 64));
-        }
-}
-TQKV__OP __m512 tqkv__centroids_of_packed_avx512(const int bits, const int per_lane, const int k, const __m512 *table,
-                                                 const uint8_t *p, const uint8_t *upper)
-{
-    const int main_bits = bits < 4 ? 2 : 4, upper_bits = bits - main_bits;
-    if (per_lane < 4) return tqkv__look_up_avx512(bits, table, tqkv__short_codes_avx512(bits, per_lane, k, p, upper));
-    const __m512i low = tqkv__load_field_avx512(main_bits * per_lane, p);
-    const __m512i high = upper_bits ? tqkv__load_field_avx512(upper_bits * per_lane, upper) : low;
-    const __m512i codes = tqkv__join_fields_avx512(bits, k / 4 * 4, low, high);
-    const int at = bits == 2 ? 2 * k : bits < 5 ? 4 * k : 8 * (k % 4);
-    return tqkv__look_up_avx512(bits, table, _mm512_srli_epi32(codes, (unsigned)at));
-}
-/* Looks up the four bytes of 64 centroids and joins them. TQ8: a code c of the upper half takes ~c and flips the
-   sign. */
-TQKV__OP __m512 tqkv__centroids_of_bytes_avx512(const int bits, const int per_lane, const int k, const __m512 *table,
-                                                const uint8_t *p)
-{
-    /* dword 4i + j goes to dword i of 128-bit lane j; two unpacks then leave codes 16k to 16k + 15 in vector k */
-    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    const __m512i loaded = _mm512_maskz_loadu_epi32((__mmask16)((1 << 4 * per_lane) - 1), (const void *)p);
-    __m512i codes = _mm512_permutexvar_epi32(order, loaded), bytes[4];
-    const __mmask64 upper = _mm512_movepi8_mask(codes);
-    if (bits == 8) codes = _mm512_mask_sub_epi8(codes, upper, _mm512_set1_epi8(-1), codes);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        const __m512i first = _mm512_castps_si512(table[i]), second = _mm512_castps_si512(table[bits == 8 ? 4 + i : i]);
-        bytes[i] = bits == 8 ? _mm512_permutex2var_epi8(first, codes, second) : _mm512_permutexvar_epi8(codes, first);
-    }
-    if (bits == 8) bytes[3] = _mm512_mask_add_epi8(bytes[3], upper, bytes[3], _mm512_set1_epi8(-128));
-    const __m512i low = k < 2 ? _mm512_unpacklo_epi8(bytes[0], bytes[1]) : _mm512_unpackhi_epi8(bytes[0], bytes[1]);
-    const __m512i high = k < 2 ? _mm512_unpacklo_epi8(bytes[2], bytes[3]) : _mm512_unpackhi_epi8(bytes[2], bytes[3]);
-    return _mm512_castsi512_ps(k % 2 ? _mm512_unpackhi_epi16(low, high) : _mm512_unpacklo_epi16(low, high));
-}
-TQKV__OP __m512 tqkv__load_i8_avx512(const uint8_t *p)
-{
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(tqkv__load_128(p)));
-}
 TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p) { return _mm512_cvtph_ps(tqkv__load_256_avx512(p)); }
 
-/* Sums up fours: lane 4i + m has the sum of lanes 4i to 4i + 3 of x[m] */
-TQKV__OP __m512 tqkv__sum_fours_avx512(const __m512 *x)
+/* Looks up n centroids of TQ8, 64 at a time: those of the lower half, for a code c of the upper half that of ~c with its
+   sign flipped. Unpacks of bytes undo the order of dwords. n: a multiple of 16 */
+TQKV__OP void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, int n, float *to)
 {
-    const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
-    const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
-    return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
-}
-/* Sums up across x, four such vectors. Lane 4i + m: the sum of the lanes 4j + m of the i-th */
-TQKV__OP __m512 tqkv__sum_across_avx512(const float *x)
-{
-    const __m512 a = _mm512_load_ps(x), b = _mm512_load_ps(x + 16), c = _mm512_load_ps(x + 32),
-                 d = _mm512_load_ps(x + 48);
-    const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-    const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-}
-
-/* A matrix [16][columns] to [columns][16], or back: each step moves the lowest bit of a place to the top, or back. */
-TQKV__OP void tqkv__turn_step_avx512(const bool decoded, const int columns, __m512 *x)
-{
-    const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    const __m512i high = _mm512_or_si512(low, _mm512_set1_epi32(8));
-    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
-    __m512 y[8];
-    const int half = columns / 2;
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        if (i < half) {
-            const __m512 a = decoded ? x[2 * i] : x[i], b = decoded ? x[2 * i + 1] : x[half + i];
-            y[decoded ? i : 2 * i] = _mm512_permutex2var_ps(a, decoded ? even : low, b);
-            y[decoded ? half + i : 2 * i + 1] = _mm512_permutex2var_ps(a, decoded ? odd : high, b);
-        }
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    for (int d = 0; d < n; d += 64) {
+        const __mmask16 mask = (__mmask16)(0xffff >> (n - d < 64 ? 16 - (n - d) / 4 : 0));
+        __m512i index = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi32(mask, (const void *)(codes + d)));
+        __m512i plane[4], words[4];
+        const __mmask64 upper = _mm512_movepi8_mask(index);
+        index = _mm512_mask_sub_epi8(index, upper, _mm512_set1_epi8(-1), index);
+        TQKV__UNROLL
+        for (int p = 0; p < 4; p++)
+            plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)s->planes[p]), index,
+                                                _mm512_loadu_si512((const void *)(s->planes[p] + 64)));
+        plane[3] = _mm512_mask_add_epi8(plane[3], upper, plane[3], _mm512_set1_epi8(-128));
+        const __m512i low[2] = {_mm512_unpacklo_epi8(plane[0], plane[1]), _mm512_unpackhi_epi8(plane[0], plane[1])};
+        const __m512i high[2] = {_mm512_unpacklo_epi8(plane[2], plane[3]), _mm512_unpackhi_epi8(plane[2], plane[3])};
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++)
+            words[i] =
+                i % 2 ? _mm512_unpackhi_epi16(low[i / 2], high[i / 2]) : _mm512_unpacklo_epi16(low[i / 2], high[i / 2]);
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++)
+            if (d + 16 * i < n) _mm512_storeu_si512((void *)(to + d + 16 * i), words[i]);
     }
-    TQKV__UNROLL
-    for (int i = 0; i < 8; i++)
-        if (i < 2 * half) x[i] = y[i];
-}
-TQKV__OP void tqkv__turn_avx512(const bool decoded, const int columns, __m512 *x)
-{
-    if (columns > 1) tqkv__turn_step_avx512(decoded, columns, x);
-    if (columns > 2) tqkv__turn_step_avx512(decoded, columns, x);
-    if (columns > 4) tqkv__turn_step_avx512(decoded, columns, x);
 }
 
 TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
@@ -8368,18 +6729,10 @@ TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
     return _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(x)));
 }
 
-#define tqkv__codec_avx512       tqkv__codec_avx2 /* rows are encoded by the narrower set */
-#define TQKV__(name)             tqkv__##name##_avx512
-#define TQKV__ISA_NAME           "avx512"
-#define TQKV__LANES              16
-#define TQKV__COLUMNS            8 /* of a matrix of packed codes: see reorder */
-#define TQKV__MATRIX_ROWS        16
-#define TQKV__NIBBLE_STRIP       8 /* vectors in a strip of nibbles */
-#define TQKV__STRIP_TOGETHER     0 /* do the vectors of a strip share work? */
-#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
-#define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
-#define TQKV__DECODED_SCORE_ROWS 4
-#define TQKV__SUMS               16 /* vectors of sums of values in registers */
+#define tqkv__codec_avx512 tqkv__codec_avx2 /* rows are encoded by the narrower set */
+#define TQKV__(name)       tqkv__##name##_avx512
+#define TQKV__ISA_NAME     "avx512"
+#define TQKV__LANES        16
 #include "tqkv.h"
 
 #endif /* TQKV__AVX512 */
@@ -8447,145 +6800,15 @@ TQKV__OP void tqkv__add_sums_of_16_neon(const float32x4_t *x, bool add, float *t
     }
     vst1q_f32(to, vaddq_f32(add ? vld1q_f32(to) : vdupq_n_f32(0.0f), vpaddq_f32(pairs[0], pairs[1])));
 }
-TQKV__OP float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
+/* Loads centroids of TQ8, eight codes at a time. */
+TQKV__OP void tqkv__decode_tq8_neon(const tqkv__stream *s, const uint8_t *codes, int n, float *to)
 {
-    return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3]));
-}
-TQKV__OP float32x4_t tqkv__sum_across_neon(const float *x) { return vld1q_f32(x); }
-/* A matrix [16][2] to [2][16], or back */
-TQKV__OP void tqkv__turn_neon(const bool decoded, const int columns, float32x4_t *x)
-{
-    float32x4_t y[8];
-    if (columns < 2) return;
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        y[decoded ? i : 2 * i] = decoded ? vuzp1q_f32(x[2 * i], x[2 * i + 1]) : vzip1q_f32(x[i], x[4 + i]);
-        y[decoded ? 4 + i : 2 * i + 1] = decoded ? vuzp2q_f32(x[2 * i], x[2 * i + 1]) : vzip2q_f32(x[i], x[4 + i]);
+    for (int d = 0; d < n; d += 8) {
+        uint64_t eight;
+        memcpy(&eight, codes + d, sizeof eight);
+        TQKV__UNROLL
+        for (int i = 0; i < 8; i++, eight >>= 8) to[d + i] = s->codebook[eight & 255];
     }
-    TQKV__UNROLL
-    for (int i = 0; i < 8; i++) x[i] = y[i];
-}
-/* Looks up bytes: entry i is bytes 4i to 4i + 3 of 64 in a table. vqtbx keeps the byte of an index beyond. */
-TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
-{
-    codes = vandq_u32(codes, vdupq_n_u32((1u << bits) - 1));
-    uint8x16_t index = vreinterpretq_u8_u32(vmlaq_n_u32(vdupq_n_u32(0x03020100u), codes, 0x04040404u));
-    uint8x16_t found = vdupq_n_u8(0);
-    TQKV__UNROLL
-    for (int i = 0; i < (1 << bits) / 16; i++, table += 4) {
-        const uint8x16x4_t entries = {{vreinterpretq_u8_f32(table[0]), vreinterpretq_u8_f32(table[1]),
-                                       vreinterpretq_u8_f32(table[2]), vreinterpretq_u8_f32(table[3])}};
-        found = i == 0 ? vqtbl4q_u8(entries, index) : vqtbx4q_u8(found, entries, index);
-        index = vsubq_u8(index, vdupq_n_u8(64));
-    }
-    return vreinterpretq_f32_u8(found);
-}
-/* Looks up the four bytes of 16 centroids, for 16 codes at a time, and joins them into vector k of four. upper: all
-   ones for a code in the upper half. index: its number in the half. */
-TQKV__OP float32x4_t tqkv__centroids_of_planes_neon(const int bits, const int k, const float32x4_t *table,
-                                                    uint8x16_t index, uint8x16_t upper)
-{
-    uint8x16_t bytes[4];
-    TQKV__UNROLL
-    for (int p = 0; p < 4; p++) {
-        const uint8x16x2_t pair = {
-            {vreinterpretq_u8_f32(table[p]), vreinterpretq_u8_f32(table[bits == 6 ? 4 + p : p])}};
-        bytes[p] = bits == 6 ? vqtbl2q_u8(pair, index) : vqtbl1q_u8(pair.val[0], index);
-#ifdef __clang__ /* clang 16 and 19 crash where they may join two look-ups of two registers into one of four */
-        if (bits == 6 && p % 2) __asm__("" : "+w"(bytes[p]));
-#endif
-    }
-    if (bits > 4) bytes[3] = veorq_u8(bytes[3], vandq_u8(upper, vdupq_n_u8(128)));
-    const uint16x8_t low = vreinterpretq_u16_u8(k < 2 ? vzip1q_u8(bytes[0], bytes[1]) : vzip2q_u8(bytes[0], bytes[1]));
-    const uint16x8_t high = vreinterpretq_u16_u8(k < 2 ? vzip1q_u8(bytes[2], bytes[3]) : vzip2q_u8(bytes[2], bytes[3]));
-    return vreinterpretq_f32_u16(k % 2 ? vzip2q_u16(low, high) : vzip1q_u16(low, high));
-}
-TQKV__OP void tqkv__load_table_neon(const int bits, const bool nibbles, const tqkv__stream *s, float32x4_t *table)
-{
-    (void)nibbles; /* always the bytes of centroids */
-    for (int i = 0; i < (bits == 6 ? 8 : 4); i++)
-        table[i] = vreinterpretq_f32_u8(vld1q_u8(s->planes[i % 4] + 16 * (i / 4)));
-}
-/* Looks up codes: [16]; bits above the code are ignored */
-TQKV__OP float32x4_t tqkv__centroids_of_codes_neon(const int bits, const int k, const float32x4_t *table,
-                                                   uint8x16_t codes)
-{
-    const uint8x16_t upper = vtstq_u8(codes, vdupq_n_u8((uint8_t)(1 << (bits - 1))));
-    const uint8x16_t index = vandq_u8(veorq_u8(codes, upper), vdupq_n_u8((uint8_t)((1 << (bits - 1)) - 1)));
-    return tqkv__centroids_of_planes_neon(bits, k, table, index, upper);
-}
-/* Spreads the pairs of bits of eight bytes: those of even codes in the lowest bits of a byte, those of odd codes
-   above. */
-TQKV__OP uint8x16_t tqkv__spread_pairs_neon(const uint8_t *p)
-{
-    const uint16x8_t words = vmovl_u8(vld1_u8(p));
-    return vreinterpretq_u8_u16(vsliq_n_u16(words, words, 4));
-}
-/* Spreads four bytes to 16 pairs of bits, in their own order. */
-TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
-{
-    uint32_t word;
-    memcpy(&word, p, sizeof word);
-    const uint32x4_t bytes = vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(word))));
-    const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
-    return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
-}
-/* Returns the main bits of codes 16 * (k / 4) ... of a strip, in the order of reorder. A strip is 32 codes:
-   the low nibbles give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own
-   order. */
-TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
-{
-    const uint8x16_t mask = vdupq_n_u8((uint8_t)((1 << main_bits) - 1));
-    if (per_lane == 4 && main_bits == 2) return tqkv__pairs_neon(p);
-    if (per_lane == 4) {
-        const uint16x8_t wide = vmovl_u8(vld1_u8(p));
-        return vandq_u8(vreinterpretq_u8_u16(vorrq_u16(wide, vshlq_n_u16(wide, 4))), mask);
-    }
-    const uint8x16_t both = main_bits == 2 ? tqkv__spread_pairs_neon(p) : vld1q_u8(p);
-    return vandq_u8(k < 4 ? both : main_bits == 2 ? vshrq_n_u8(both, 2) : vshrq_n_u8(both, 4), mask);
-}
-/* Loads a field of one upper bit: all ones for a 1. */
-TQKV__OP uint8x16_t tqkv__upper_bit_neon(const int per_lane, const int k, const uint8_t *upper)
-{
-    if (per_lane == 4) {
-        const uint8x8_t bits = vcreate_u8(0x8040201008040201ULL);
-        return vtstq_u8(vcombine_u8(vdup_n_u8(upper[0]), vdup_n_u8(upper[1])), vcombine_u8(bits, bits));
-    }
-    uint32_t word; /* bits 2i and 2i + 1 of four bytes */
-    memcpy(&word, upper, sizeof word);
-    const uint32_t at[4] = {0, 0x01010101u, 0x02020202u, 0x03030303u};
-    const uint8x16_t order = vreinterpretq_u8_u32(vld1q_u32(at));
-    const uint8x16_t bytes = vqtbl1q_u8(vreinterpretq_u8_u32(vdupq_n_u32(word)), order);
-    return vtstq_u8(bytes, vreinterpretq_u8_u32(vdupq_n_u32(k < 4 ? 0x40100401u : 0x80200802u)));
-}
-TQKV__OP float32x4_t tqkv__centroids_of_packed_neon(const int bits, const int per_lane, const int k,
-                                                    const float32x4_t *table, const uint8_t *p, const uint8_t *upper)
-{
-    const uint8x16_t codes = tqkv__main_codes_neon(bits < 4 ? 2 : 4, per_lane, k, p);
-    if (bits == 2 || bits == 4) return tqkv__centroids_of_planes_neon(bits, k % 4, table, codes, codes);
-    if (bits == 3 || bits == 5) {
-        const uint8x16_t half = tqkv__upper_bit_neon(per_lane, k, upper);
-        const uint8x16_t index = bits == 3 ? vorrq_u8(codes, vandq_u8(half, vdupq_n_u8(4)))
-                                           : vandq_u8(veorq_u8(codes, half), vdupq_n_u8(15));
-        return tqkv__centroids_of_planes_neon(bits, k % 4, table, index, half);
-    }
-    if (per_lane == 4) return tqkv__centroids_of_codes_neon(6, k, table, vsliq_n_u8(codes, tqkv__pairs_neon(upper), 4));
-    /* bits 4i to 4i + 3 of eight bytes, spread to the lower halves of 16 */
-    const uint16x8_t wide = vmovl_u8(vld1_u8(upper));
-    const uint8x16_t bytes = vreinterpretq_u8_u16(vorrq_u16(wide, vshlq_n_u16(wide, 4)));
-    return tqkv__centroids_of_codes_neon(6, k % 4, table, vsliq_n_u8(codes, k < 4 ? bytes : vshrq_n_u8(bytes, 2), 4));
-}
-TQKV__OP float32x4_t tqkv__centroids_of_bytes_neon(const int bits, const int per_lane, const int k,
-                                                   const float32x4_t *table, const uint8_t *p)
-{
-    (void)per_lane; /* 4 */
-    return tqkv__centroids_of_codes_neon(bits, k, table, vld1q_u8(p));
-}
-TQKV__OP float32x4_t tqkv__load_i8_neon(const uint8_t *p)
-{
-    uint64_t bytes = 0;
-    memcpy(&bytes, p, 4);
-    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bytes)))));
 }
 TQKV__OP float32x4_t tqkv__load_f16_neon(const uint8_t *p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
 TQKV__OP float32x4_t tqkv__load_bf16_neon(const uint8_t *p)
@@ -8734,196 +6957,129 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 {
     vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(words)));
 }
-/* Only vectors of 16 need these. */
-TQKV__OP void tqkv__load_fields_neon(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
-                                     uint32x4_t *low, uint32x4_t *high)
-{
-    (void)bits, (void)count, (void)p, (void)upper;
-    *low = *high = vdupq_n_u32(0);
-}
-TQKV__OP uint32x4_t tqkv__join_fields_neon(const int bits, int k, uint32x4_t low, uint32x4_t high)
-{
-    (void)bits, (void)k, (void)high;
-    return low;
-}
-TQKV__OP void tqkv__next_codes_neon(const int bits, uint32x4_t *codes) { (void)bits, (void)codes; }
-TQKV__OP float32x4_t tqkv__look_up_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
-{
-    (void)bits, (void)codes;
-    return *table;
-}
-
 #define TQKV__(name) tqkv__##name##_neon
 #define TQKV__ENCODES
-#define TQKV__WIDTH              16 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME           "neon"
-#define TQKV__LANES              4
-#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
-#define TQKV__MATRIX_ROWS        16
-#define TQKV__NIBBLE_STRIP       8
-#define TQKV__STRIP_TOGETHER     1
-#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
-#define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
-#define TQKV__DECODED_SCORE_ROWS 4
-#define TQKV__SUMS               16 /* vectors of sums of values in registers */
+#define TQKV__WIDTH    16 /* vectors of the rotation in registers */
+#define TQKV__ISA_NAME "neon"
+#define TQKV__LANES    4
 #include "tqkv.h"
 #endif
 
-#ifndef TQKV_NO_INTEGER
-/* >>integer-avx512: what AVX-512 brings to >>k-integer, with the products of VNNI */
+/* >>integer-avx512: what AVX-512 brings to >>k-rows, with the products of VNNI. A product wants one factor unsigned: codes
+   are 128 more than they are. An integer is 256 times its high byte plus its low one, both signed. */
 
 #ifdef TQKV__AVX512
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")))
 
-typedef __m512i tqkv__i_sum_avx512, tqkv__i_row_avx512;
+/* Codes of four positions, in 16 bytes of each: up to two vectors of main fields and one of upper ones. Codes of a byte
+   are loaded where they are looked up, from `at`. */
+typedef struct tqkv__i_raw_avx512 {
+    __m512i main[2], upper;
+    const uint8_t *at;
+    size_t stride;
+} tqkv__i_raw_avx512;
+/* What is left of a chunk: a bit for each byte of a vector's 16; and the codebook */
+typedef struct tqkv__i_chunk_avx512 {
+    __mmask16 main[2], upper;
+    __m512i book;
+} tqkv__i_chunk_avx512;
+typedef struct tqkv__i_bytes_avx512 {
+    __m512i high, low;
+} tqkv__i_sum_avx512, tqkv__i_lane_sum_avx512, tqkv__i_row_avx512, tqkv__i_repeated_avx512;
+typedef __m512i tqkv__i_unit_avx512, tqkv__i_lanes_avx512;
 
-TQKV__OP void tqkv__i_load_books_avx512(const int bits, const int8_t *centroids, __m512i *books)
+/* Returns the first 16 bits set of so many bytes of codes. */
+TQKV__OP __mmask16 tqkv__i_bytes_left_avx512(int bytes)
 {
-    (void)bits; /* 64 entries are one register */
-    books[0] = _mm512_loadu_si512((const void *)centroids);
+    return (__mmask16)(bytes >= 16 ? 0xffff : bytes <= 0 ? 0 : (1 << bytes) - 1);
 }
-/* Byte i: eight bits from bit i * bits - low of a field on, which has `left` codes. */
-TQKV__OP __m512i tqkv__i_field_avx512(const int bits, const int low, int left, const uint8_t *p)
-{
-    const uint64_t mask = ~(uint64_t)0 >> (64 - (left < 64 ? left : 64) * bits / 8);
-    const uint64_t at = (uint64_t)bits * 0x0706050403020100u + (uint64_t)(64 - low) * 0x0101010101010101u;
-    __m512i words;
-    if (bits == 8) return _mm512_maskz_loadu_epi8(mask, (const void *)p);
-    if (bits == 4)
-        words = _mm512_cvtepu32_epi64(_mm256_maskz_loadu_epi8((__mmask32)mask, (const void *)p));
-    else if (bits == 2)
-        words = _mm512_cvtepu16_epi64(_mm_maskz_loadu_epi8((__mmask16)mask, (const void *)p));
-    else
-        words = _mm512_cvtepu8_epi64(_mm_maskz_loadu_epi8((__mmask16)mask, (const void *)p));
-    return _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), words);
-}
-/* Looks codes up. Bits above a code find its copy in the table. */
-TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const __m512i *books, int left, const uint8_t *p,
-                                        const uint8_t *upper)
+TQKV__OP tqkv__i_chunk_avx512 tqkv__i_open_chunk_avx512(const tqkv_format format, int left, const int8_t *centroids)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    __m512i index = tqkv__i_field_avx512(main, 0, left, p);
+    tqkv__i_chunk_avx512 chunk;
+    if (left > 64) left = 64;
+    TQKV__UNROLL
+    for (int i = 0; i < 2; i++) chunk.main[i] = tqkv__i_bytes_left_avx512(left * main / 8 - 16 * i);
+    chunk.upper = tqkv__i_bytes_left_avx512(left * upper_bits / 8);
+    chunk.book = _mm512_set1_epi8(-128);
+    if (TQKV__KIND(format) == TQKV__BOOK)
+        chunk.book = _mm512_xor_si512(_mm512_loadu_si512((const void *)centroids), chunk.book);
+    return chunk;
+}
+/* Loads 16 bytes, or as many as the mask says, of four positions. */
+TQKV__OP __m512i tqkv__i_load_four_avx512(__mmask16 mask, const uint8_t *p, size_t stride)
+{
+    __m256i a = _mm256_castsi128_si256(_mm_maskz_loadu_epi8(mask, (const void *)p));
+    __m256i b = _mm256_castsi128_si256(_mm_maskz_loadu_epi8(mask, (const void *)(p + 2 * stride)));
+    a = _mm256_inserti128_si256(a, _mm_maskz_loadu_epi8(mask, (const void *)(p + stride)), 1);
+    b = _mm256_inserti128_si256(b, _mm_maskz_loadu_epi8(mask, (const void *)(p + 3 * stride)), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+}
+TQKV__OP __m512i tqkv__i_load_bytes_avx512(const uint8_t *p, size_t stride)
+{
+    const __m256i a = _mm256_inserti128_si256(_mm256_castsi128_si256(tqkv__load_128(p)), tqkv__load_128(p + stride), 1);
+    p += 2 * stride;
+    const __m256i b = _mm256_inserti128_si256(_mm256_castsi128_si256(tqkv__load_128(p)), tqkv__load_128(p + stride), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+}
+/* Orders 16 bytes of a field so that the half h of a sixteen is in its 64-bit word h, `bits` bytes from bits * k on. */
+TQKV__OP __m512i tqkv__i_order_avx512(const int bits, __m512i x)
+{
+    if (bits == 1) x = _mm512_unpacklo_epi64(x, _mm512_srli_epi64(x, 8));
+    if (bits == 1) return x;
+    const __m512i halves = _mm512_set4_epi64(0x0f0e0b0a07060302, 0x0d0c090805040100, 0x0f0e0b0a07060302,
+                                             0x0d0c090805040100); /* of 2 bits */
+    return _mm512_shuffle_epi8(x, halves);
+}
+TQKV__OP tqkv__i_raw_avx512 tqkv__i_open_avx512(const tqkv_format format, const tqkv__i_chunk_avx512 *chunk,
+                                                const uint8_t *p, const uint8_t *upper, size_t stride)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    tqkv__i_raw_avx512 raw;
+    raw.at = p;
+    raw.stride = stride;
+    TQKV__UNROLL
+    for (int i = 0; i < 2; i++)
+        if (main < 8 && i < main / 2) raw.main[i] = tqkv__i_load_four_avx512(chunk->main[i], p + 16 * i, stride);
+    if (main == 2) raw.main[0] = tqkv__i_order_avx512(2, raw.main[0]);
+    if (upper_bits) raw.upper = tqkv__i_order_avx512(upper_bits, tqkv__i_load_four_avx512(chunk->upper, upper, stride));
+    return raw;
+}
+/* Takes eight bits a code of a sixteen from ordered fields of 1 or 2 bits; its first bit comes to bit `low`. */
+TQKV__OP __m512i tqkv__i_take_avx512(const int bits, const int low, const int sixteen, __m512i x)
+{
+    const int first = bits == 1 ? 16 * sixteen : 16 * sixteen;
+    const uint64_t at =
+        (uint64_t)bits * 0x0706050403020100u + (uint64_t)((first + 64 - low) % 64) * 0x0101010101010101u;
+    return _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), x);
+}
+/* Bits above a code find its copy in the table. */
+TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const int k, const tqkv__i_chunk_avx512 *chunk,
+                                        const tqkv__i_raw_avx512 *raw)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    const __m512i x =
+        main == 8 ? tqkv__i_load_bytes_avx512(raw->at + 16 * k, raw->stride) : raw->main[k * main / 8 % 2];
+    __m512i index = x;
+    if (TQKV__KIND(format) == TQKV__GRID) return _mm512_xor_si512(x, chunk->book);
+    if (main == 4) {
+        const __m512i next = _mm512_srli_epi16(x, 4);
+        index = k % 2 ? _mm512_unpackhi_epi8(x, next) : _mm512_unpacklo_epi8(x, next);
+    }
+    if (main == 2) index = tqkv__i_take_avx512(2, 0, k, x);
     if (upper_bits)
         index = _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)((1 << main) - 1)), index,
-                                          tqkv__i_field_avx512(upper_bits, main, left, upper), 0xca);
-    return _mm512_permutexvar_epi8(index, books[0]);
+                                          tqkv__i_take_avx512(upper_bits, main, k, raw->upper), 0xca);
+    return _mm512_permutexvar_epi8(index, chunk->book);
 }
-TQKV__OP __m512i tqkv__i_open_avx512(const int8_t *p, int left)
+TQKV__OP void tqkv__i_store_unit_avx512(const tqkv_format format, __m512i x, int8_t *p)
 {
-    if (left >= 32) return _mm512_cvtepi8_epi16(tqkv__load_256_avx512((const uint8_t *)p));
-    return _mm512_cvtepi8_epi16(_mm256_castsi128_si256(tqkv__load_128((const uint8_t *)p)));
+    (void)format;
+    memcpy(p, &x, sizeof x);
 }
+TQKV__OP __m512i tqkv__i_load_unit_avx512(const int8_t *p) { return _mm512_loadu_si512((const void *)p); }
 /* GCC 12 copies the sums of the intrinsic, and spills them. */
-TQKV__OP __m512i tqkv__i_dot_avx512(__m512i sums, __m512i codes, __m512i integers)
-{
-#ifdef __clang__
-    return _mm512_dpwssd_epi32(sums, codes, integers);
-#else
-    __asm__("vpdpwssd\t{%2, %1, %0|%0, %1, %2}" : "+v"(sums) : "v"(codes), "v"(integers));
-    return sums;
-#endif
-}
-TQKV__OP __m512i tqkv__i_whole_avx512(__m512i sum) { return sum; }
-#define tqkv__i_load_row_avx512 tqkv__i_load_codes_avx512
-TQKV__OP __m512i tqkv__i_repeat_avx512(const int16_t *p)
-{
-    int32_t lane;
-    memcpy(&lane, p, sizeof lane);
-    return _mm512_set1_epi32(lane);
-}
-TQKV__OP void tqkv__i_transpose_avx512(const int8_t *p, size_t stride, __m512i *x)
-{
-    __m512i rows[4]; /* quarter l of rows[i]: position 4 l + i */
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        const uint8_t *at = (const uint8_t *)p + (size_t)i * stride;
-        rows[i] = _mm512_castsi128_si512(tqkv__load_128(at));
-        rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(at + 4 * stride), 1);
-        rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(at + 8 * stride), 2);
-        rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(at + 12 * stride), 3);
-    }
-    TQKV__UNROLL
-    for (int half = 0; half < 2; half++) {
-        const __m512i a = half ? _mm512_unpackhi_epi16(rows[0], rows[1]) : _mm512_unpacklo_epi16(rows[0], rows[1]);
-        const __m512i b = half ? _mm512_unpackhi_epi16(rows[2], rows[3]) : _mm512_unpacklo_epi16(rows[2], rows[3]);
-        const __m512i low = _mm512_unpacklo_epi32(a, b), high = _mm512_unpackhi_epi32(a, b);
-        x[4 * half] = _mm512_srai_epi16(_mm512_unpacklo_epi8(low, low), 8);
-        x[4 * half + 1] = _mm512_srai_epi16(_mm512_unpackhi_epi8(low, low), 8);
-        x[4 * half + 2] = _mm512_srai_epi16(_mm512_unpacklo_epi8(high, high), 8);
-        x[4 * half + 3] = _mm512_srai_epi16(_mm512_unpackhi_epi8(high, high), 8);
-    }
-}
-TQKV__OP __m512i tqkv__i_load_left_avx512(const int8_t *p, int left)
-{
-    if (left >= 64) return _mm512_loadu_si512((const void *)p);
-    return _mm512_maskz_loadu_epi8(((uint64_t)1 << left) - 1, (const void *)p);
-}
-/* Interleaves rows. Half h of vector v: dimensions 16 h + 8 v on, of v + 2 from 32 on */
-TQKV__OP void tqkv__i_interleave_avx512(const int8_t *p, size_t stride, int left, __m512i *x)
-{
-    const __m512i a = tqkv__i_load_left_avx512(p, left), b = tqkv__i_load_left_avx512(p + stride, left);
-    const __m512i low = _mm512_unpacklo_epi8(a, b), high = _mm512_unpackhi_epi8(a, b);
-    x[0] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(low));
-    x[1] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(high));
-    x[2] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(low, 1));
-    x[3] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(high, 1));
-}
-TQKV__OP void tqkv__i_natural_order_avx512(__m512i *x)
-{
-    TQKV__UNROLL
-    for (int v = 0; v < 4; v += 2) {
-        const __m512i a = x[v], b = x[v + 1];
-        x[v] = _mm512_shuffle_i64x2(a, b, 0x44);
-        x[v + 1] = _mm512_shuffle_i64x2(a, b, 0xee);
-    }
-}
-/* Adds up the lanes of four vectors in each quarter: lane i of it is vector i's. */
-TQKV__OP __m512i tqkv__i_sum_four_codes_avx512(const __m512i *x)
-{
-    const __m512i a = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
-    const __m512i b = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
-    return _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
-}
-TQKV__OP __m512i tqkv__i_sum_codes_across_avx512(const __m512i *x)
-{
-    const __m512i a = _mm512_add_epi32(_mm512_shuffle_i32x4(x[0], x[1], 0x88), _mm512_shuffle_i32x4(x[0], x[1], 0xdd));
-    const __m512i b = _mm512_add_epi32(_mm512_shuffle_i32x4(x[2], x[3], 0x88), _mm512_shuffle_i32x4(x[2], x[3], 0xdd));
-    return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
-}
-TQKV__OP __m512 tqkv__i_to_floats_avx512(__m512i x) { return _mm512_cvtepi32_ps(x); }
-TQKV__OP __m512i tqkv__i_round_codes_avx512(__m512 x) { return _mm512_cvtps_epi32(x); }
-TQKV__OP void tqkv__i_store_words_avx512(int16_t *p, int i, __m512i x)
-{
-    _mm256_storeu_si256((__m256i *)(void *)(p + i), _mm512_cvtepi32_epi16(x));
-}
-TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
-
-/* These are what loops for few rows take; see there. */
-
-TQKV__OP __m512i tqkv__i_load_book_avx512(const int8_t *centroids)
-{
-    return _mm512_xor_si512(_mm512_loadu_si512((const void *)centroids), _mm512_set1_epi8(-128));
-}
-/* Splits into the high and the low bytes of 64 integers, of which there are n */
-TQKV__OP void tqkv__i_split_avx512(const int16_t *words, int n, __m512i *bytes)
-{
-    const uint64_t mask = n <= 0 ? 0 : n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1;
-    const __m512i half = _mm512_set1_epi16(128);
-    const __m512i a = _mm512_maskz_loadu_epi16((__mmask32)mask, (const void *)words);
-    const __m512i b = _mm512_maskz_loadu_epi16((__mmask32)(mask >> 32), (const void *)(words + 32));
-    const __m256i high = _mm512_cvtepi16_epi8(_mm512_srai_epi16(_mm512_add_epi16(a, half), 8));
-    const __m256i next = _mm512_cvtepi16_epi8(_mm512_srai_epi16(_mm512_add_epi16(b, half), 8));
-    bytes[0] = _mm512_inserti64x4(_mm512_castsi256_si512(high), next, 1);
-    bytes[1] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a)), _mm512_cvtepi16_epi8(b), 1);
-}
-/* Takes the bytes of one nibble out of those of 128 dimensions. */
-TQKV__OP __m512i tqkv__i_nibbles_of_avx512(int nibble, __m512i a, __m512i b)
-{
-    TQKV__ALIGNED int8_t at[64];
-    for (int i = 0; i < 64; i++) at[i] = (int8_t)(2 * i + nibble);
-    return _mm512_permutex2var_epi8(a, _mm512_load_si512((const void *)at), b);
-}
 TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i bytes)
 {
 #ifdef __clang__
@@ -8933,295 +7089,355 @@ TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i b
     return sums;
 #endif
 }
-/* Returns sums - 128 times the sums of four bytes. */
-TQKV__OP __m512i tqkv__i_less_bytes_avx512(__m512i sums, __m512i bytes)
+TQKV__OP tqkv__i_sum_avx512 tqkv__i_dot_lanes_avx512(tqkv__i_sum_avx512 sums, __m512i codes, tqkv__i_row_avx512 row)
 {
-    return _mm512_sub_epi32(sums,
-                            tqkv__i_dot_bytes_avx512(_mm512_setzero_si512(), _mm512_set1_epi8((char)-128), bytes));
+    sums.high = tqkv__i_dot_bytes_avx512(sums.high, codes, row.high);
+    sums.low = tqkv__i_dot_bytes_avx512(sums.low, codes, row.low);
+    return sums;
 }
-TQKV__OP __m512i tqkv__i_join_avx512(__m512i high, __m512i low)
+TQKV__OP tqkv__i_sum_avx512 tqkv__i_dot_avx512(const tqkv_format format, tqkv__i_sum_avx512 sums, __m512i codes,
+                                               tqkv__i_row_avx512 row)
 {
-    return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+    (void)format;
+    return tqkv__i_dot_lanes_avx512(sums, codes, row);
 }
-TQKV__OP __m512i tqkv__i_set_lanes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
-/* Loads one nibble of each byte. left: dimensions from here on; upper: 8 upper bits a byte of TQ5, 4 of TQ6 */
-TQKV__OP __m512i tqkv__i_load_nibbles_avx512(const tqkv_format format, const int nibble, __m512i book, int left,
-                                             const uint8_t *p, const uint8_t *upper)
+TQKV__OP __m512i tqkv__i_whole_lanes_avx512(tqkv__i_sum_avx512 sum)
 {
-    const int n = left < 128 ? left : 128, upper_bits = TQKV__UPPER_BITS(format);
-    __m512i index = _mm512_maskz_loadu_epi8(~(uint64_t)0 >> (64 - n / 2), (const void *)p);
-    /* other bits find a copy in the table */
-    if (nibble) index = _mm512_srlv_epi16(index, _mm512_set1_epi16(4));
-    if (upper_bits) {
-        const uint64_t step = (uint64_t)(2 * upper_bits), first = (uint64_t)(upper_bits * nibble - 4 + 64) % 64;
-        const uint64_t at = first * 0x0101010101010101u + step * 0x0706050403020100u;
-        const uint64_t mask = ~(uint64_t)0 >> (64 - n * upper_bits / 8);
-        __m512i x;
-        if (upper_bits == 1)
-            x = _mm512_cvtepu16_epi64(_mm_maskz_loadu_epi8((__mmask16)mask, (const void *)upper));
-        else
-            x = _mm512_cvtepu32_epi64(_mm256_maskz_loadu_epi8((__mmask32)mask, (const void *)upper));
-        x = _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), x);
-        index = _mm512_ternarylogic_epi64(_mm512_set1_epi8(15), index, x, 0xca);
-    }
-    return _mm512_permutexvar_epi8(index, book);
+    return _mm512_add_epi32(_mm512_slli_epi32(sum.high, 8), sum.low);
 }
-/* Interleaves four vectors: dword i of quarter l of x[t] is byte 16 l + 4 t + i of four vectors */
-TQKV__OP void tqkv__i_interleave_four_avx512(__m512i *x)
+TQKV__OP __m512i tqkv__i_whole_avx512(const tqkv_format format, tqkv__i_sum_avx512 sum)
 {
-    const __m512i a = _mm512_unpacklo_epi8(x[0], x[1]), b = _mm512_unpacklo_epi8(x[2], x[3]);
-    const __m512i c = _mm512_unpackhi_epi8(x[0], x[1]), d = _mm512_unpackhi_epi8(x[2], x[3]);
-    x[0] = _mm512_unpacklo_epi16(a, b);
-    x[1] = _mm512_unpackhi_epi16(a, b);
-    x[2] = _mm512_unpacklo_epi16(c, d);
-    x[3] = _mm512_unpackhi_epi16(c, d);
+    (void)format;
+    return tqkv__i_whole_lanes_avx512(sum);
 }
-/* Puts four bytes into all lanes. */
-TQKV__OP __m512i tqkv__i_repeat_four_avx512(const int8_t *p)
+/* A register, for loads that repeat 16 bytes are slow. */
+TQKV__OP __m512i tqkv__i_repeat_16_avx512(const int8_t *p)
 {
-    int32_t lane;
-    memcpy(&lane, p, sizeof lane);
-    return _mm512_set1_epi32(lane);
+    __m512i x = _mm512_broadcast_i32x4(tqkv__load_128((const uint8_t *)p));
+    __asm__("" : "+v"(x));
+    return x;
 }
-/* Splits a tile's weights into bytes; returns -128 times the sum of the weights. */
-TQKV__OP int32_t tqkv__i_split_weights_avx512(const int16_t *words, int8_t (*to)[TQKV__TILE])
+TQKV__OP tqkv__i_row_avx512 tqkv__i_load_row_avx512(const tqkv_format format, const int8_t *p, int plane, int i)
 {
-    const __m512i ones = _mm512_set1_epi16(1);
-    __m512i bytes[2];
-    tqkv__i_split_avx512(words, 64, bytes);
-    _mm512_storeu_si512((void *)to[0], bytes[0]);
-    _mm512_storeu_si512((void *)to[1], bytes[1]);
-    return -128 * _mm512_reduce_add_epi32(
-                      _mm512_add_epi32(_mm512_madd_epi16(_mm512_loadu_si512((const void *)words), ones),
-                                       _mm512_madd_epi16(_mm512_loadu_si512((const void *)(words + 32)), ones)));
+    (void)format;
+    const tqkv__i_row_avx512 row = {tqkv__i_repeat_16_avx512(p + i), tqkv__i_repeat_16_avx512(p + plane + i)};
+    return row;
 }
-/* Brings the sums of both nibbles into the order of their dimensions. even, odd: [4], x: [8] */
-TQKV__OP void tqkv__i_order_nibbles_avx512(const __m512i *even, const __m512i *odd, __m512i *x)
+TQKV__OP tqkv__i_repeated_avx512 tqkv__i_repeat_avx512(const int8_t *p, int plane, int i)
 {
+    int32_t high, low;
+    memcpy(&high, p + i, sizeof high);
+    memcpy(&low, p + plane + i, sizeof low);
+    const tqkv__i_repeated_avx512 repeated = {_mm512_set1_epi32(high), _mm512_set1_epi32(low)};
+    return repeated;
+}
+TQKV__OP void tqkv__i_transpose_avx512(__m512i *x)
+{
+    const __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
+    const __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
+    x[0] = _mm512_unpacklo_epi64(a, c);
+    x[1] = _mm512_unpackhi_epi64(a, c);
+    x[2] = _mm512_unpacklo_epi64(b, d);
+    x[3] = _mm512_unpackhi_epi64(b, d);
+}
+TQKV__OP void tqkv__i_key_lanes_avx512(__m512i *x, __m512i *lanes)
+{
+    tqkv__i_transpose_avx512(x);
     TQKV__UNROLL
-    for (int i = 0; i < 4; i += 2) {
-        const __m512i y0 = _mm512_unpacklo_epi32(even[i], odd[i]), y1 = _mm512_unpackhi_epi32(even[i], odd[i]);
-        const __m512i y2 = _mm512_unpacklo_epi32(even[i + 1], odd[i + 1]);
-        const __m512i y3 = _mm512_unpackhi_epi32(even[i + 1], odd[i + 1]);
-        const __m512i a = _mm512_shuffle_i32x4(y0, y1, 0x44), b = _mm512_shuffle_i32x4(y2, y3, 0x44);
-        const __m512i c = _mm512_shuffle_i32x4(y0, y1, 0xee), d = _mm512_shuffle_i32x4(y2, y3, 0xee);
-        x[i / 2] = _mm512_shuffle_i32x4(a, b, 0x88);
-        x[i / 2 + 2] = _mm512_shuffle_i32x4(a, b, 0xdd);
-        x[i / 2 + 4] = _mm512_shuffle_i32x4(c, d, 0x88);
-        x[i / 2 + 6] = _mm512_shuffle_i32x4(c, d, 0xdd);
-    }
+    for (int i = 0; i < 4; i++) lanes[i] = x[i];
 }
+TQKV__OP void tqkv__i_value_lanes_avx512(const tqkv_format format, const __m512i *x, __m512i *lanes)
+{
+    (void)format;
+    const __m512i at = _mm512_set_epi32(0x3f2f1f0f, 0x3e2e1e0e, 0x3d2d1d0d, 0x3c2c1c0c, 0x3b2b1b0b, 0x3a2a1a0a,
+                                        0x39291909, 0x38281808, 0x37271707, 0x36261606, 0x35251505, 0x34241404,
+                                        0x33231303, 0x32221202, 0x31211101, 0x30201000);
+    lanes[0] = _mm512_permutexvar_epi8(at, x[0]);
+}
+/* Adds up the lanes of four vectors in each quarter: lane i of it is vector i's. */
+TQKV__OP __m512i tqkv__i_sum_four_codes_avx512(const __m512i *x)
+{
+    const __m512i a = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
+    const __m512i b = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
+    return _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+}
+TQKV__OP __m512 tqkv__i_to_floats_avx512(__m512i x) { return _mm512_cvtepi32_ps(x); }
+TQKV__OP __m512i tqkv__i_round_codes_avx512(__m512 x) { return _mm512_cvtps_epi32(x); }
+TQKV__OP void tqkv__i_store_integers_avx512(void *to, int i, int n, __m512i x)
+{
+    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
+    _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + i), _mm512_cvtepi32_epi8(high));
+    _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + n + i), _mm512_cvtepi32_epi8(x));
+}
+TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
+TQKV__OP __m512i tqkv__i_add_codes_avx512(__m512i x, __m512i y) { return _mm512_add_epi32(x, y); }
+TQKV__OP __m512i tqkv__i_set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
+TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_epi32(x); }
 
-/* Puts quarter i into all quarters. */
-TQKV__OP __m512i tqkv__i_repeat_quarter_avx512(__m512i x, const int i)
-{
-    const __m512i index = _mm512_set4_epi32(4 * i + 3, 4 * i + 2, 4 * i + 1, 4 * i);
-    return _mm512_permutexvar_epi32(index, x);
-}
-/* Loads fields of 64 codes of four positions, each in a half of a vector or in a quarter of the first one. mask: a bit
-   for 16 bits */
-TQKV__OP void tqkv__i_load_quarters_avx512(const int bits, uint32_t mask, const uint8_t *p, size_t stride, __m512i *x)
-{
-    if (bits == 4) {
-        const __mmask16 halves = (__mmask16)mask;
-        TQKV__UNROLL
-        for (int i = 0; i < 2; i++, p += 2 * stride)
-            x[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi16(halves, (const void *)p)),
-                                      _mm256_maskz_loadu_epi16(halves, (const void *)(p + stride)), 1);
-        return;
-    }
-    const __mmask8 quarters = (__mmask8)mask;
-    x[0] = _mm512_castsi128_si512(_mm_maskz_loadu_epi16(quarters, (const void *)p));
-    x[0] = _mm512_inserti32x4(x[0], _mm_maskz_loadu_epi16(quarters, (const void *)(p + stride)), 1);
-    x[0] = _mm512_inserti32x4(x[0], _mm_maskz_loadu_epi16(quarters, (const void *)(p + 2 * stride)), 2);
-    x[0] = _mm512_inserti32x4(x[0], _mm_maskz_loadu_epi16(quarters, (const void *)(p + 3 * stride)), 3);
-}
-/* Orders fields by the words of 64 bits from which tqkv__i_sixteen takes codes. x: of 64 codes of four positions
-
-     scores   word h of quarter p: of position p codes 8 h to 8 h + 7 of this sixteen, `bits` bytes, then of others
-     sums     word w: a byte with codes 2 w and 2 w + 1 of this sixteen of each position, then of the next sixteen  */
-TQKV__OP __m512i tqkv__i_order_fields_avx512(const int bits, const bool lanes, const int sixteen, const __m512i *x)
-{
-    TQKV__ALIGNED int8_t at[64];
-    const int size = bits == 4 ? 32 : 16; /* bytes from one position to the next */
-    for (int i = 0; i < 64 && lanes; i++) {
-        const int word = i / 8, next = i % 8 / 4, position = i % 4;
-        at[i] = (int8_t)(position * size + (16 * (sixteen + next) + 2 * word) * bits / 8 % size);
-    }
-    for (int i = 0; i < 64 && !lanes; i++) {
-        const int position = i / 16, half = i % 16 / 8, next = i % 8 / bits, byte = i % bits;
-        at[i] = (int8_t)(position * size + ((2 * (sixteen + next) + half) * bits + byte) % size);
-    }
-    const __m512i index = _mm512_load_si512((const void *)at);
-    return bits == 4 ? _mm512_permutex2var_epi8(x[0], index, x[1]) : _mm512_permutexvar_epi8(index, x[0]);
-}
-/* Takes eight bits a code of a sixteen from ordered fields; its first bit comes to bit `low`. */
-TQKV__OP __m512i tqkv__i_sixteen_avx512(const int bits, const int low, const bool lanes, const int sixteen,
-                                        __m512i fields)
-{
-    TQKV__ALIGNED int8_t at[64];
-    for (int i = 0; i < 64 && lanes; i++) {
-        const int code = i / 4, position = i % 4;
-        at[i] = (int8_t)((sixteen % 2 * 32 + position * 8 + code * bits % 8 + 64 - low) % 64);
-    }
-    for (int i = 0; i < 64 && !lanes; i++) at[i] = (int8_t)(((8 * sixteen + i % 8) * bits + 64 - low) % 64);
-    return _mm512_multishift_epi64_epi8(_mm512_load_si512((const void *)at), fields);
-}
-/* Looks up a sixteen. fields: the main ones, the upper ones */
-TQKV__OP __m512i tqkv__i_look_up_fields_avx512(const tqkv_format format, const bool lanes, const int sixteen,
-                                               const __m512i *fields, __m512i book)
-{
-    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    __m512i index = tqkv__i_sixteen_avx512(main, 0, lanes, sixteen, fields[0]);
-    if (upper_bits)
-        index = _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)((1 << main) - 1)), index,
-                                          tqkv__i_sixteen_avx512(upper_bits, main, lanes, sixteen, fields[1]), 0xca);
-    return _mm512_permutexvar_epi8(index, book);
-}
-
-#define TQKV__(name)        tqkv__##name##_avx512
-#define TQKV__I(name)       tqkv__i_##name##_avx512
-#define TQKV__S(name)       tqkv__i_##name##_avx512
-#define TQKV__ISA_NAME      "avx512"
-#define TQKV__INTEGER_LANES 16
-#define TQKV__PRODUCTS      2
-#define TQKV__PRODUCT_ROWS  4 /* rows whose sums fit in registers */
-#define TQKV__LOOKED_UP     1
+#define TQKV__(name)              tqkv__##name##_avx512
+#define TQKV__I(name)             tqkv__i_##name##_avx512
+#define TQKV__S(name)             tqkv__i_##name##_avx512
+#define TQKV__ISA_NAME            "avx512"
+#define TQKV__INTEGER_LANES       16
+#define TQKV__PRODUCTS            4
+#define TQKV__CODE_OFFSET         128
+#define TQKV__OFFSET_OF(format)   true
+#define TQKV__FEW_ROWS            4 /* rows of loops straight from the codes, at most */
+#define TQKV__LANES_ROWS          8 /* from so many rows on, tiles are turned */
+#define TQKV__MANY_ROWS           4 /* rows whose sums fit in registers: keys, */
+#define TQKV__MANY_VALUE_ROWS     4 /* and values */
+#define TQKV__SUM_SIXTEENS        8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
+#define TQKV__MOST_SIXTEENS       4 /* of one row */
+#define TQKV__LANES_ROWS_OF_BOOKS 8
+#define TQKV__PARTIAL             1 /* passes of sums may be partial */
 #include "tqkv.h"
 #endif
 
-/* >>integer-avx2: what AVX2 brings to >>k-integer, and AVX-VNNI */
+/* >>integer-avx2: what AVX2 brings to >>k-rows. Products are of words. Bytes are widened with zeros, and codes are 128
+   more than they are; but I8's, straight from the store, are widened with their signs as they are loaded. */
 
 #ifdef TQKV__AVX2
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 
-typedef __m256i tqkv__i_sum_avx2, tqkv__i_row_avx2;
+/* Codes of two positions, in 16 bytes of each: up to two vectors of main fields and one of upper ones. Codes of a byte
+   are loaded where they are looked up, from `at`. */
+typedef struct tqkv__i_raw_avx2 {
+    __m256i main[2], upper;
+    const uint8_t *at;
+    size_t stride;
+} tqkv__i_raw_avx2;
+/* What is left of a chunk: masks of lanes, bytes of 8 that upper codes of one bit do not fill; and the codebook */
+typedef struct tqkv__i_chunk_avx2 {
+    __m128i main[2], upper;
+    int unfilled;
+    __m256i books[4];
+} tqkv__i_chunk_avx2;
+/* 16 dimensions of two positions: all, or one by one */
+typedef struct tqkv__i_unit_avx2 {
+    __m256i both;
+    __m128i first, second;
+} tqkv__i_unit_avx2;
+/* A sum of both positions, in a half each, or of each */
+typedef struct tqkv__i_sum_avx2 {
+    __m256i first, second;
+} tqkv__i_sum_avx2;
+/* 16 words, or their halves twice */
+typedef struct tqkv__i_row_avx2 {
+    __m256i first, last;
+} tqkv__i_row_avx2;
+typedef __m256i tqkv__i_lanes_avx2, tqkv__i_repeated_avx2, tqkv__i_lane_sum_avx2;
 
-TQKV__OP void tqkv__i_load_books_avx2(const int bits, const int8_t *centroids, __m256i *books)
+/* Returns the mask of lanes for so many bytes of codes. */
+TQKV__OP __m128i tqkv__i_lanes_left_avx2(int bytes)
 {
+    return _mm_cmpgt_epi32(_mm_set1_epi32(bytes), _mm_set_epi32(12, 8, 4, 0));
+}
+TQKV__OP tqkv__i_chunk_avx2 tqkv__i_open_chunk_avx2(const tqkv_format format, int left, const int8_t *centroids)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
+    tqkv__i_chunk_avx2 chunk;
+    if (left > 64) left = 64;
+    TQKV__UNROLL
+    for (int i = 0; i < 2; i++) chunk.main[i] = tqkv__i_lanes_left_avx2(left * main / 8 - 16 * i);
+    chunk.upper = tqkv__i_lanes_left_avx2(left * upper_bits / 8);
+    chunk.unfilled = 8 - left / 8;
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
-        if (i == 0 || i < (1 << bits) / 16)
-            books[i] = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i));
+        if (bits && (i == 0 || i < (1 << bits) / 16))
+            chunk.books[i] =
+                _mm256_xor_si256(_mm256_set1_epi8(-128),
+                                 _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i)));
+    return chunk;
 }
-/* 16 bytes of which n come from p; n: a constant. Bytes that are stored to be loaded at once would be waited for. */
-TQKV__OP __m128i tqkv__i_load_first_avx2(const int n, const uint8_t *p)
+/* Loads 16 bytes, or as many as the mask says, of two positions. */
+TQKV__OP __m256i tqkv__i_load_two_avx2(__m128i mask, const uint8_t *p, size_t stride)
 {
-    int32_t word = 0;
-    if (n == 16) return tqkv__load_128(p);
-    if (n == 8) return tqkv__load_64(p);
-    memcpy(&word, p, (size_t)(n == 4 ? 4 : 2));
-    return _mm_cvtsi32_si128(word);
+    const __m128i a = _mm_maskload_epi32((const int *)(const void *)p, mask);
+    return _mm256_set_m128i(_mm_maskload_epi32((const int *)(const void *)(p + stride), mask), a);
 }
-/* Loads the next 32 or 16 codes of a field, a byte each. */
-TQKV__OP __m256i tqkv__i_field_avx2(const int bits, const int left, const uint8_t *p)
+/* Loads the upper bits of 64 dimensions. Of fewer the last 8 bytes of the row, which begin in its main field. */
+TQKV__OP __m256i tqkv__i_load_bits_avx2(int unfilled, const uint8_t *p, size_t stride)
+{
+    const __m256i x = _mm256_set_m128i(tqkv__load_64(p + stride - unfilled), tqkv__load_64(p - unfilled));
+    return _mm256_srl_epi64(x, _mm_cvtsi32_si128(8 * unfilled));
+}
+TQKV__OP tqkv__i_raw_avx2 tqkv__i_open_avx2(const tqkv_format format, const tqkv__i_chunk_avx2 *chunk, const uint8_t *p,
+                                            const uint8_t *upper, size_t stride)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    tqkv__i_raw_avx2 raw;
+    raw.at = p;
+    raw.stride = stride;
+    TQKV__UNROLL
+    for (int i = 0; i < 2; i++)
+        if (main < 8 && i < main / 2) raw.main[i] = tqkv__i_load_two_avx2(chunk->main[i], p + 16 * i, stride);
+    if (upper_bits == 1) raw.upper = tqkv__i_load_bits_avx2(chunk->unfilled, upper, stride);
+    if (upper_bits == 2) raw.upper = tqkv__i_load_two_avx2(chunk->upper, upper, stride);
+    return raw;
+}
+/* Spreads the fields of half a vector's bytes, low ones or high ones: each byte becomes two of `bits` bits. */
+TQKV__OP __m256i tqkv__i_spread_avx2(const int bits, const int half, __m256i x)
+{
+    const __m256i mask = _mm256_set1_epi8((char)((1 << bits) - 1));
+    const __m256i low = _mm256_and_si256(x, mask), high = _mm256_and_si256(_mm256_srli_epi16(x, bits), mask);
+    return half ? _mm256_unpackhi_epi8(low, high) : _mm256_unpacklo_epi8(low, high);
+}
+/* Takes the codes of sixteen k of a field of 2 bits. */
+TQKV__OP __m256i tqkv__i_take_pairs_avx2(const int k, __m256i x)
+{
+    return tqkv__i_spread_avx2(2, k % 2, tqkv__i_spread_avx2(4, k / 2, x));
+}
+/* Returns all ones for a bit of sixteen k. */
+TQKV__OP __m256i tqkv__i_take_bits_avx2(const int k, __m256i x)
 {
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
-    const __m256i at = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-    const __m128i first = tqkv__i_load_first_avx2(bits == 8 ? 16 : left * bits / 8, p);
-    if (bits == 8) return _mm256_set_m128i(left == 32 ? tqkv__load_128(p + 16) : _mm_setzero_si128(), first);
-    if (bits == 4) {
-        const __m256i x = _mm256_cvtepu8_epi16(first);
-        return _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi16(x, 4)), _mm256_set1_epi8(15));
-    }
-    if (bits == 2) {
-        __m256i x = _mm256_cvtepu8_epi32(first);
-        x = _mm256_or_si256(x, _mm256_slli_epi32(x, 12));
-        return _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi32(x, 6)), _mm256_set1_epi8(3));
-    }
-    const __m256i spread = _mm256_shuffle_epi8(_mm256_broadcastd_epi32(first), at);
-    return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit), _mm256_set1_epi8(1));
+    const long long first = 0x0202020202020202 * k, last = first + 0x0101010101010101;
+    const __m256i bytes = _mm256_shuffle_epi8(x, _mm256_setr_epi64x(first, last, first, last));
+    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
 }
-/* Look-ups take the lowest four bits of an index, blends its highest. */
-TQKV__OP __m256i tqkv__i_centroids_avx2(const int bits, const __m256i *books, __m256i index)
+/* Look-ups take the lowest four bits of an index; fifth, sixth: the highest bit of a byte says which half */
+TQKV__OP __m256i tqkv__i_centroids_avx2(const int bits, const __m256i *books, __m256i index, __m256i fifth,
+                                        __m256i sixth)
 {
-    if (bits < 5) return _mm256_shuffle_epi8(books[0], index);
-    const __m256i fifth = _mm256_slli_epi16(index, 3), sixth = _mm256_slli_epi16(index, 2);
-    const __m256i low =
-        _mm256_blendv_epi8(_mm256_shuffle_epi8(books[0], index), _mm256_shuffle_epi8(books[1], index), fifth);
+    const __m256i first = _mm256_shuffle_epi8(books[0], index);
+    if (bits < 5) return first;
+    const __m256i low = _mm256_blendv_epi8(first, _mm256_shuffle_epi8(books[1], index), fifth);
     if (bits == 5) return low;
     const __m256i high =
         _mm256_blendv_epi8(_mm256_shuffle_epi8(books[2], index), _mm256_shuffle_epi8(books[3], index), fifth);
     return _mm256_blendv_epi8(low, high, sixth);
 }
-TQKV__OP __m256i tqkv__i_look_up_avx2(const tqkv_format format, const __m256i *books, int left, const uint8_t *p,
-                                      const uint8_t *upper)
+/* Reads a unit of codes that were decoded before. */
+TQKV__OP tqkv__i_unit_avx2 tqkv__i_load_unit_avx2(const int8_t *p)
+{
+    tqkv__i_unit_avx2 x;
+    memcpy(&x.both, p, sizeof x.both);
+    return x;
+}
+TQKV__OP tqkv__i_unit_avx2 tqkv__i_look_up_avx2(const tqkv_format format, const int k, const tqkv__i_chunk_avx2 *chunk,
+                                                const tqkv__i_raw_avx2 *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
-    __m256i index = tqkv__i_field_avx2(main, left, p);
-    if (upper_bits)
-        index = _mm256_or_si256(index, _mm256_slli_epi16(tqkv__i_field_avx2(upper_bits, left, upper), main));
-    if (main == 8) index = _mm256_and_si256(index, _mm256_set1_epi8((char)((1 << bits) - 1)));
-    return tqkv__i_centroids_avx2(bits, books, index);
+    __m256i x, upper = _mm256_setzero_si256();
+    tqkv__i_unit_avx2 unit;
+    if (main == 8) {
+        unit.first = tqkv__load_128(raw->at + 16 * k);
+        unit.second = tqkv__load_128(raw->at + 16 * k + raw->stride);
+        if (!bits) return unit;
+        x = _mm256_set_m128i(unit.second, unit.first);
+        upper = _mm256_srli_epi16(x, 4);
+        x = _mm256_and_si256(x, _mm256_set1_epi8(15));
+    }
+    if (main == 4) x = tqkv__i_spread_avx2(4, k % 2, raw->main[k / 2]);
+    if (main == 2) x = tqkv__i_take_pairs_avx2(k, raw->main[0]);
+    if (upper_bits == 1) upper = tqkv__i_take_bits_avx2(k, raw->upper);
+    if (upper_bits == 2) upper = tqkv__i_take_pairs_avx2(k, raw->upper);
+    if (bits == 3) x = _mm256_or_si256(x, _mm256_and_si256(upper, _mm256_set1_epi8(4)));
+    unit.both = tqkv__i_centroids_avx2(bits, chunk->books, x, _mm256_slli_epi16(upper, 7), _mm256_slli_epi16(upper, 6));
+    return unit;
 }
-TQKV__OP __m256i tqkv__i_open_avx2(const int8_t *p, int left)
+TQKV__OP void tqkv__i_store_unit_avx2(const tqkv_format format, tqkv__i_unit_avx2 x, int8_t *p)
 {
-    (void)left; /* always 16 or more, as in NEON */
-    return _mm256_cvtepi8_epi16(tqkv__load_128((const uint8_t *)p));
+    if (TQKV__KIND(format) == TQKV__GRID)
+        x.both = _mm256_xor_si256(_mm256_set1_epi8(-128), _mm256_set_m128i(x.second, x.first));
+    memcpy(p, &x.both, sizeof x.both);
 }
-TQKV__OP __m256i tqkv__i_dot_avx2(__m256i sums, __m256i codes, __m256i integers)
+TQKV__OP tqkv__i_row_avx2 tqkv__i_load_row_avx2(const tqkv_format format, const int8_t *p, int plane, int i)
 {
-    const __m256i products = _mm256_madd_epi16(codes, integers);
+    tqkv__i_row_avx2 row;
+    (void)plane; /* of bytes */
+    p += 2 * i;
+    if (TQKV__KIND(format) == TQKV__GRID) {
+        row.first = row.last = _mm256_loadu_si256((const __m256i *)(const void *)p);
+        return row;
+    }
+    row.first = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)p));
+    row.last = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)p + 16));
+    return row;
+}
+/* GCC 12 copies the sums of the intrinsic, and spills them. */
+TQKV__OP __m256i tqkv__i_dot_lanes_avx2(__m256i sums, __m256i words, __m256i integers)
+{
+    const __m256i products = _mm256_madd_epi16(words, integers);
 #ifdef __clang__
     return _mm256_add_epi32(sums, products);
 #else
-    __asm__("vpaddd\t{%1, %0, %0|%0, %0, %1}" : "+x"(sums) : "x"(products));
-    return sums;
+    __m256i sum;
+    __asm__("vpaddd\t{%2, %1, %0|%0, %1, %2}" : "=x"(sum) : "x"(sums), "x"(products));
+    return sum;
 #endif
 }
-TQKV__OP __m256i tqkv__i_whole_avx2(__m256i sum) { return sum; }
-#define tqkv__i_load_row_avx2 tqkv__i_load_codes_avx2
-TQKV__OP __m256i tqkv__i_repeat_avx2(const int16_t *p)
+TQKV__OP tqkv__i_sum_avx2 tqkv__i_dot_avx2(const tqkv_format format, tqkv__i_sum_avx2 sums, tqkv__i_unit_avx2 x,
+                                           tqkv__i_row_avx2 row)
+{
+    const __m256i zero = _mm256_setzero_si256();
+    if (TQKV__KIND(format) == TQKV__GRID) {
+        sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_cvtepi8_epi16(x.first), row.first);
+        sums.second = tqkv__i_dot_lanes_avx2(sums.second, _mm256_cvtepi8_epi16(x.second), row.first);
+        return sums;
+    }
+    sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_unpacklo_epi8(x.both, zero), row.first);
+    sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_unpackhi_epi8(x.both, zero), row.last);
+    return sums;
+}
+TQKV__OP __m256i tqkv__i_whole_avx2(const tqkv_format format, tqkv__i_sum_avx2 sum)
+{
+    if (TQKV__KIND(format) != TQKV__GRID) return sum.first;
+    return _mm256_add_epi32(_mm256_permute2x128_si256(sum.first, sum.second, 0x20),
+                            _mm256_permute2x128_si256(sum.first, sum.second, 0x31));
+}
+TQKV__OP __m256i tqkv__i_whole_lanes_avx2(__m256i sum) { return sum; }
+TQKV__OP __m256i tqkv__i_repeat_avx2(const int8_t *p, int plane, int i)
 {
     int32_t lane;
-    memcpy(&lane, p, sizeof lane);
+    (void)plane;
+    memcpy(&lane, p + 2 * i, sizeof lane);
     return _mm256_set1_epi32(lane);
 }
-/* Interleaves rows. Behind the end of a row come its last bytes again. */
-TQKV__OP void tqkv__i_interleave_avx2(const int8_t *p, size_t stride, int left, __m256i *x)
+TQKV__OP void tqkv__i_transpose_avx2(__m256i *x)
 {
-    const int step = left > 16 ? 16 : 0;
-    TQKV__UNROLL
-    for (int v = 0; v < 4; v += 2, p += step) {
-        const __m128i a = tqkv__load_128((const uint8_t *)p), b = tqkv__load_128((const uint8_t *)p + stride);
-        x[v] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
-        x[v + 1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
-    }
+    const __m256i a = _mm256_unpacklo_epi32(x[0], x[1]), b = _mm256_unpackhi_epi32(x[0], x[1]);
+    const __m256i c = _mm256_unpacklo_epi32(x[2], x[3]), d = _mm256_unpackhi_epi32(x[2], x[3]);
+    x[0] = _mm256_unpacklo_epi64(a, c);
+    x[1] = _mm256_unpackhi_epi64(a, c);
+    x[2] = _mm256_unpacklo_epi64(b, d);
+    x[3] = _mm256_unpackhi_epi64(b, d);
 }
-TQKV__OP void tqkv__i_transpose_avx2(const int8_t *p, size_t stride, __m256i *x)
+/* Two bytes of four become words. */
+TQKV__OP void tqkv__i_key_lanes_avx2(__m256i *x, __m256i *lanes)
 {
-    __m256i rows[4]; /* half l of rows[i]: position 4 l + i */
+    tqkv__i_transpose_avx2(x);
+    const __m256i at = _mm256_setr_epi32((int)0x80018000, (int)0x80058004, (int)0x80098008, (int)0x800d800c,
+                                         (int)0x80018000, (int)0x80058004, (int)0x80098008, (int)0x800d800c);
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        const uint8_t *at = (const uint8_t *)p + (size_t)i * stride;
-        rows[i] = _mm256_set_m128i(tqkv__load_128(at + 4 * stride), tqkv__load_128(at));
-    }
-    TQKV__UNROLL
-    for (int half = 0; half < 2; half++) {
-        const __m256i a = half ? _mm256_unpackhi_epi16(rows[0], rows[1]) : _mm256_unpacklo_epi16(rows[0], rows[1]);
-        const __m256i b = half ? _mm256_unpackhi_epi16(rows[2], rows[3]) : _mm256_unpacklo_epi16(rows[2], rows[3]);
-        const __m256i low = _mm256_unpacklo_epi32(a, b), high = _mm256_unpackhi_epi32(a, b);
-        x[4 * half] = _mm256_srai_epi16(_mm256_unpacklo_epi8(low, low), 8);
-        x[4 * half + 1] = _mm256_srai_epi16(_mm256_unpackhi_epi8(low, low), 8);
-        x[4 * half + 2] = _mm256_srai_epi16(_mm256_unpacklo_epi8(high, high), 8);
-        x[4 * half + 3] = _mm256_srai_epi16(_mm256_unpackhi_epi8(high, high), 8);
-    }
+    for (int i = 0; i < 8; i++)
+        lanes[i] = _mm256_shuffle_epi8(x[i / 2], i % 2 ? _mm256_add_epi8(at, _mm256_set1_epi16(2)) : at);
 }
-TQKV__OP void tqkv__i_natural_order_avx2(__m256i *x) { (void)x; }
+/* A byte of each position becomes a word. */
+TQKV__OP void tqkv__i_value_lanes_avx2(const tqkv_format format, const tqkv__i_unit_avx2 *x, __m256i *lanes)
+{
+    if (TQKV__KIND(format) == TQKV__GRID) {
+        lanes[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x->first, x->second));
+        lanes[1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(x->first, x->second));
+        return;
+    }
+    const __m256i fours = _mm256_permutevar8x32_epi32(x->both, _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7));
+    const __m256i at = _mm256_setr_epi32((int)0x80048000, (int)0x80058001, (int)0x80068002, (int)0x80078003,
+                                         (int)0x80048000, (int)0x80058001, (int)0x80068002, (int)0x80078003);
+    lanes[0] = _mm256_shuffle_epi8(fours, at);
+    lanes[1] = _mm256_shuffle_epi8(fours, _mm256_add_epi8(at, _mm256_set1_epi16(8)));
+}
 TQKV__OP __m256i tqkv__i_sum_four_codes_avx2(const __m256i *x)
 {
     return _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
 }
-TQKV__OP __m256i tqkv__i_sum_codes_across_avx2(const __m256i *x)
-{
-    return _mm256_add_epi32(_mm256_permute2x128_si256(x[0], x[1], 0x20), _mm256_permute2x128_si256(x[0], x[1], 0x31));
-}
 TQKV__OP __m256 tqkv__i_to_floats_avx2(__m256i x) { return _mm256_cvtepi32_ps(x); }
 TQKV__OP __m256i tqkv__i_round_codes_avx2(__m256 x) { return _mm256_cvtps_epi32(x); }
-TQKV__OP void tqkv__i_store_words_avx2(int16_t *p, int i, __m256i x)
+TQKV__OP void tqkv__i_store_integers_avx2(void *to, int i, int n, __m256i x)
 {
-    _mm_storeu_si128((__m128i *)(void *)(p + i),
+    (void)n;
+    _mm_storeu_si128((__m128i *)(void *)((int16_t *)to + i),
                      _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
 }
 TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
@@ -9230,50 +7446,31 @@ TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
     m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4e));
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(m, _mm_shuffle_epi32(m, 0xb1)));
 }
-
-#define TQKV__(name)        tqkv__##name##_avx2
-#define TQKV__I(name)       tqkv__i_##name##_avx2
-#define TQKV__S(name)       tqkv__i_##name##_avx2
-#define TQKV__ISA_NAME      "avx2"
-#define TQKV__INTEGER_LANES 8
-#define TQKV__PRODUCTS      2
-#define TQKV__PRODUCT_ROWS  2
-#define TQKV__LOOKED_UP     0
-#include "tqkv.h"
-
-/* -- AVX2, with a product and a sum in one instruction: AVX-VNNI -- */
-
-#define TQKV__TARGET __attribute__((target("avx2,fma,f16c,avxvnni")))
-
-typedef __m256i tqkv__i_sum_avxvnni, tqkv__i_row_avxvnni;
-TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i integers)
+TQKV__OP __m256i tqkv__i_add_codes_avx2(__m256i x, __m256i y) { return _mm256_add_epi32(x, y); }
+TQKV__OP __m256i tqkv__i_set_codes_avx2(int32_t x) { return _mm256_set1_epi32(x); }
+TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
 {
-#ifdef __clang__
-    return _mm256_dpwssd_avx_epi32(sums, codes, integers);
-#else
-    __asm__("%{vex%} vpdpwssd\t{%2, %1, %0|%0, %1, %2}" : "+x"(sums) : "x"(codes), "x"(integers));
-    return sums;
-#endif
+    const __m128i m = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    const __m128i two = _mm_add_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
-#define tqkv__i_open_avxvnni          tqkv__i_open_avx2
-#define tqkv__i_whole_avxvnni         tqkv__i_whole_avx2
-#define tqkv__i_load_row_avxvnni      tqkv__i_load_codes_avxvnni
-#define tqkv__i_repeat_avxvnni        tqkv__i_repeat_avx2
-#define tqkv__i_interleave_avxvnni    tqkv__i_interleave_avx2
-#define tqkv__i_transpose_avxvnni     tqkv__i_transpose_avx2
-#define tqkv__i_round_query_avxvnni   tqkv__i_round_query_avx2
-#define tqkv__i_round_weights_avxvnni tqkv__i_round_weights_avx2
 
-#define TQKV__(name)        tqkv__##name##_avx2
-#define TQKV__I(name)       tqkv__i_##name##_avxvnni
-#define TQKV__S(name)       tqkv__i_##name##_avx2
-#define TQKV__ISA_NAME      "avx2"
-#define TQKV__INTEGER_LANES 8
-#define TQKV__PRODUCTS      2
-#define TQKV__PRODUCT_ROWS  2
-#define TQKV__LOOKED_UP     0
-#define TQKV__DECODED       1
-#define TQKV__ROUNDED       1
+#define TQKV__(name)              tqkv__##name##_avx2
+#define TQKV__I(name)             tqkv__i_##name##_avx2
+#define TQKV__S(name)             tqkv__i_##name##_avx2
+#define TQKV__ISA_NAME            "avx2"
+#define TQKV__INTEGER_LANES       8
+#define TQKV__PRODUCTS            2
+#define TQKV__CODE_OFFSET         128
+#define TQKV__OFFSET_OF(format)   (TQKV__KIND(format) != TQKV__GRID)
+#define TQKV__FEW_ROWS            4
+#define TQKV__LANES_ROWS          8
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     4
+#define TQKV__SUM_SIXTEENS        4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
+#define TQKV__MOST_SIXTEENS       2 /* of one row */
+#define TQKV__LANES_ROWS_OF_BOOKS 3
+#define TQKV__PARTIAL             0 /* passes of sums may be partial */
 #include "tqkv.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -9286,13 +7483,35 @@ TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i intege
 
 #define TQKV__TARGET
 
-typedef uint32x4_t tqkv__i_sum_neon, tqkv__i_row_neon;
+/* Codes are looked up where they lie. */
+typedef struct tqkv__i_raw_neon {
+    const uint8_t *at, *upper;
+} tqkv__i_raw_neon;
+typedef struct tqkv__i_chunk_neon {
+    uint32x4_t books[4];
+} tqkv__i_chunk_neon;
+typedef struct tqkv__i_row_neon {
+    int16x8_t first, last;
+} tqkv__i_row_neon;
+typedef uint32x4_t tqkv__i_unit_neon, tqkv__i_sum_neon, tqkv__i_lanes_neon, tqkv__i_repeated_neon,
+    tqkv__i_lane_sum_neon;
 
-TQKV__OP void tqkv__i_load_books_neon(const int bits, const int8_t *centroids, uint32x4_t *books)
+TQKV__OP tqkv__i_chunk_neon tqkv__i_open_chunk_neon(const tqkv_format format, int left, const int8_t *centroids)
 {
+    tqkv__i_chunk_neon chunk;
+    (void)left;
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
-        if (i == 0 || i < (1 << bits) / 16) books[i] = vreinterpretq_u32_s8(vld1q_s8(centroids + 16 * i));
+        if (TQKV__KIND(format) == TQKV__BOOK && (i == 0 || i < (1 << TQKV__BOOK_BITS(format)) / 16))
+            chunk.books[i] = vreinterpretq_u32_s8(vld1q_s8(centroids + 16 * i));
+    return chunk;
+}
+TQKV__OP tqkv__i_raw_neon tqkv__i_open_neon(const tqkv_format format, const tqkv__i_chunk_neon *chunk, const uint8_t *p,
+                                            const uint8_t *upper, size_t stride)
+{
+    const tqkv__i_raw_neon raw = {p, upper};
+    (void)format, (void)chunk, (void)stride; /* of one position */
+    return raw;
 }
 /* The next 16 codes of a field, a byte each, from bit `to` of it on; other bits may be set. */
 TQKV__OP uint8x16_t tqkv__i_field_neon(const int bits, const int to, const uint8_t *p)
@@ -9310,18 +7529,19 @@ TQKV__OP uint8x16_t tqkv__i_field_neon(const int bits, const int to, const uint8
     const uint8x16_t spread = vqtbl1q_u8(vcombine_u8(vcreate_u8(bytes), vdup_n_u8(0)), vld1q_u8(at));
     return vshlq_u8(spread, vld1q_s8(shift));
 }
-TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const uint32x4_t *books, int left, const uint8_t *p,
-                                         const uint8_t *upper)
+TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const int k, const tqkv__i_chunk_neon *chunk,
+                                         const tqkv__i_raw_neon *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
-    uint8x16_t index = tqkv__i_field_neon(main, 0, p), found;
+    uint8x16_t index = tqkv__i_field_neon(main, 0, raw->at + 2 * k * main), found;
     uint8x16x4_t book;
-    (void)left; /* always 16 */
+    if (TQKV__KIND(format) == TQKV__GRID) return vreinterpretq_u32_u8(index);
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) book.val[i] = vreinterpretq_u8_u32(books[i < (1 << bits) / 16 ? i : 0]);
+    for (int i = 0; i < 4; i++) book.val[i] = vreinterpretq_u8_u32(chunk->books[i < (1 << bits) / 16 ? i : 0]);
     const uint8x16x2_t half = {{book.val[0], book.val[1]}};
     if (upper_bits)
-        index = vbslq_u8(vdupq_n_u8((uint8_t)((1 << main) - 1)), index, tqkv__i_field_neon(upper_bits, main, upper));
+        index = vbslq_u8(vdupq_n_u8((uint8_t)((1 << main) - 1)), index,
+                         tqkv__i_field_neon(upper_bits, main, raw->upper + 2 * k * upper_bits));
     index = vandq_u8(index, vdupq_n_u8((uint8_t)((1 << bits) - 1)));
     if (bits == 6)
         found = vqtbl4q_u8(book, index);
@@ -9331,73 +7551,116 @@ TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const uint32x
         found = vqtbl1q_u8(book.val[0], index);
     return vreinterpretq_u32_u8(found);
 }
-TQKV__OP uint32x4_t tqkv__i_open_neon(const int8_t *p, int left)
+TQKV__OP void tqkv__i_store_unit_neon(const tqkv_format format, uint32x4_t x, int8_t *p)
 {
-    (void)left;
-    return vreinterpretq_u32_s16(vmovl_s8(vld1_s8(p)));
+    (void)format;
+    memcpy(p, &x, sizeof x);
+}
+TQKV__OP uint32x4_t tqkv__i_load_unit_neon(const int8_t *p) { return vreinterpretq_u32_s8(vld1q_s8(p)); }
+TQKV__OP tqkv__i_row_neon tqkv__i_load_row_neon(const tqkv_format format, const int8_t *p, int plane, int i)
+{
+    const int16_t *words = (const int16_t *)(const void *)p + i;
+    const tqkv__i_row_neon row = {vld1q_s16(words), vld1q_s16(words + 8)};
+    (void)format, (void)plane; /* of bytes */
+    return row;
 }
 /* Lane i adds up the products of words i and i + 4. */
-TQKV__OP uint32x4_t tqkv__i_dot_neon(uint32x4_t sums, uint32x4_t codes, uint32x4_t integers)
+TQKV__OP uint32x4_t tqkv__i_dot_words_neon(uint32x4_t sums, int16x8_t x, int16x8_t y)
 {
-    const int16x8_t x = vreinterpretq_s16_u32(codes), y = vreinterpretq_s16_u32(integers);
     const int32x4_t low = vmlal_s16(vreinterpretq_s32_u32(sums), vget_low_s16(x), vget_low_s16(y));
     return vreinterpretq_u32_s32(vmlal_high_s16(low, x, y));
 }
-TQKV__OP uint32x4_t tqkv__i_whole_neon(uint32x4_t sum) { return sum; }
-#define tqkv__i_load_row_neon tqkv__i_load_codes_neon
-TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int16_t *p)
+TQKV__OP uint32x4_t tqkv__i_dot_neon(const tqkv_format format, uint32x4_t sums, uint32x4_t codes, tqkv__i_row_neon row)
 {
-    return vreinterpretq_u32_s16(vcombine_s16(vld1_dup_s16(p), vld1_dup_s16(p + 1)));
+    const int8x16_t x = vreinterpretq_s8_u32(codes);
+    (void)format;
+    sums = tqkv__i_dot_words_neon(sums, vmovl_s8(vget_low_s8(x)), row.first);
+    return tqkv__i_dot_words_neon(sums, vmovl_high_s8(x), row.last);
 }
-TQKV__OP void tqkv__i_interleave_neon(const int8_t *p, size_t stride, int left, uint32x4_t *x)
+TQKV__OP uint32x4_t tqkv__i_dot_lanes_neon(uint32x4_t sums, uint32x4_t lanes, uint32x4_t integers)
 {
-    (void)left;
-    const uint32x4_t a = vreinterpretq_u32_s8(vld1q_s8(p)), b = vreinterpretq_u32_s8(vld1q_s8(p + stride));
-    const int8x16_t low = vreinterpretq_s8_u32(vzip1q_u32(a, b)), high = vreinterpretq_s8_u32(vzip2q_u32(a, b));
-    x[0] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
-    x[1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
-    x[2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
-    x[3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
+    return tqkv__i_dot_words_neon(sums, vreinterpretq_s16_u32(lanes), vreinterpretq_s16_u32(integers));
 }
-TQKV__OP void tqkv__i_transpose_neon(const int8_t *p, size_t stride, uint32x4_t *x)
+TQKV__OP uint32x4_t tqkv__i_whole_neon(const tqkv_format format, uint32x4_t sum)
 {
-    int8x16_t rows[4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) rows[i] = vld1q_s8(p + (size_t)i * stride);
+    (void)format;
+    return sum;
+}
+TQKV__OP uint32x4_t tqkv__i_whole_lanes_neon(uint32x4_t sum) { return sum; }
+TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int8_t *p, int plane, int i)
+{
+    const int16_t *words = (const int16_t *)(const void *)p + i;
+    (void)plane;
+    return vreinterpretq_u32_s16(vcombine_s16(vld1_dup_s16(words), vld1_dup_s16(words + 1)));
+}
+/* Four positions of four dimensions */
+TQKV__OP void tqkv__i_transpose_neon(const uint32x4_t *x, uint32x4_t *four)
+{
     TQKV__UNROLL
     for (int half = 0; half < 2; half++) {
-        const int8x16_t a = half ? vzip2q_s8(rows[0], rows[1]) : vzip1q_s8(rows[0], rows[1]);
-        const int8x16_t b = half ? vzip2q_s8(rows[2], rows[3]) : vzip1q_s8(rows[2], rows[3]);
-        const uint16x8_t c = vreinterpretq_u16_s8(a), d = vreinterpretq_u16_s8(b);
-        const int8x16_t low = vreinterpretq_s8_u16(vzip1q_u16(c, d)), high = vreinterpretq_s8_u16(vzip2q_u16(c, d));
-        x[4 * half] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
-        x[4 * half + 1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
-        x[4 * half + 2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
-        x[4 * half + 3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
+        const uint32x4_t a = half ? vzip2q_u32(x[0], x[2]) : vzip1q_u32(x[0], x[2]);
+        const uint32x4_t b = half ? vzip2q_u32(x[1], x[3]) : vzip1q_u32(x[1], x[3]);
+        four[2 * half] = vzip1q_u32(a, b);
+        four[2 * half + 1] = vzip2q_u32(a, b);
     }
 }
-TQKV__OP void tqkv__i_natural_order_neon(uint32x4_t *x) { (void)x; }
+/* Four positions of a dimension, then of the next one */
+TQKV__OP void tqkv__i_key_lanes_neon(const uint32x4_t *x, uint32x4_t *lanes)
+{
+    uint32x4_t four[4];
+    tqkv__i_transpose_neon(x, four);
+    const uint32_t columns[4] = {0x0c080400, 0x0d090501, 0x0e0a0602, 0x0f0b0703};
+    const uint8x16_t at = vreinterpretq_u8_u32(vld1q_u32(columns));
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        const int8x16_t ordered = vreinterpretq_s8_u8(vqtbl1q_u8(vreinterpretq_u8_u32(four[i]), at));
+        lanes[2 * i] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(ordered)));
+        lanes[2 * i + 1] = vreinterpretq_u32_s16(vmovl_high_s8(ordered));
+    }
+}
+/* Four dimensions of a position, then of the next one */
+TQKV__OP void tqkv__i_value_lanes_neon(const tqkv_format format, const uint32x4_t *x, uint32x4_t *lanes)
+{
+    const int8x16_t low = vreinterpretq_s8_u32(vzip1q_u32(x[0], x[1]));
+    const int8x16_t high = vreinterpretq_s8_u32(vzip2q_u32(x[0], x[1]));
+    (void)format;
+    lanes[0] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
+    lanes[1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
+    lanes[2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
+    lanes[3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
+}
 TQKV__OP uint32x4_t tqkv__i_sum_four_codes_neon(const uint32x4_t *x)
 {
     return vpaddq_u32(vpaddq_u32(x[0], x[1]), vpaddq_u32(x[2], x[3]));
 }
-TQKV__OP uint32x4_t tqkv__i_sum_codes_across_neon(const uint32x4_t *x) { return *x; }
 TQKV__OP float32x4_t tqkv__i_to_floats_neon(uint32x4_t x) { return vcvtq_f32_s32(vreinterpretq_s32_u32(x)); }
 TQKV__OP uint32x4_t tqkv__i_round_codes_neon(float32x4_t x) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(x)); }
-TQKV__OP void tqkv__i_store_words_neon(int16_t *p, int i, uint32x4_t x)
+TQKV__OP void tqkv__i_store_integers_neon(void *to, int i, int n, uint32x4_t x)
 {
-    vst1_s16(p + i, vmovn_s32(vreinterpretq_s32_u32(x)));
+    (void)n;
+    vst1_s16((int16_t *)to + i, vmovn_s32(vreinterpretq_s32_u32(x)));
 }
+TQKV__OP uint32x4_t tqkv__i_add_codes_neon(uint32x4_t x, uint32x4_t y) { return vaddq_u32(x, y); }
+TQKV__OP uint32x4_t tqkv__i_set_codes_neon(int32_t x) { return vdupq_n_u32((uint32_t)x); }
+TQKV__OP int32_t tqkv__i_sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
 TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); }
 
-#define TQKV__(name)        tqkv__##name##_neon
-#define TQKV__I(name)       tqkv__i_##name##_neon
-#define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
-#define TQKV__INTEGER_LANES 4
-#define TQKV__PRODUCTS      2
-#define TQKV__PRODUCT_ROWS  4
-#define TQKV__LOOKED_UP     0
+#define TQKV__(name)              tqkv__##name##_neon
+#define TQKV__I(name)             tqkv__i_##name##_neon
+#define TQKV__S(name)             tqkv__i_##name##_neon
+#define TQKV__ISA_NAME            "neon"
+#define TQKV__INTEGER_LANES       4
+#define TQKV__PRODUCTS            2
+#define TQKV__CODE_OFFSET         0
+#define TQKV__OFFSET_OF(format)   false
+#define TQKV__LANES_ROWS_OF_BOOKS 3
+#define TQKV__PARTIAL             0
+#define TQKV__MOST_SIXTEENS       2
+#define TQKV__FEW_ROWS            4
+#define TQKV__LANES_ROWS          8
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     4
+#define TQKV__SUM_SIXTEENS        4
 #include "tqkv.h"
 
 /* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed.
@@ -9421,7 +7684,8 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 
 typedef struct tqkv__i_bytes {
     uint32x4_t high, low;
-} tqkv__i_sum_dotprod, tqkv__i_row_dotprod;
+} tqkv__i_sum_dotprod, tqkv__i_lane_sum_dotprod, tqkv__i_row_dotprod, tqkv__i_repeated_dotprod;
+typedef uint32x4_t tqkv__i_lanes_dotprod;
 
 /* sums + the products of each lane's four bytes. Compilers hide the intrinsic where the file is for an older target. */
 TQKV__OP uint32x4_t tqkv__i_dot_bytes(uint32x4_t sums, uint32x4_t x, uint32x4_t y)
@@ -9429,15 +7693,27 @@ TQKV__OP uint32x4_t tqkv__i_dot_bytes(uint32x4_t sums, uint32x4_t x, uint32x4_t 
     __asm__("sdot\t%0.4s, %1.16b, %2.16b" : "+w"(sums) : "w"(x), "w"(y));
     return sums;
 }
-TQKV__OP tqkv__i_sum_dotprod tqkv__i_dot_dotprod(tqkv__i_sum_dotprod sums, uint32x4_t codes, tqkv__i_row_dotprod row)
+TQKV__OP tqkv__i_sum_dotprod tqkv__i_dot_lanes_dotprod(tqkv__i_sum_dotprod sums, uint32x4_t codes,
+                                                       tqkv__i_row_dotprod row)
 {
     sums.high = tqkv__i_dot_bytes(sums.high, codes, row.high);
     sums.low = tqkv__i_dot_bytes(sums.low, codes, row.low);
     return sums;
 }
-TQKV__OP uint32x4_t tqkv__i_whole_dotprod(tqkv__i_sum_dotprod sums)
+TQKV__OP tqkv__i_sum_dotprod tqkv__i_dot_dotprod(const tqkv_format format, tqkv__i_sum_dotprod sums, uint32x4_t codes,
+                                                 tqkv__i_row_dotprod row)
+{
+    (void)format;
+    return tqkv__i_dot_lanes_dotprod(sums, codes, row);
+}
+TQKV__OP uint32x4_t tqkv__i_whole_lanes_dotprod(tqkv__i_sum_dotprod sums)
 {
     return vaddq_u32(vshlq_n_u32(sums.high, 8), sums.low);
+}
+TQKV__OP uint32x4_t tqkv__i_whole_dotprod(const tqkv_format format, tqkv__i_sum_dotprod sums)
+{
+    (void)format;
+    return tqkv__i_whole_lanes_dotprod(sums);
 }
 /* Splits four integers into their high bytes, then their low ones. */
 TQKV__OP int8x8_t tqkv__i_split_dotprod(uint32x4_t x)
@@ -9445,45 +7721,32 @@ TQKV__OP int8x8_t tqkv__i_split_dotprod(uint32x4_t x)
     const int16x4_t words = vmovn_s32(vreinterpretq_s32_u32(x));
     return vmovn_s16(vcombine_s16(vrshr_n_s16(words, 8), words));
 }
-TQKV__OP void tqkv__i_store_words_dotprod(int16_t *p, int i, uint32x4_t x)
+/* The high bytes of n integers, then their low ones */
+TQKV__OP void tqkv__i_store_integers_dotprod(void *to, int i, int n, uint32x4_t x)
 {
-    vst1_s8((int8_t *)(void *)(p + i), tqkv__i_split_dotprod(x));
+    const uint32x2_t bytes = vreinterpret_u32_s8(tqkv__i_split_dotprod(x));
+    vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + i), bytes, 0);
+    vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + n + i), bytes, 1);
 }
-TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const int16_t *p)
+TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const tqkv_format format, const int8_t *p, int plane, int i)
 {
-    const uint32x4x2_t x = vld2q_u32((const uint32_t *)(const void *)p);
-    const tqkv__i_row_dotprod row = {x.val[0], x.val[1]};
+    const tqkv__i_row_dotprod row = {vreinterpretq_u32_s8(vld1q_s8(p + i)),
+                                     vreinterpretq_u32_s8(vld1q_s8(p + plane + i))};
+    (void)format;
     return row;
 }
-TQKV__OP tqkv__i_row_dotprod tqkv__i_repeat_dotprod(const int16_t *p)
+TQKV__OP tqkv__i_row_dotprod tqkv__i_repeat_dotprod(const int8_t *p, int plane, int i)
 {
-    const uint32_t *lanes = (const uint32_t *)(const void *)p;
-    const tqkv__i_row_dotprod row = {vld1q_dup_u32(lanes), vld1q_dup_u32(lanes + 1)};
+    const tqkv__i_row_dotprod row = {vld1q_dup_u32((const uint32_t *)(const void *)(p + i)),
+                                     vld1q_dup_u32((const uint32_t *)(const void *)(p + plane + i))};
     return row;
 }
-TQKV__OP uint32x4_t tqkv__i_open_dotprod(const int8_t *p, int left)
+#define tqkv__i_key_lanes_dotprod tqkv__i_transpose_neon
+TQKV__OP void tqkv__i_value_lanes_dotprod(const tqkv_format format, const uint32x4_t *units, uint32x4_t *x)
 {
-    (void)left;
-    return vreinterpretq_u32_s8(vld1q_s8(p));
-}
-TQKV__OP void tqkv__i_transpose_dotprod(const int8_t *p, size_t stride, uint32x4_t *x)
-{
-    uint32x4_t rows[4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u32_s8(vld1q_s8(p + (size_t)i * stride));
-    TQKV__UNROLL
-    for (int half = 0; half < 2; half++) {
-        const uint32x4_t a = half ? vzip2q_u32(rows[0], rows[2]) : vzip1q_u32(rows[0], rows[2]);
-        const uint32x4_t b = half ? vzip2q_u32(rows[1], rows[3]) : vzip1q_u32(rows[1], rows[3]);
-        x[2 * half] = vzip1q_u32(a, b);
-        x[2 * half + 1] = vzip2q_u32(a, b);
-    }
-}
-TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int left, uint32x4_t *x)
-{
-    (void)left;
-    const int8x16_t a = vld1q_s8(p), b = vld1q_s8(p + stride), c = vld1q_s8(p + 2 * stride),
-                    d = vld1q_s8(p + 3 * stride);
+    const int8x16_t a = vreinterpretq_s8_u32(units[0]), b = vreinterpretq_s8_u32(units[1]),
+                    c = vreinterpretq_s8_u32(units[2]), d = vreinterpretq_s8_u32(units[3]);
+    (void)format;
     const uint16x8_t ab = vreinterpretq_u16_s8(vzip1q_s8(a, b)), cd = vreinterpretq_u16_s8(vzip1q_s8(c, d));
     const uint16x8_t ab_high = vreinterpretq_u16_s8(vzip2q_s8(a, b)), cd_high = vreinterpretq_u16_s8(vzip2q_s8(c, d));
     x[0] = vreinterpretq_u32_u16(vzip1q_u16(ab, cd));
@@ -9492,15 +7755,23 @@ TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int lef
     x[3] = vreinterpretq_u32_u16(vzip2q_u16(ab_high, cd_high));
 }
 
-#define TQKV__(name)        tqkv__##name##_neon
-#define TQKV__I(name)       tqkv__i_##name##_dotprod
-#define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
-#define TQKV__INTEGER_LANES 4
-#define TQKV__PRODUCTS      4
-#define TQKV__PRODUCT_ROWS  2
-#define TQKV__LOOKED_UP     0
-#define TQKV__DECODED       1
+#define TQKV__(name)              tqkv__##name##_neon
+#define TQKV__I(name)             tqkv__i_##name##_dotprod
+#define TQKV__S(name)             tqkv__i_##name##_neon
+#define TQKV__ISA_NAME            "neon"
+#define TQKV__INTEGER_LANES       4
+#define TQKV__PRODUCTS            4
+#define TQKV__DECODED             1
+#define TQKV__CODE_OFFSET         0
+#define TQKV__OFFSET_OF(format)   false
+#define TQKV__LANES_ROWS_OF_BOOKS 3
+#define TQKV__PARTIAL             0
+#define TQKV__MOST_SIXTEENS       2
+#define TQKV__FEW_ROWS            2
+#define TQKV__LANES_ROWS          8
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     2
+#define TQKV__SUM_SIXTEENS        2
 #include "tqkv.h"
 
 #if defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 10
@@ -9515,7 +7786,8 @@ TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int lef
 #define TQKV__TARGET __attribute__((target(TQKV__ARM_BASE "+dotprod+i8mm")))
 #endif
 
-typedef tqkv__i_sum_dotprod tqkv__i_sum_i8mm; /* of lanes: the first two, high and low in turns; the others */
+typedef tqkv__i_sum_dotprod tqkv__i_sum_i8mm,
+    tqkv__i_lane_sum_i8mm; /* of lanes: the first two, high and low in turns; the others */
 typedef tqkv__i_row_dotprod tqkv__i_row_i8mm;
 typedef uint32x4_t tqkv__i_repeated_i8mm;
 typedef struct tqkv__i_lanes_i8mm {
@@ -9538,41 +7810,31 @@ TQKV__OP uint32x4_t tqkv__i_whole_lanes_i8mm(tqkv__i_sum_i8mm sums)
 {
     return vaddq_u32(vshlq_n_u32(vuzp1q_u32(sums.high, sums.low), 8), vuzp2q_u32(sums.high, sums.low));
 }
-/* Stores the high bytes of eight integers, then their low ones. */
-TQKV__OP void tqkv__i_store_words_i8mm(int16_t *p, int i, uint32x4_t x)
+#define tqkv__i_store_integers_i8mm tqkv__i_store_integers_dotprod
+#define tqkv__i_load_row_i8mm       tqkv__i_load_row_dotprod
+#define tqkv__i_dot_i8mm            tqkv__i_dot_dotprod
+#define tqkv__i_whole_i8mm          tqkv__i_whole_dotprod
+TQKV__OP uint32x4_t tqkv__i_repeat_i8mm(const int8_t *p, int plane, int i)
 {
-    const uint32x2_t bytes = vreinterpret_u32_s8(tqkv__i_split_dotprod(x));
-    uint32_t *to = (uint32_t *)(void *)(p + i / 8 * 8) + i % 8 / 4;
-    vst1_lane_u32(to, bytes, 0);
-    vst1_lane_u32(to + 2, bytes, 1);
+    return vreinterpretq_u32_s8(vcombine_s8(vld1_s8(p + i), vld1_s8(p + plane + i)));
 }
-TQKV__OP tqkv__i_row_i8mm tqkv__i_load_row_i8mm(const int16_t *p)
-{
-    const uint64x2x2_t x = vld2q_u64((const uint64_t *)(const void *)p);
-    const tqkv__i_row_i8mm row = {vreinterpretq_u32_u64(x.val[0]), vreinterpretq_u32_u64(x.val[1])};
-    return row;
-}
-TQKV__OP uint32x4_t tqkv__i_repeat_i8mm(const int16_t *p) { return vld1q_u32((const uint32_t *)(const void *)p); }
-#define tqkv__i_open_i8mm  tqkv__i_open_dotprod
-#define tqkv__i_dot_i8mm   tqkv__i_dot_dotprod
-#define tqkv__i_whole_i8mm tqkv__i_whole_dotprod
-TQKV__OP void tqkv__i_transpose_i8mm(const int8_t *p, size_t stride, tqkv__i_lanes_i8mm *x)
+TQKV__OP void tqkv__i_key_lanes_i8mm(const uint32x4_t *units, tqkv__i_lanes_i8mm *x)
 {
     uint64x2_t rows[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u64_s8(vld1q_s8(p + (size_t)i * stride));
+    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u64_u32(units[i]);
     x[0].first = vreinterpretq_u32_u64(vzip1q_u64(rows[0], rows[1]));
     x[0].last = vreinterpretq_u32_u64(vzip1q_u64(rows[2], rows[3]));
     x[1].first = vreinterpretq_u32_u64(vzip2q_u64(rows[0], rows[1]));
     x[1].last = vreinterpretq_u32_u64(vzip2q_u64(rows[2], rows[3]));
 }
 /* Each round makes the highest bit of a register's number the lowest of a byte's. */
-TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, tqkv__i_lanes_i8mm *x)
+TQKV__OP void tqkv__i_value_lanes_i8mm(const tqkv_format format, const uint32x4_t *units, tqkv__i_lanes_i8mm *x)
 {
     int8x16_t from[8], to[8];
-    (void)left;
+    (void)format;
     TQKV__UNROLL
-    for (int i = 0; i < 8; i++) to[i] = vld1q_s8(p + (size_t)i * stride);
+    for (int i = 0; i < 8; i++) to[i] = vreinterpretq_s8_u32(units[i]);
     TQKV__UNROLL
     for (int round = 0; round < 3; round++) {
         TQKV__UNROLL
@@ -9588,18 +7850,24 @@ TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, 
     }
 }
 
-#define TQKV__(name)        tqkv__##name##_neon
-#define TQKV__I(name)       tqkv__i_##name##_i8mm
-#define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
-#define TQKV__INTEGER_LANES 4
-#define TQKV__PRODUCTS      8
-#define TQKV__PRODUCT_ROWS  2
-#define TQKV__LANES_ROWS    4
-#define TQKV__LOOKED_UP     0
-#define TQKV__DECODED       1
+#define TQKV__(name)              tqkv__##name##_neon
+#define TQKV__I(name)             tqkv__i_##name##_i8mm
+#define TQKV__S(name)             tqkv__i_##name##_neon
+#define TQKV__ISA_NAME            "neon"
+#define TQKV__INTEGER_LANES       4
+#define TQKV__PRODUCTS            8
+#define TQKV__DECODED             1
+#define TQKV__CODE_OFFSET         0
+#define TQKV__OFFSET_OF(format)   false
+#define TQKV__LANES_ROWS_OF_BOOKS 3
+#define TQKV__PARTIAL             0
+#define TQKV__MOST_SIXTEENS       2
+#define TQKV__FEW_ROWS            2
+#define TQKV__LANES_ROWS          4
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     2
+#define TQKV__SUM_SIXTEENS        2
 #include "tqkv.h"
-#endif
 #endif
 #endif
 
@@ -9654,7 +7922,7 @@ static bool tqkv__isa_present(const tqkv__isa *isa)
 #endif
 }
 
-/* The library's only variable beside tqkv__products: set once, or by tqkv_isa_force */
+/* The library's only variable beside tqkv__products of NEON: set once, or by tqkv_isa_force */
 static const tqkv__isa *tqkv__isa_chosen;
 
 static const tqkv__isa *tqkv__isa_named(const char *name)
@@ -9694,17 +7962,10 @@ static const tqkv__isa *tqkv__narrower(const tqkv__isa *a, const tqkv__isa *b) {
 
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
 
-#ifdef TQKV_NO_INTEGER
-/* Plain C for all sets: only the time differs. */
-static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
-{
-    (void)isa;
-    return &tqkv__integers_scalar;
-}
-#else
-static char tqkv__products; /* set once. 1: what every processor of a set has, 2: AVX-VNNI or DotProd, 3: I8MM */
+#ifdef TQKV__NEON
+static char tqkv__products; /* set once. 1: what every processor of a set has, 2: DotProd, 3: I8MM */
 
-#if defined(TQKV__NEON) && defined(__APPLE__)
+#ifdef __APPLE__
 static bool tqkv__processor_has(const char *name)
 {
     int value = 0;
@@ -9715,57 +7976,53 @@ static bool tqkv__processor_has(const char *name)
 
 static int tqkv__find_products(void)
 {
-    bool best = false, matrices = false;
-#if defined(TQKV__AVX2)
-    unsigned eax, ebx, ecx, edx;
-    best = __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax >> 4 & 1;
-#elif defined(TQKV__NEON) && defined(__APPLE__)
-    best = tqkv__processor_has("hw.optional.arm.FEAT_DotProd");
+    bool bytes = false, matrices = false;
+#if defined(__APPLE__)
+    bytes = tqkv__processor_has("hw.optional.arm.FEAT_DotProd");
     matrices = tqkv__processor_has("hw.optional.arm.FEAT_I8MM");
-#elif defined(TQKV__NEON) && defined(__linux__)
-    best = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#elif defined(__linux__)
+    bytes = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
 #ifdef HWCAP2_I8MM
     matrices = (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0;
 #endif
 #endif
 #ifdef __ARM_FEATURE_DOTPROD
-    best = true;
+    bytes = true;
 #endif
 #ifdef __ARM_FEATURE_MATMUL_INT8
     matrices = true;
 #endif
-    return best ? matrices ? 3 : 2 : 1;
+    return bytes ? matrices ? 3 : 2 : 1;
 }
 
-/* The processor is asked once: it takes microseconds in a virtual machine. */
-static char tqkv__products_now(void)
+/* Returns the functions of attention by the best products of the processor, which is asked once. */
+static const tqkv__kernels *tqkv__kernels_of_neon(void)
 {
-    char known = __atomic_load_n(&tqkv__products, __ATOMIC_RELAXED);
-    if (!known) known = (char)tqkv__find_products();
-    __atomic_store_n(&tqkv__products, known, __ATOMIC_RELAXED);
-    return known;
+    char products = __atomic_load_n(&tqkv__products, __ATOMIC_RELAXED);
+    if (!products) products = (char)tqkv__find_products();
+    __atomic_store_n(&tqkv__products, products, __ATOMIC_RELAXED);
+#ifdef TQKV__I8MM
+    if (products > 2) return &tqkv__i_kernels_i8mm;
+#endif
+    return products > 1 ? &tqkv__i_kernels_dotprod : &tqkv__i_kernels_neon;
 }
+#endif
 
-/* Integers beside the floats of a set, by the best products that the processor has. */
-static const tqkv__integers *tqkv__integers_for(const tqkv__isa *isa)
+/* Returns the functions of attention of a set. */
+static const tqkv__kernels *tqkv__kernels_for(const tqkv__isa *isa)
 {
-    const char products = tqkv__products_now();
+    if (isa == &tqkv__isa_scalar) return &tqkv__kernels_scalar;
 #ifdef TQKV__AVX512
-    if (isa == &tqkv__isa_avx512) return &tqkv__i_integers_avx512;
+    if (isa == &tqkv__isa_avx512) return &tqkv__i_kernels_avx512;
 #endif
 #ifdef TQKV__AVX2
-    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_integers_avxvnni : &tqkv__i_integers_avx2;
+    return &tqkv__i_kernels_avx2;
+#elif defined(TQKV__NEON)
+    return tqkv__kernels_of_neon();
+#else
+    return &tqkv__kernels_scalar;
 #endif
-#ifdef TQKV__NEON
-#ifdef TQKV__I8MM
-    if (isa != &tqkv__isa_scalar && products > 2) return &tqkv__i_integers_i8mm;
-#endif
-    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_integers_dotprod : &tqkv__i_integers_neon;
-#endif
-    (void)isa, (void)products;
-    return &tqkv__integers_scalar;
 }
-#endif
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }
 
@@ -9806,22 +8063,13 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
-#define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
-
-/* Changes to the integers of the set, if the call asks for them. */
-static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
+/* Takes the functions of the set, and what they look up. */
+static void tqkv__take_kernels(tqkv__attention *a)
 {
-    if (a->call.arithmetic == TQKV_FLOAT) return TQKV_OK;
-    if (a->call.arithmetic != TQKV_INTEGER) return TQKV__INVALID("arithmetic: no tqkv_arithmetic");
-    if (a->keys.book_bits > 6 || a->values.book_bits > 6 || a->tail.book_bits > 6)
-        return TQKV__REFUSE(UNSUPPORTED, "arithmetic: the centroids of TQ8 do not fit integers of 8 bits");
-    const tqkv__integers *integers = tqkv__integers_for(a->isa);
-    a->isa = &integers->isa;
-    a->round_query = integers->round_query;
+    a->kernels = tqkv__kernels_for(a->isa);
     tqkv__fill_integers(&a->keys);
     tqkv__fill_integers(&a->values);
     if (a->call.tail) tqkv__fill_integers(&a->tail);
-    return TQKV_OK;
 }
 
 /* Takes the tail, which lies in the slots of the keys. */
@@ -9916,7 +8164,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
         r->n_rows > (size_t)INT_MAX)
         return TQKV__INVALID("n_queries * n_heads * head_dim is too large");
     if ((result = tqkv__take_strides(r)) != TQKV_OK) return result;
-    if ((result = tqkv__take_arithmetic(r)) != TQKV_OK) return result;
+    tqkv__take_kernels(r);
     return tqkv__check_tree_and_sinks(call);
 }
 
@@ -10068,7 +8316,7 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
         tqkv_result r = open(call->first_tail, &a->first_tail);
         if (r == TQKV_OK) r = tqkv__check_first_tail(a, &a->first_tail);
         if (r != TQKV_OK) return r;
-        if (a->round_query) tqkv__fill_integers(&a->first_tail);
+        tqkv__fill_integers(&a->first_tail);
     }
     a->exact_below = below;
     a->kept = below < a->first ? below : a->first;
@@ -10482,18 +8730,7 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
     return r;
 }
 
-/* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
-
-/* Queries take the order of decoded codes; sums of values are put back. */
-static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
-{
-    isa->reorder(s, isa->columns, true, natural, decoded);
-}
-
-static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
-{
-    isa->reorder(s, isa->columns, false, decoded, natural);
-}
+/* >>tile: tiles, and the sums of a tile, of a piece and of a stretch */
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 
@@ -10594,12 +8831,8 @@ static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *re
     if (a->call.tail) tqkv__open_segment(region->tail, tile->position, tile->n, end, &tile->tail);
 }
 
-/* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines,
-   but late where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128,
-   32768 positions, AMD EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with
-   codes in a cache it adds 1%. Not for codes of less than two lines a row that go on where this tile ends: the
-   processor sees one stream and reads it ahead by itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8
-   and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
+/* Prefetches a line of each 4 KiB of the next tile, and its norms: the loops prefetch the rest, but late where the
+   processor does not know the memory page yet. It reads short rows that go on where this tile ends ahead by itself. */
 static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__segment *segment)
 {
     const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
@@ -10614,9 +8847,25 @@ static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__seg
     tqkv__prefetch(TQKV__L1, (const uint8_t *)norms, norms_size + 63); /* they may begin within a line */
 }
 
-/* Does what value_tile does, safe for F16: if a tile holds NaN or Inf and some row does not see all of it, each
-   position is added alone, and only to rows that see it: also with a weight that has underflowed to 0, as where all see
-   all of it. */
+/* Whether no value of a segment is infinite or NaN, so that a weight of 0 adds nothing. */
+static bool tqkv__segment_finite(const tqkv__attention *a, const tqkv__stream *s, int kv_head,
+                                 const tqkv__segment *segment)
+{
+    const size_t n = (size_t)segment->n;
+    if (!tqkv__in_floats(s)) return true;
+    if (s->kind == TQKV__HALF)
+        return a->isa->codec->rows_finite(TQKV_TYPE_F16, tqkv__codes_at(s, kv_head, segment->slot),
+                                          n * (size_t)s->head_dim);
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
+    for (size_t i = 0; i < n * (size_t)s->norms_per_row; i++) {
+        const float most = tqkv__factor(s, norms[i]) * s->codebook[255];
+        if (!tqkv__all_finite(&most, 1)) return false;
+    }
+    return true;
+}
+
+/* Does what value_tile does, safe for floats: if a tile holds NaN or infinity and some row does not see all of it, each
+   position is added alone, to the rows that see it, even with a weight that has underflowed to 0. */
 static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__attention *a = tile->streams;
@@ -10624,10 +8873,8 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
     const tqkv__segment *segment = &tile->values;
     const int kv_head = tile->kv_head;
     const float *weights = tile->scores + tile->begin;
-    if (s->kind != TQKV__HALF || tile->whole ||
-        a->isa->codec->rows_finite(TQKV_TYPE_F16, tqkv__codes_at(s, kv_head, segment->slot),
-                                   (size_t)segment->n * (size_t)s->head_dim)) {
-        a->isa->value_tile(s, kv_head, segment, weights, n_rows, tile->scaled, out);
+    if (tile->whole || tqkv__segment_finite(a, s, kv_head, segment)) {
+        a->kernels->value_tile(s, kv_head, segment, weights, n_rows, tile->scaled, out);
         return;
     }
     for (int row = 0; row < n_rows; row++)
@@ -10636,7 +8883,7 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
             float alone[TQKV__TILE] = {0};
             alone[0] = weights[row * TQKV__TILE + j];
             if (!tqkv__span_has(&tile->spans[row], tile->begin + j)) continue;
-            a->isa->value_tile(s, kv_head, &one, alone, 1, tile->scaled, out + (size_t)row * (size_t)s->head_dim);
+            a->kernels->value_tile(s, kv_head, &one, alone, 1, tile->scaled, out + (size_t)row * (size_t)s->head_dim);
         }
 }
 
@@ -10714,26 +8961,13 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n
     const bool codes = tile->region.keys == &a->keys;
     const size_t all = (size_t)n_rows, of_keys = all * (size_t)a->keys.head_dim;
     const float *rest = q + all * tqkv__first_floats(a);
-    a->isa->score_tile(tile->region.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim, n_rows,
-                       false, scores);
+    a->kernels->score_tile(tile->region.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim,
+                           n_rows, false, scores);
     if (a->call.tail)
-        a->isa->score_tile(tile->region.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
-    if ((digits & 1) && codes) a->isa->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
+        a->kernels->score_tile(tile->region.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
+    if ((digits & 1) && codes) a->kernels->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
     if (digits & 2)
-        a->isa->score_tile(tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
-}
-
-/* Brings sums of values, which have the order of the stream that is added to them, into that of another. */
-static void tqkv__turn_sums(const tqkv__attention *a, const tqkv__stream *from, const tqkv__stream *to, int n_rows,
-                            float *out)
-{
-    if (a->isa->columns == 1 || (from->main_bits < 8) == (to->main_bits < 8)) return;
-    for (int row = 0; row < n_rows; row++, out += a->value_dim) {
-        if (from->main_bits < 8)
-            tqkv__to_natural(a->isa, from, out, out);
-        else
-            tqkv__to_decoded(a->isa, to, out, out);
-    }
+        a->kernels->score_tile(tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
 }
 
 /* >>walk: an item from tile to tile */
@@ -11029,8 +9263,7 @@ static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
     if (!before) return;
     if (before->region.number == tile->region.number && before->position / TQKV__PIECE == tile->position / TQKV__PIECE)
         return;
-    w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, &w->sums);
-    tqkv__turn_sums(w->a, before->region.values, tile->region.values, n_rows, w->sums.out);
+    w->a->kernels->end_piece(n_rows, w->a->value_dim, &w->piece, &w->sums);
 }
 
 static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
@@ -11039,8 +9272,8 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
     tqkv__score_tile(tile, w->q, w->digits, n_rows);
     tqkv__add_before(w, tile->ranks);
     tqkv__end_piece_before(w, tile);
-    w->a->isa->softmax_tile(w->a, tile->spans, w->offsets, n_rows, tile->scores, w->piece.max, w->piece.sum,
-                            w->piece.out);
+    w->a->kernels->softmax_tile(w->a, tile->spans, w->offsets, n_rows, tile->scores, w->piece.max, w->piece.sum,
+                                w->piece.out);
     w->before = tile;
 }
 
@@ -11425,9 +9658,8 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged:
-   [n_rows][head_dim]; so is halves, the queries for halves of the same basis, or NULL, and rest, the second digits of
-   integers. Whether there are any. */
+/* Brings part 0 or 1 of an item's queries into the basis of a stream, times scale, as floats or integers. Returns whether
+   there are second digits. arranged, halves (as floats, or NULL), rest (second digits): [n_rows][head_dim] */
 static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
                                const tqkv__stream *s, float *arranged, float *halves, float *rest)
 {
@@ -11441,14 +9673,14 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
         if (s->rotated && original) a->isa->codec->rotate(natural, s->head_dim);
         tqkv__scale(natural, s->head_dim, a->call.scale);
         if (halves) memcpy(halves + (size_t)i * (size_t)s->head_dim, natural, (size_t)s->head_dim * sizeof(float));
-        if (!a->round_query || s->kind == TQKV__HALF) {
-            tqkv__to_decoded(a->isa, s, natural, arranged);
+        if (tqkv__in_floats(s)) {
+            memcpy(arranged, natural, (size_t)s->head_dim * sizeof(float));
             continue;
         }
-        a->round_query(s, natural, arranged);
+        a->kernels->round_query(s, natural, arranged);
         float *second = rest + (size_t)i * (size_t)s->head_dim;
         if (tqkv__round_rest(natural, s->head_dim)) {
-            a->round_query(s, natural, second);
+            a->kernels->round_query(s, natural, second);
             digits = true;
         } else {
             memset(second, 0, (size_t)s->head_dim * sizeof(float));
@@ -11458,13 +9690,10 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
 }
 
 /* Returns the floats of an arranged query with its second digits. */
-static size_t tqkv__query_floats(const tqkv__attention *a)
-{
-    return tqkv__first_floats(a) + (a->round_query ? (size_t)a->key_dim : 0);
-}
+static size_t tqkv__query_floats(const tqkv__attention *a) { return tqkv__first_floats(a) + (size_t)a->key_dim; }
 
-/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then
-   second digits of integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
+/* Returns which parts have second digits: 1 for the keys, 2 for the tail. arranged: [n_rows][head_dim] of the keys, of
+   the tail and, if some keys are halves, of the keys for these; then the second digits of both parts */
 static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
     const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
@@ -11560,10 +9789,9 @@ static const float *tqkv__output_center(const tqkv__attention *a, int kv_head, f
     return room;
 }
 
-/* Settles the NaNs of integers, see tqkv__one_nan. out: [value_dim] */
+/* Makes a row the same on all processors, see tqkv__one_nan. out: [value_dim] */
 static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, float *sum)
 {
-    if (!a->round_query) return;
     for (int d = 0; d < a->value_dim; d++) out[d] = tqkv__one_nan(out[d]);
     *max = tqkv__one_nan(TQKV__AS_FLOAT(*max + 0.0f)); /* second digits of other rows turn -0 into 0 */
     *sum = tqkv__one_nan(*sum);
@@ -11585,10 +9813,10 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
         void *to = tqkv__output_at(request, row);
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, request->q, row)) : 0.0;
-        tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
+        const float *from = sums->out + (size_t)i * (size_t)a->value_dim;
         /* Codes of masked slots have the weight 0, and leave their signs in sums that have underflowed: -0 becomes
            0. */
-        for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + 0.0f);
+        for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(from[d] + 0.0f);
         if (scored) tqkv__shift_scores(a, score, out, &max, &sum);
         if (!request->max)
             tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), a->unrotate_output, center, out, max, sum);
@@ -11683,8 +9911,7 @@ static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, in
     else
         for (int pass = 0; pass < TQKV__PASSES; pass++) tqkv__attend_rows(w, pass, range);
     tqkv__add_before(w, NULL);
-    w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
-    if (w->before) tqkv__turn_sums(w->a, w->before->region.values, &w->a->values, n_rows, sums->out);
+    w->a->kernels->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
 }
 
 /* Returns the sums of n_rows rows in memory. */
@@ -12300,7 +10527,6 @@ static tqkv_result tqkv__index_shape(const tqkv_index *index, tqkv__index *x)
     a.parallel = index->parallel;
     a.allocator = index->allocator;
     a.query_type = index->query_type;
-    a.arithmetic = index->arithmetic;
     if ((r = tqkv__attention_shape(&a, &x->a)) != TQKV_OK) return r;
     if (x->a.n_kv_heads != 1) return TQKV__INVALID("keys of an index: n_kv_heads is not 1");
     if ((r = tqkv__attention_range(&a, &x->a)) != TQKV_OK) return r;
@@ -12374,8 +10600,7 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     return s;
 }
 
-/* Brings the queries of an item into the order of the keys, with their weights and what a centre adds to their
-   scores. */
+/* Arranges the queries of an item for the keys, with their weights and what a centre adds to their scores. */
 static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
 {
     const tqkv__attention *a = &job->x->a;
@@ -12398,11 +10623,11 @@ static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const 
         n = n_rows - row < most ? n_rows - row : most;
         const int heads = n < n_heads ? n : n_heads; /* whole queries, or some heads of one */
         const size_t at = (size_t)row * (size_t)x->a.key_dim;
-        x->a.isa->score_tile(&x->a.keys, 0, segment, s->q + at, n, false, s->tile);
-        if (s->digits) x->a.isa->score_tile(&x->a.keys, 0, segment, s->rest + at, n, true, s->tile);
+        x->a.kernels->score_tile(&x->a.keys, 0, segment, s->q + at, n, false, s->tile);
+        if (s->digits) x->a.kernels->score_tile(&x->a.keys, 0, segment, s->rest + at, n, true, s->tile);
         for (int i = 0; i < n; i += heads)
-            x->a.isa->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
-                                heads, s->sums + (row + i) / n_heads * TQKV__TILE);
+            x->a.kernels->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
+                                    heads, s->sums + (row + i) / n_heads * TQKV__TILE);
     }
 }
 
@@ -12464,7 +10689,7 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
             if (seen > 0) tqkv__pool(x, s.sums + i * TQKV__TILE, position, (int)seen, end, &s.totals[i], out);
         }
     }
-    for (int i = 0; x->a.round_query && i < s.n_queries; i++) {
+    for (int i = 0; i < s.n_queries; i++) {
         float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks + block;
         for (int64_t b = 0; b < n_blocks; b++) out[b] = tqkv__one_nan(out[b]);
     }
@@ -12937,7 +11162,6 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->attention.sinks = desc->sinks;
     c->attention.parallel = desc->parallel;
     c->attention.allocator = desc->allocator;
-    c->attention.arithmetic = desc->arithmetic;
     c->attention.non_causal = desc->non_causal;
     r = tqkv__attention_shape(&c->attention, &resolved);
     if (r != TQKV_OK) return r;
@@ -12946,7 +11170,6 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->matrix_group = desc->matrix_group;
     c->metal = desc->metal;
     if (c->metal && (r = tqkv__check_metal(&c->keys, &c->values, &c->tail)) != TQKV_OK) return r;
-    if (c->metal && resolved.round_query) return TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
     return TQKV_OK;
 }
@@ -13933,8 +12156,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
 #define TQKV__CACHE_USE(row)                                                                                           \
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
-    row(matrix_group, matrix_group)        row(arithmetic, attention.arithmetic)                                       \
-    row(non_causal,   attention.non_causal) row(exact_batch, exact_batch)       row(tag,      tag)
+    row(matrix_group, matrix_group)        row(non_causal, attention.non_causal)                                       \
+    row(exact_batch,  exact_batch)         row(tag,        tag)
 // clang-format on
 
 /* The desc that makes a cache like c. */
@@ -13957,7 +12180,6 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     if (from->allocator.alloc || from->allocator.free) to->allocator = from->allocator;
     if (from->metal) to->metal = from->metal;
     if (from->matrix_group) to->matrix_group = from->matrix_group;
-    if (from->arithmetic) to->arithmetic = from->arithmetic;
     if (from->exact_batch) to->exact_batch = from->exact_batch;
     if (from->tag) to->tag = from->tag;
     to->non_causal = to->non_causal || from->non_causal;
@@ -16660,7 +14882,6 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if (r == TQKV_OK) r = tqkv__check_tail(a->keys.head_dim, a->tail.head_dim);
     if (r == TQKV_OK) r = from->attention.list ? tqkv__check_list(a) : tqkv__list_shape(a);
     if (r == TQKV_OK && a->call.list) r = tqkv__check_list_rows(a);
-    if (r == TQKV_OK && a->round_query) r = TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     if (r == TQKV_OK) r = tqkv__check_call_strides(a);
     a->matrix_group = from->matrix_group;
     if (r != TQKV_OK || !a->keys.page_size == !a->values.page_size) return r;
@@ -17333,7 +15554,6 @@ static tqkv_result tqkv__plan_index_open(const tqkv_metal_index *from, tqkv__ind
     memset(&call.allocator, 0, sizeof call.allocator);
     const tqkv_result r = tqkv__index_shape(&call, x);
     if (r != TQKV_OK) return r;
-    if (x->a.round_query) return TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     return call.end > INT_MAX ? TQKV__REFUSE(UNSUPPORTED, "an index of 2^31 keys: not on a GPU") : TQKV_OK;
 }
 

@@ -52,8 +52,6 @@ static void print_pair(const bench *b, const timing *t, const bench_shape *shape
     print_ratio(b, name, "limit", timing_median(of_limit, n));
     if (shape->n_queries > 1) print_ratio(b, name, "fma", timing_median(of_fma, n));
     if (entry != f16) print_ratio(b, name, "f16", timing_ratio(t, entry, f16));
-    const timing_entry *floats = p->beside ? timing_find(t, p->beside) : NULL;
-    if (floats) print_ratio(b, name, "floats", timing_ratio(t, entry, floats));
 }
 
 /* Prints the speed relative to each of the peers' ways, and to the best of those that read f16. */
@@ -113,7 +111,6 @@ static void run_shape(bench *b, const bench_shape *shape)
         if (!wanted(b, &pairs[i])) continue;
         works[i] = (attend_work){attention, &b->keys[pairs[i].keys], &b->values[pairs[i].values], 0, q, out};
         works[i].attention.query_type = works[i].attention.output_type = pairs[i].type;
-        works[i].attention.arithmetic = pairs[i].arithmetic;
         if (pairs[i].type) works[i].q = halves;
         timing_add(&t, pairs[i].name, run_attend, &works[i]);
     }
@@ -228,7 +225,6 @@ void run_latent(bench *b)
             char name[TIMING_NAME];
             attend_work *work = &works[n_works++];
             *work = (attend_work){{.n_heads = LATENT_HEADS, .end = LATENT_POSITIONS}, keys, keys, 0, q, out};
-            work->attention.arithmetic = pairs[i].arithmetic;
             if (with) work->attention.tail = tail.layers;
             snprintf(name, sizeof name, "%s_d%d%s", pairs[i].name, LATENT_DIM, with ? "_t64" : "");
             timing_add(&t, name, run_attend, work);

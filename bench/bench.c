@@ -8,9 +8,7 @@
 bool wanted(const bench *b, const pair *p)
 {
     const char *format = b->options.format;
-    const bool integers = p->arithmetic == TQKV_INTEGER; /* beside their floats */
-    return !format || strcmp(format, integers ? p->beside : p->name) == 0 ||
-           p->keys == TQKV_F16; /* the others are compared with F16 */
+    return !format || strcmp(format, p->name) == 0 || p->keys == TQKV_F16; /* the others are compared with F16 */
 }
 
 bool chosen(int option, int value) { return option == 0 || option == value; }

@@ -14,17 +14,11 @@ typedef struct pair {
     const char *name;
     tqkv_format keys, values;
     tqkv_type type; /* of queries and outputs */
-    tqkv_arithmetic arithmetic;
-    const char *beside; /* the pair whose floats it is compared with, or NULL */
 } pair;
 
 #define PAIR(name, keys, values)                                                                                       \
     {                                                                                                                  \
-        name, keys, values, TQKV_TYPE_F32, TQKV_FLOAT, NULL                                                            \
-    }
-#define INTEGERS(name, keys, values)                                                                                   \
-    {                                                                                                                  \
-        name "_int", keys, values, TQKV_TYPE_F32, TQKV_INTEGER, name                                                   \
+        name, keys, values, TQKV_TYPE_F32                                                                              \
     }
 static const pair pairs[] = {
     PAIR("f16", TQKV_F16, TQKV_F16),
@@ -38,14 +32,7 @@ static const pair pairs[] = {
     PAIR("tq6_bytes", TQKV_TQ6_BYTES, TQKV_TQ6_BYTES),
     PAIR("tq5_bytes", TQKV_TQ5_BYTES, TQKV_TQ5_BYTES),
     PAIR("default", TQKV_I8, TQKV_TQ4),
-    {"default_bf16", TQKV_I8, TQKV_TQ4, TQKV_TYPE_BF16, TQKV_FLOAT, "default"},
-    INTEGERS("i8", TQKV_I8, TQKV_I8),
-    INTEGERS("tq6", TQKV_TQ6, TQKV_TQ6),
-    INTEGERS("tq5", TQKV_TQ5, TQKV_TQ5),
-    INTEGERS("tq4", TQKV_TQ4, TQKV_TQ4),
-    INTEGERS("tq3", TQKV_TQ3, TQKV_TQ3),
-    INTEGERS("tq2", TQKV_TQ2, TQKV_TQ2),
-    INTEGERS("default", TQKV_I8, TQKV_TQ4),
+    {"default_bf16", TQKV_I8, TQKV_TQ4, TQKV_TYPE_BF16},
 };
 
 enum { FORMATS = TQKV_TQ2 + 1 };

@@ -93,7 +93,7 @@ void run_encoders(bench *b, int head_dim)
     t.n_entries = 0;
     timing_add(&t, "memcpy", run_copy, &copy);
     for (int i = 0; i < COUNT(pairs); i++) {
-        if (pairs[i].keys != pairs[i].values || pairs[i].arithmetic || !wanted(b, &pairs[i])) continue;
+        if (pairs[i].keys != pairs[i].values || !wanted(b, &pairs[i])) continue;
         encode_open(&works[pairs[i].keys], pairs[i].keys, TQKV_TYPE_F32, head_dim, source);
         timing_add(&t, pairs[i].name, run_encode, &works[pairs[i].keys]);
     }

@@ -49,7 +49,6 @@ static void open_caches(const pair *p, bool ends, int n_queries, const float *ro
                                   .capacity = ENDS_POSITIONS + ENDS_PROMPT,
                                   .key_format = p->keys,
                                   .value_format = p->values,
-                                  .arithmetic = p->arithmetic,
                                   .exact_first = ends ? 4 : 0,
                                   .exact_last = ends ? 128 : 0};
     for (int i = 0; i < ENDS_CACHES; i++) {
@@ -115,7 +114,7 @@ void run_ends(bench *b)
         if (pairs[i].keys != TQKV_TQ4 || !wanted(b, &pairs[i])) continue;
         compare_queries(b, &pairs[i], "token", 1, works);
         compare_queries(b, &pairs[i], "prompt_512", ENDS_PROMPT, works);
-        if (pairs[i].arithmetic == TQKV_FLOAT) compare_appends(b, &pairs[i], works);
+        compare_appends(b, &pairs[i], works);
     }
     fflush(stdout);
     free(rows);

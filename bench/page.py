@@ -23,10 +23,7 @@ LONG, SHORT = 131072, 8192  # positions on a GPU
 
 
 def name_of(entry):
-    """A row's name: `tq4_int` is TQ4 by TQKV_INTEGER."""
-    integer = entry.endswith("_int")
-    base = entry[:-len("_int")] if integer else entry
-    return NAMES.get(base, base) + (", integers" if integer else "")
+    return NAMES.get(entry, entry)
 
 
 # ---- Reading ----
@@ -49,6 +46,7 @@ class Result:
             sys.exit(f"{path}: not a whole result of bench/measure.sh")
 
     def read(self, line):
+        line = line.replace("_int", "")  # results of two arithmetics: that of integers, which comes last, counts
         words = line.split()
         fact = re.match(r"# ([a-z ]+): (.*)", line)
         isa = re.match(r"instruction set (\w+)", line)
@@ -223,21 +221,19 @@ def sparse_lines(result):
             return ", ".join(f"{v:.1f}" for v in found) if all(found) else "-"
 
         def narrow(d, g):
-            found = [one.ratios.get(f"list_{entry}_d{d}_n32768_g{g}_blocks_of_1_all") for entry in ("tq4", "tq4_int")]
-            return [f"{found[0]:.1f} and {found[1]:.1f} for heads of {d} and a group of {g}"] if all(found) else []
+            found = one.ratios.get(f"list_tq4_d{d}_n32768_g{g}_blocks_of_1_all")
+            return [f"{found:.1f} for heads of {d} and a group of {g}"] if found else []
 
         index, ratios = one.others.get("index", {}), one.ratios
         others = [text for d in (128, 64) for g in (1, 2, 8) for text in narrow(d, g)]
-        more = f" In blocks of 1 by one thread, floats and integers: {', '.join(others)}." if others else ""
+        more = f" In blocks of 1 by one thread: {', '.join(others)}." if others else ""
         if not index:
             continue
-        names = "index_tq4_d128_n262144_scores_fma", "index_tq4_d128_n262144_scores_int_fma"
         lines.append(
             f"{SETS[isa]}: a list of 2,048 of 32,768 positions, in blocks of 1, 16 and 64, is {faster('tq4', '')} times as "
-            f"fast as all positions of TQ4, in integers {faster('tq4_int', '')}; by two threads {faster('tq4', '_t2')} and "
-            f"{faster('tq4_int', '_t2')}.{more} Index scores of 64 heads of 128 over 262,144 TQ4 keys take "
-            f"{float(index['scores'][0]) / 1e3:.0f} ms ({ratios[names[0]]:.2f} of the multiply-add peak), in integers "
-            f"{float(index['scores_int'][0]) / 1e3:.0f} ({ratios[names[1]]:.2f}), the choice of 2,048 of them "
+            f"fast as all positions of TQ4; by two threads {faster('tq4', '_t2')}.{more} Index scores of 64 heads of 128 over "
+            f"262,144 TQ4 keys take {float(index['scores'][0]) / 1e3:.0f} ms "
+            f"({ratios['index_tq4_d128_n262144_scores_fma']:.2f} of the multiply-add peak), the choice of 2,048 of them "
             f"{float(index['choice'][0]) / 1e3:.2f}.")
     return lines
 
@@ -391,14 +387,14 @@ Made by `make bench-page` from `bench/results`; `bench/page.py` has the words.
   model. Codes of 256 random tokens are repeated along the context. Encoding reads from the second-level cache.
 - Microseconds are processor time of one thread, medians of 3 to 15 rounds. Other programs change them by the cache and
   the bandwidth that they take. Times are not portable; shares and ratios are, roughly.
-- "I8 keys, TQ4 values" is the default. "integers" is `TQKV_INTEGER`, whose limit here is that of floats all the same: its
-  share may pass 1. The other rows are `TQKV_FLOAT`.
+- "I8 keys, TQ4 values" is the default. Codes are multiplied as integers, of which a core does more: their share of `f` may
+  pass 1.
 
 ## Make it anew
 
     make bench-results NAME=zen4          # six minutes; GGML_PREFIX=... GGML_AVX2_PREFIX=... IK_PREFIX=...: peers
     make bench-results-gpu NAME=h100      # on a machine with an NVIDIA GPU
-    make bench-page                       # this page, and the tables of README, formats.md and integrating.md
+    make bench-page                       # this page, and the tables of README, formats.md and building.md
 
 A prefix is a folder with `include` and `lib` of ggml, built as Release without OpenMP, with `GGML_LLAMAFILE=ON` as in
 llama.cpp: for this processor, and for AVX2 with its defaults for that (`GGML_NATIVE=OFF`). `make bench` measures every
@@ -490,7 +486,7 @@ def documents():
     parts = {"number": part_number(first), "speed": part_speed(first), "build": build_table(first),
              "default": part_default(first, [r for r in results if r.facts["kind"] == "gpu"])}
     made = {ROOT / "BENCHMARKS.md": page(results)}
-    for path in (ROOT / "README.md", ROOT / "docs/formats.md", ROOT / "docs/integrating.md"):
+    for path in (ROOT / "README.md", ROOT / "docs/formats.md", ROOT / "docs/building.md"):
         made[path] = fill(path.read_text(encoding="utf-8"), parts)
     return made
 

@@ -132,7 +132,7 @@ void run_scales(bench *b)
            BENCH_KV_HEADS * SCALE_GROUP, SCALE_POSITIONS);
     for (int i = 0; i < COUNT(pairs); i++) {
         const bool here = pairs[i].keys == TQKV_TQ4 || (pairs[i].keys == TQKV_I8 && pairs[i].values == TQKV_TQ4);
-        if (!here || pairs[i].arithmetic || pairs[i].type != TQKV_TYPE_F32 || !wanted(b, &pairs[i])) continue;
+        if (!here || pairs[i].type != TQKV_TYPE_F32 || !wanted(b, &pairs[i])) continue;
         for (int way = 0; way < WAYS; way++) open_work(&works[way], &pairs[i], way, rows);
         for (int k = 0; k < COUNT(kinds); k++) compare(b, &pairs[i], kinds[k].name, kinds[k].run, works);
         if (pairs[i].keys == TQKV_TQ4) {

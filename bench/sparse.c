@@ -37,7 +37,6 @@ static void run_lists(bench *b, const pair *p, list_shape shape, const float *q,
                                  0,
                                  q,
                                  out};
-        works[i].attention.arithmetic = p->arithmetic;
         works[i].attention.parallel = hook;
         if (i) {
             snprintf(name, sizeof name, "blocks_of_%d", list_blocks[i - 1]);
@@ -99,13 +98,12 @@ static void print_index(const bench *b, const timing *t)
     print_ratio(b, "index_tq4_choice", "scores", timing_ratio(t, choice, scores));
 }
 
-/* Scores of one query, in floats and in integers, as a share of the float multiply-add peak, and the choice. */
+/* Scores of one query, as a share of the float multiply-add peak, and the choice. */
 static void run_index(bench *b, const float *q)
 {
     static timing t;
     const timing_limits limits = limits_of(&b->options);
     tqkv_store keys = {.format = TQKV_TQ4, .head_dim = PAGED_DIM, .n_kv_heads = 1, .capacity = INDEX_KEYS};
-    index_work works[2];
     keys.codes_size = tqkv_codes_size(&keys);
     keys.norms_size = tqkv_norms_size(&keys);
     keys.codes = bench_alloc(keys.codes_size);
@@ -117,22 +115,17 @@ static void run_index(bench *b, const float *q)
     }
     t.n_entries = 0;
     timing_add(&t, "fma", run_fma, b);
-    for (int i = 0; i < 2; i++) {
-        works[i] = (index_work){
-            {.keys = &keys, .n_heads = INDEX_HEADS, .n_queries = 1, .end = INDEX_KEYS, .relu = true}, q, NULL, NULL};
-        works[i].index.arithmetic = i ? TQKV_INTEGER : TQKV_FLOAT;
-        works[i].scores = (float *)bench_alloc(INDEX_KEYS * sizeof(float));
-        works[i].list = (int32_t *)bench_alloc(LISTED * sizeof(int32_t));
-        timing_add(&t, i ? "scores_int" : "scores", run_index_scores, &works[i]);
-    }
-    timing_add(&t, "choice", run_index_choose, &works[0]);
-    run_index_scores(&works[0]);
+    index_work work = {
+        {.keys = &keys, .n_heads = INDEX_HEADS, .n_queries = 1, .end = INDEX_KEYS, .relu = true}, q, NULL, NULL};
+    work.scores = (float *)bench_alloc(INDEX_KEYS * sizeof(float));
+    work.list = (int32_t *)bench_alloc(LISTED * sizeof(int32_t));
+    timing_add(&t, "scores", run_index_scores, &work);
+    timing_add(&t, "choice", run_index_choose, &work);
+    run_index_scores(&work);
     timing_run(&t, &limits);
     print_index(b, &t);
-    for (int i = 0; i < 2; i++) {
-        free(works[i].scores);
-        free(works[i].list);
-    }
+    free(work.scores);
+    free(work.list);
     free(source);
     free(keys.codes);
     free(keys.norms);

@@ -118,7 +118,7 @@ static void print_machine(const bench *b, const timing *t, int threads)
     }
 }
 
-/* One token by all threads, every format, both arithmetics in turns. */
+/* One token by all threads, every format in turns. */
 void run_machine(bench *b, int threads)
 {
     static timing t;
@@ -141,7 +141,6 @@ void run_machine(bench *b, int threads)
                                  0,
                                  q,
                                  out};
-        works[i].attention.arithmetic = pairs[i].arithmetic;
         works[i].attention.parallel = (tqkv_parallel){pool_run, &pool};
         timing_add(&t, pairs[i].name, run_attend, &works[i]);
     }

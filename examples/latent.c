@@ -219,7 +219,9 @@ static bool try_formats(tqkv_format latent, tqkv_format rotary, const double *ex
     attend_expanded(cached, same_rows);
     const double of_path = difference(absorbed, same_rows), of_folding = difference(folded, same_rows);
     const double of_formats = difference(absorbed, exact);
-    const bool fine = of_path < 1e-5 && of_folding < 1e-5 && of_formats < bearable;
+    /* Codes are multiplied as integers, whose centroids are a little off those that decode gives. */
+    const double same = latent == TQKV_F16 && rotary == TQKV_F16 ? 1e-5 : 0.01;
+    const bool fine = of_path < same && of_folding < same && of_formats < bearable;
     printf("%-5s %-5s %9d %12.1e %12.1e %12.5f  %s\n", tqkv_format_name(latent), tqkv_format_name(rotary),
            (int)(tqkv_cache_bytes(cache) / TOKENS), of_path, of_folding, of_formats,
            fine ? "as expected" : "NOT as expected");

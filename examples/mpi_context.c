@@ -195,11 +195,11 @@ static bool same_on_all(const share *s, const float *outs)
     return least == most;
 }
 
-/* Prints a line for each rank. Returns whether the outputs are those of one rank, to 2e-6, and the same everywhere. By a
+/* Prints a line for each rank. Returns whether the outputs are those of one rank, to 3e-4, and the same everywhere. By a
  * preset each share has learned on its own: they differ by the formats' errors. */
 static bool report(const share *s, const options *o, const float *outs, const float *alone)
 {
-    static const double limits[4] = {2e-6, 0.2, 0.4, 0.8};
+    static const double limits[4] = {3e-4, 0.2, 0.4, 0.8};
     static double times[2 * MAX_RANKS];
     double own[2] = {s->attending, s->merging}, error = s->rank == 0 ? difference(alone, outs) : 0.0;
     bool same = same_on_all(s, outs), good = same && error <= limits[o->preset + 1];
@@ -251,7 +251,7 @@ static bool whole_is(const options *o, const float *alone)
         fill((uint64_t)t + 77, q, HEADS * DIM);
         note(&s, tqkv_cache_attend(s.cache, q, 1, outs + t * HEADS * DIM));
     }
-    bool good = !s.failure && (o->preset < 0 ? memcmp(outs, alone, sizeof outs) == 0 : difference(outs, alone) <= 2e-5);
+    bool good = !s.failure && (o->preset < 0 ? memcmp(outs, alone, sizeof outs) == 0 : difference(outs, alone) <= 3e-4);
     tqkv_cache_destroy(s.cache);
     return good;
 }

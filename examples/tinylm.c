@@ -380,7 +380,6 @@ int main(int argc, char **argv)
         if (strcmp(o.command, commands[i].name) != 0) continue;
         model m;
         if (!model_load(&m, o.model_path, o.n_threads)) stop(o.model_path, "is no model, or damaged");
-        m.integers = o.integers;
         m.exact_first = o.exact_first;
         m.exact_last = o.exact_last;
         m.batch = o.batch;

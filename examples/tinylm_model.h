@@ -37,7 +37,6 @@ typedef struct model {
     float *norm_out;  /* [d_model] */
     linear logits;
     thread_pool pool;
-    bool integers;               /* attention multiplies integers */
     int exact_first, exact_last; /* positions that the caches keep as halves, too */
     int batch;                   /* positions that go through together; 0: BATCH */
 } model;

@@ -52,7 +52,7 @@ typedef struct options {
     const char *profile; /* a file with centre and scale of the keys; NULL: none */
     float temperature, bias, before_rotary;
     uint64_t seed;
-    bool all, tree, integers;
+    bool all, tree;
 } options;
 
 static void stop(const char *what, const char *why)
@@ -84,7 +84,6 @@ static void usage(void)
          "         q4_0 q8_0r q4_0r)\n"
          "         --profile PROFILE (centre and scale of the keys, as learn wrote them)\n"
          "         --bytes N --temperature T --seed N --threads N --model FILE\n"
-         "         --integer (attention in integers; tq8 stays in floats)\n"
          "         --first N --last N (positions as halves, too) --batch N (positions at a time)\n"
          "         --cache FOLDER --limit MIB (prompts kept there are not computed again; the oldest files go)");
     exit(2);
@@ -181,8 +180,6 @@ static void parse_arguments(options *o, int argc, char **argv)
             o->all = true;
         } else if (strcmp(argv[i], "--tree") == 0) {
             o->tree = true;
-        } else if (strcmp(argv[i], "--integer") == 0) {
-            o->integers = true;
         } else if (strncmp(argv[i], "--", 2) == 0) {
             if (i + 1 == argc) usage();
             parse_option(o, argv[i], argv[i + 1]);

@@ -10,7 +10,7 @@ static inline uint64_t session_tag(const session *s)
 {
     const model *m = s->m;
     const int settings[] = {s->keys->is_preset, s->keys->preset, s->keys->format, s->values->format,
-                            m->integers,        m->exact_first,  m->exact_last,   m->batch};
+                            m->exact_first,     m->exact_last,   m->batch};
     uint64_t tag = XXH3_64bits_withSeed(settings, sizeof settings, m->tag);
     for (int i = 0; i < m->n_layers; i++) {
         const model_layer *layer = &m->layers[i];

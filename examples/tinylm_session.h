@@ -56,7 +56,7 @@ static tqkv_cache_desc layer_desc(session *s, const model_layer *shape)
     return desc;
 }
 
-/* The same with the formats of the session and its arithmetic, which takes floats where integers have no code. */
+/* The same with the formats of the session. */
 static tqkv_cache_desc session_desc(session *s, const model_layer *shape)
 {
     tqkv_cache_desc desc = layer_desc(s, shape);
@@ -64,7 +64,6 @@ static tqkv_cache_desc session_desc(session *s, const model_layer *shape)
         desc.key_format = s->keys->format;
         desc.value_format = s->values->format;
     }
-    if (s->m->integers && desc.key_format != TQKV_TQ8 && desc.value_format != TQKV_TQ8) desc.arithmetic = TQKV_INTEGER;
     return desc;
 }
 

@@ -100,7 +100,7 @@ extern "C" {
 
 #include "attention/attend.h"
 
-#include "attention/integer.h"
+#include "attention/plain.h"
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
@@ -165,13 +165,11 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #include "vectors/neon.h"
 #endif
 
-#ifndef TQKV_NO_INTEGER
 #include "vectors/integer_avx512.h"
 
 #include "vectors/integer_avx2.h"
 
 #include "vectors/integer_neon.h"
-#endif
 
 #undef TQKV__NESTED
 #ifdef TQKV__OPTIMISED

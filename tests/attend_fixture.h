@@ -7,7 +7,7 @@
 #include "reference.h"
 #include "runner.h"
 
-#define ATTEND_TOLERANCE 2e-5 /* relative L2 against double on the same codes */
+#define ATTEND_TOLERANCE 2e-5 /* of what multiplies floats: relative L2 against double on the same codes */
 
 typedef enum attend_sinks { SINKS_NONE, SINKS_SOME, SINKS_DOMINATING, SINKS_MINUS_INFINITY } attend_sinks;
 typedef enum attend_way { WAY_WHOLE, WAY_SLICES, WAY_PARALLEL, WAY_REVERSED } attend_way;
@@ -29,7 +29,6 @@ typedef struct attend_row {
     attend_way way;
     bool bits_alone;      /* expected is not computed: that takes longest */
     attend_poison poison; /* NaN in a resident position that only some queries see: the others must not change */
-    tqkv_arithmetic arithmetic;
     bool non_causal;
     bool shared;  /* the keys are the values: value_format, value_dim and value_center do not count */
     int tail_dim; /* 0: no tail */
@@ -262,7 +261,6 @@ static inline void attend_make_call(attend_problem *problem, const attend_row *r
     a->tree = problem->tree = row->tree ? attend_make_tree(row->n_queries) : NULL;
     a->query_basis = row->query_basis;
     a->output_basis = row->output_basis;
-    a->arithmetic = row->arithmetic;
 }
 
 /* Makes the queries, and room for outputs. */
@@ -298,7 +296,17 @@ static inline void attend_poison_streams(attend_problem *problem, const attend_r
     }
 }
 
-static inline void attend_set_up(attend_problem *problem, const attend_row *row)
+/* What the processor may err by. */
+static inline double attend_tolerance(const attend_row *row)
+{
+    const double dim = (double)(row->head_dim + row->tail_dim);
+    const double deviation =
+        (double)row->query_size * (row->scale != 0.0f ? fabs((double)row->scale) * sqrt(dim) : 1.0);
+    return reference_tolerance(row->key_format, row->tail_dim ? row->tail_format : TQKV_FORMAT_DEFAULT,
+                               row->shared ? row->key_format : row->value_format, deviation);
+}
+
+static inline void attend_set_up_as(reference_centroids centroids, attend_problem *problem, const attend_row *row)
 {
     const int value_dim = row->value_dim && !row->shared ? row->value_dim : row->head_dim;
     const int query_dim = row->head_dim + row->tail_dim;
@@ -306,29 +314,25 @@ static inline void attend_set_up(attend_problem *problem, const attend_row *row)
     memset(problem, 0, sizeof *problem);
     attend_make_stores(problem, row, value_dim);
     attend_make_call(problem, row);
-    problem->tolerance = ATTEND_TOLERANCE;
-    if (row->arithmetic == TQKV_INTEGER)
-        problem->tolerance = 2e-4 + 5e-5 * (double)row->query_size *
-                                        (row->scale != 0.0f ? fabs((double)row->scale) * sqrt((double)query_dim) : 1.0);
+    problem->tolerance = centroids == REFERENCE_INTEGERS ? attend_tolerance(row) : ATTEND_TOLERANCE;
     attend_make_list(problem, row);
     attend_fill_store(&problem->keys, a, 11, DATA_GAUSSIAN);
     attend_fill_others(problem, row);
     attend_fill_ends(problem, row);
     attend_make_queries(problem, row, query_dim, value_dim);
     attend_poison_streams(problem, row);
-    if (!row->bits_alone) reference_attend(a, problem->q, problem->expected);
+    if (!row->bits_alone) reference_attend_as(centroids, a, problem->q, problem->expected);
 }
 
-/* For a GPU: expects what the processor makes of two kinds of calls. One is not causal: the reference asks each query
-   where it stands. The other has first positions of a stream of halves in a ring and beside it, where they differ: the
-   reference reads those that the ring still has from there. */
-static inline void attend_expect_processors(attend_problem *problem, const attend_row *row)
+static inline void attend_set_up(attend_problem *problem, const attend_row *row)
 {
-    const bool kept = row->exact_first && reference_attention_shape(&problem->attention).oldest > 0;
-    const bool twice = kept && (row->key_format == TQKV_F16 || row->value_format == TQKV_F16);
-    if (!twice && (!row->exact_last || !row->non_causal || row->window)) return;
-    CHECK_RESULT(tqkv_attend(&problem->attention, problem->q, problem->out), TQKV_OK);
-    for (size_t i = 0; i < problem->n_rows * problem->value_dim; i++) problem->expected[i] = (double)problem->out[i];
+    attend_set_up_as(REFERENCE_INTEGERS, problem, row);
+}
+
+/* The same for a GPU, whose attention multiplies floats. */
+static inline void attend_set_up_floats(attend_problem *problem, const attend_row *row)
+{
+    attend_set_up_as(REFERENCE_FLOATS, problem, row);
 }
 
 static inline void attend_tear_down(attend_problem *problem)

@@ -1,4 +1,4 @@
-/* The golden cases of attention in integers: formats, sizes and options, and the hashes of the outputs. */
+/* The golden cases of attention: formats, sizes and options, and the hashes of the outputs. */
 #ifndef TQKV_TESTS_ATTEND_GOLDEN_H
 #define TQKV_TESTS_ATTEND_GOLDEN_H
 
@@ -27,6 +27,9 @@ typedef enum attend_golden_option {
     ATTEND_ONE,      /* one row a KV head, other sizes */
     ATTEND_INDEX,    /* the scores of an index over the first KV head */
     ATTEND_SCALED,   /* scales of keys and values, centres and sinks */
+    ATTEND_ENDS,     /* the first and the newest positions as halves */
+    ATTEND_LIST,     /* blocks of 4 */
+    ATTEND_TURNED,   /* F16 rotated, TQ5 and more unrotated */
     ATTEND_GOLDEN_OPTIONS
 } attend_golden_option;
 
@@ -37,50 +40,75 @@ typedef struct attend_golden_case {
 
 enum { ATTEND_GOLDEN_HEADS = 2, ATTEND_GOLDEN_GROUP = 2, ATTEND_GOLDEN_PAGE = 64 };
 
-/* Sets *found to case number `index`: each format with each size, pairs, and each option with each format.
- * 0 past the last. */
-static inline int attend_golden_find(int index, attend_golden_case *found)
+static const tqkv_format attend_golden_formats[10] = {TQKV_F16, TQKV_TQ4, TQKV_TQ5,       TQKV_TQ6,       TQKV_TQ2,
+                                                      TQKV_TQ3, TQKV_I8,  TQKV_TQ5_BYTES, TQKV_TQ6_BYTES, TQKV_TQ8};
+enum { ATTEND_GOLDEN_EIGHT = 9, ATTEND_GOLDEN_FORMATS }; /* TQ8's place, and the number of formats */
+
+/* These set *found to case number *index of theirs, or take their number from *index and return 0. Here: formats
+   [first, end) with each size. */
+static inline int attend_golden_sizes(int first, int end, int *index, attend_golden_case *found)
 {
-    static const tqkv_format formats[9] = {TQKV_F16, TQKV_TQ4, TQKV_TQ5,       TQKV_TQ6,      TQKV_TQ2,
-                                           TQKV_TQ3, TQKV_I8,  TQKV_TQ5_BYTES, TQKV_TQ6_BYTES};
-    static const tqkv_format pairs[8][2] = {{TQKV_I8, TQKV_TQ4},  {TQKV_F16, TQKV_TQ4}, {TQKV_TQ4, TQKV_F16},
-                                            {TQKV_I8, TQKV_F16},  {TQKV_TQ6, TQKV_TQ2}, {TQKV_TQ3, TQKV_I8},
-                                            {TQKV_TQ5, TQKV_TQ4}, {TQKV_F16, TQKV_I8}};
-    static const int sizes[6] = {128, 64, 80, 256, 512, 48}, sizes_of_one[6] = {192, 96, 112, 288, 224, 160};
-    attend_golden_case c;
-    c.option = ATTEND_PLAIN;
-    for (c.head_dim = 32; c.head_dim <= 1024; c.head_dim += 16)
-        for (int f = 0; f < 9; f++) {
-            c.keys = c.values = formats[f];
-            if (tqkv_row_bytes(c.keys, c.head_dim) == 0 || index-- > 0) continue;
-            *found = c;
-            return 1;
-        }
-    for (int i = 0; i < 8; i++) {
-        c.keys = pairs[i][0];
-        c.values = pairs[i][1];
-        c.head_dim = i % 2 ? 576 : 128;
-        if (index-- > 0) continue;
-        *found = c;
-        return 1;
-    }
-    for (c.option = 1; c.option < ATTEND_GOLDEN_OPTIONS; c.option++)
-        for (int f = 0; f < 9; f++) {
-            c.keys = formats[f];
-            c.values = formats[(f + c.option) % 9];
-            c.head_dim = (c.option == ATTEND_ONE ? sizes_of_one : sizes)[(f + c.option) % 6];
-            if (index-- > 0) continue;
+    for (int head_dim = 32; head_dim <= 1024; head_dim += 16)
+        for (int f = first; f < end; f++) {
+            const attend_golden_case c = {attend_golden_formats[f], attend_golden_formats[f], head_dim, ATTEND_PLAIN};
+            if (tqkv_row_bytes(c.keys, head_dim) == 0 || (*index)-- > 0) continue;
             *found = c;
             return 1;
         }
     return 0;
 }
 
+static inline int attend_golden_pairs(int first, int end, int *index, attend_golden_case *found)
+{
+    static const tqkv_format pairs[12][2] = {{TQKV_I8, TQKV_TQ4},  {TQKV_F16, TQKV_TQ4}, {TQKV_TQ4, TQKV_F16},
+                                             {TQKV_I8, TQKV_F16},  {TQKV_TQ6, TQKV_TQ2}, {TQKV_TQ3, TQKV_I8},
+                                             {TQKV_TQ5, TQKV_TQ4}, {TQKV_F16, TQKV_I8},  {TQKV_TQ8, TQKV_TQ4},
+                                             {TQKV_I8, TQKV_TQ8},  {TQKV_TQ8, TQKV_F16}, {TQKV_F16, TQKV_TQ8}};
+    for (int i = first; i < end; i++) {
+        const attend_golden_case c = {pairs[i][0], pairs[i][1], i % 2 ? 576 : 128, ATTEND_PLAIN};
+        if ((*index)-- > 0) continue;
+        *found = c;
+        return 1;
+    }
+    return 0;
+}
+
+/* Options [first, end) with each format from first_format on. */
+static inline int attend_golden_options(int first, int end, int first_format, int end_format, int *index,
+                                        attend_golden_case *found)
+{
+    static const int sizes[6] = {128, 64, 80, 256, 512, 48}, sizes_of_one[6] = {192, 96, 112, 288, 224, 160};
+    for (int option = first; option < end; option++)
+        for (int f = first_format; f < end_format; f++) {
+            const int *of_option = option == ATTEND_ONE ? sizes_of_one : sizes;
+            const attend_golden_case c = {attend_golden_formats[f],
+                                          attend_golden_formats[(f + option) % ATTEND_GOLDEN_EIGHT],
+                                          of_option[(f + option) % 6], option};
+            if ((*index)-- > 0) continue;
+            *found = c;
+            return 1;
+        }
+    return 0;
+}
+
+/* Sets *found to case number `index`: each format with each size, pairs, and each option with each format. 0 past the
+   last. */
+static inline int attend_golden_find(int index, attend_golden_case *found)
+{
+    return attend_golden_sizes(0, ATTEND_GOLDEN_EIGHT, &index, found) || attend_golden_pairs(0, 8, &index, found) ||
+           attend_golden_options(ATTEND_WINDOW, ATTEND_ENDS, 0, ATTEND_GOLDEN_EIGHT, &index, found) ||
+           attend_golden_sizes(ATTEND_GOLDEN_EIGHT, ATTEND_GOLDEN_FORMATS, &index, found) ||
+           attend_golden_pairs(8, 12, &index, found) ||
+           attend_golden_options(ATTEND_WINDOW, ATTEND_ENDS, ATTEND_GOLDEN_EIGHT, ATTEND_GOLDEN_FORMATS, &index,
+                                 found) ||
+           attend_golden_options(ATTEND_ENDS, ATTEND_GOLDEN_OPTIONS, 0, ATTEND_GOLDEN_FORMATS, &index, found);
+}
+
 static inline void attend_golden_name(const attend_golden_case *c, char name[GOLDEN_NAME_SIZE])
 {
     static const char *const options[ATTEND_GOLDEN_OPTIONS] = {
-        "plain", "window", "ring",     "pages",   "tree",   "softcap", "centers", "slices", "narrow",
-        "many",  "long",   "bfloat16", "rotated", "latent", "one",     "index",   "scaled"};
+        "plain", "window",   "ring",    "pages",  "tree", "softcap", "centers", "slices", "narrow", "many",
+        "long",  "bfloat16", "rotated", "latent", "one",  "index",   "scaled",  "ends",   "list",   "turned"};
     snprintf(name, GOLDEN_NAME_SIZE, "attend/%s-%s/%d/%s", tqkv_format_name(c->keys), tqkv_format_name(c->values),
              c->head_dim, options[c->option]);
 }
@@ -88,9 +116,9 @@ static inline void attend_golden_name(const attend_golden_case *c, char name[GOL
 /* Everything that a case needs, and its attention. */
 typedef struct attend_golden_problem {
     tqkv_attention attention;
-    tqkv_store keys, values, tail;
-    float *q, *out, *slice;  /* slice: out, max and sum of a slice behind each other */
-    float *centers, *scales; /* of the keys, then of the values */
+    tqkv_store keys, values, tail, ends[2]; /* ends: halves of all positions, of keys and values */
+    float *q, *out, *slice;                 /* slice: out, max and sum of a slice behind each other */
+    float *centers, *scales;                /* of the keys, then of the values */
     size_t n_rows, n_out;
     int n_tokens;
 } attend_golden_problem;
@@ -144,6 +172,34 @@ static inline int attend_golden_fill(const attend_golden_case *c, int n_tokens, 
     return ok;
 }
 
+/* Keeps all positions as halves beside the codes. 0 on failure */
+static inline int attend_golden_keep(const attend_golden_case *c, attend_golden_problem *p)
+{
+    tqkv_attention *a = &p->attention;
+    int ok = 1;
+    if (c->option != ATTEND_ENDS) return 1;
+    for (int side = 0; side < 2; side++) {
+        p->ends[side].format = TQKV_F16;
+        p->ends[side].rotated = (side ? c->values : c->keys) != TQKV_F16;
+        p->ends[side].head_dim = c->head_dim;
+        ok = attend_golden_fill(c, p->n_tokens, 5 + (uint64_t)side, &p->ends[side]) && ok;
+    }
+    a->first_keys = a->last_keys = &p->ends[0];
+    a->first_values = a->last_values = &p->ends[1];
+    a->exact_first = 5;
+    a->exact_last = 20;
+    return ok;
+}
+
+/* Leaves out the rotation, or for F16 brings it in, where that can be. */
+static inline void attend_golden_turn(const attend_golden_case *c, tqkv_store *s)
+{
+    const tqkv_format f = s->format;
+    if (c->option != ATTEND_TURNED) return;
+    s->rotated = f == TQKV_F16;
+    s->unrotated = f == TQKV_TQ5 || f == TQKV_TQ6 || f == TQKV_TQ8 || f == TQKV_TQ5_BYTES || f == TQKV_TQ6_BYTES;
+}
+
 /* Sets the options that are not the stores'. */
 static inline void attend_golden_set(const attend_golden_case *c, tqkv_attention *a)
 {
@@ -162,6 +218,14 @@ static inline void attend_golden_set(const attend_golden_case *c, tqkv_attention
     if (c->option == ATTEND_BFLOAT16) {
         a->query_type = TQKV_TYPE_BF16;
         a->output_type = TQKV_TYPE_F16;
+    }
+    if (c->option == ATTEND_LIST) {
+        static const int32_t list[3][8] = {
+            {0, 3, 4, 17, 30, -1}, {-1}, {1, 2, 3, 4, 15, 16, 31, 32}}; /* of blocks, a row for each query */
+        a->list = list[0];
+        a->list_length = 8;
+        a->list_block = 4;
+        a->list_newest = 6;
     }
     if (c->option == ATTEND_ROTATED) a->query_basis = a->output_basis = TQKV_ROTATED;
 }
@@ -199,6 +263,8 @@ static inline int attend_golden_open(const attend_golden_case *c, attend_golden_
     p->values.format = c->values;
     p->keys.head_dim = p->values.head_dim = c->head_dim;
     if (c->option == ATTEND_NARROW || c->option == ATTEND_LATENT) p->values.head_dim = c->head_dim > 64 ? 64 : 96;
+    attend_golden_turn(c, &p->keys);
+    attend_golden_turn(c, &p->values);
     int ok = attend_golden_channels(c, p);
     ok = attend_golden_fill(c, p->n_tokens, 1, &p->keys) && ok;
     ok = attend_golden_fill(c, p->n_tokens, 2, &p->values) && ok;
@@ -208,8 +274,8 @@ static inline int attend_golden_open(const attend_golden_case *c, attend_golden_
     a->n_heads = ATTEND_GOLDEN_HEADS * ATTEND_GOLDEN_GROUP;
     a->n_queries = 3;
     a->end = p->n_tokens;
-    a->arithmetic = TQKV_INTEGER;
     attend_golden_set(c, a);
+    ok = attend_golden_keep(c, p) && ok;
     p->n_rows = (size_t)a->n_queries * (size_t)a->n_heads;
     p->n_out = p->n_rows * (size_t)a->values->head_dim;
     p->q = attend_golden_rows(4, DATA_GAUSSIAN, (int)p->n_rows, c->head_dim + p->tail.head_dim);
@@ -227,6 +293,10 @@ static inline void attend_golden_close(attend_golden_problem *p)
     free(p->values.norms);
     free(p->tail.codes);
     free(p->tail.norms);
+    for (int side = 0; side < 2; side++) {
+        free(p->ends[side].codes);
+        free(p->ends[side].norms);
+    }
     free(p->q);
     free(p->out);
     free(p->slice);
@@ -263,7 +333,6 @@ static inline int attend_golden_score(attend_golden_problem *p)
     x.relu = p->keys.head_dim != 64;
     x.block = p->keys.head_dim == 128 ? 1 : 4;
     x.pool = p->keys.head_dim == 80 ? TQKV_POOL_MAX : TQKV_POOL_MEAN;
-    x.arithmetic = TQKV_INTEGER;
     p->n_out = (size_t)(x.n_queries * ((p->n_tokens + x.block - 1) / x.block));
     return tqkv_index_scores(&x, p->q, p->out) == TQKV_OK;
 }

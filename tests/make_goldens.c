@@ -58,7 +58,7 @@ static int print_codes(void)
 static int print_outputs(void)
 {
     attend_golden_case c;
-    printf("/* Made by tests/make_goldens.c (make goldens): hashes of the outputs in integers of every case in "
+    printf("/* Made by tests/make_goldens.c (make goldens): hashes of the outputs of every case in "
            "attend_golden.h. */\n");
     printf("// clang-format off\nstatic const attend_golden attend_goldens[] = {\n");
     for (int i = 0; attend_golden_find(i, &c); i++) {

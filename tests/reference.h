@@ -460,6 +460,9 @@ static inline const float *reference_norms_at(const tqkv_store *s, int kv_head, 
     return s->norms + row * (size_t)reference_norms_per_row(s->format, s->head_dim);
 }
 
+/* Whether the processor multiplies rows of a format as integers. */
+static inline bool reference_in_integers(tqkv_format format) { return format != TQKV_F16 && format != TQKV_TQ8; }
+
 /* The integer centroid of a code, times the step of its book. */
 static inline double reference_integer_centroid(int bits, int code)
 {
@@ -475,8 +478,12 @@ static inline double reference_integer_centroid(int bits, int code)
     return (code < half ? -1.0 : 1.0) * (double)books[bits - 2][place] * steps[bits - 2];
 }
 
-/* One stored row in the original basis; integers: with the centroids of TQKV_INTEGER. row: [head_dim] */
-static inline void reference_decode_as(bool integers, const tqkv_store *s, int kv_head, int64_t position, double *row)
+/* Whose centroids: those of tqkv_decode and of a GPU, or the integers of the processor's attention */
+typedef enum reference_centroids { REFERENCE_FLOATS, REFERENCE_INTEGERS } reference_centroids;
+
+/* One stored row in the original basis. row: [head_dim] */
+static inline void reference_decode_as(reference_centroids centroids, const tqkv_store *s, int kv_head,
+                                       int64_t position, double *row)
 {
     const uint8_t *codes = reference_codes_at(s, kv_head, position);
     const float *center = reference_center(s, kv_head), *scale = reference_scale(s, kv_head);
@@ -493,7 +500,8 @@ static inline void reference_decode_as(bool integers, const tqkv_store *s, int k
             continue;
         }
         const int code = reference_code_at(codes, s->format, d, j);
-        row[j] = (integers ? reference_integer_centroid(bits, code) : (double)test_codebook(bits)[code]) *
+        row[j] = (centroids == REFERENCE_INTEGERS && bits < 8 ? reference_integer_centroid(bits, code)
+                                                              : (double)test_codebook(bits)[code]) *
                  (reference_has_one_norm(d) ? norm / sqrt((double)d) : norm / (double)reference_block_scale(s));
     }
     if (reference_is_rotated(s)) reference_unrotate_double(row, d);
@@ -503,7 +511,7 @@ static inline void reference_decode_as(bool integers, const tqkv_store *s, int k
 
 static inline void reference_decode(const tqkv_store *s, int kv_head, int64_t position, double *row)
 {
-    reference_decode_as(false, s, kv_head, position, row);
+    reference_decode_as(REFERENCE_FLOATS, s, kv_head, position, row);
 }
 
 /* ---- Attention, in double ---- */
@@ -545,7 +553,7 @@ static inline const tqkv_store *reference_store_of(const tqkv_attention *a, int 
 {
     const tqkv_store *codes = side ? a->values : a->keys, *first = side ? a->first_values : a->first_keys,
                      *last = side ? a->last_values : a->last_keys;
-    if (position < reference_attention_shape(a).kept) return first;
+    if (reference_attention_shape(a).kept && position < a->exact_first) return first;
     if (codes->format == TQKV_F16) return codes;
     if (first && position < a->exact_first) return first;
     const int n_queries = a->n_queries;
@@ -578,11 +586,12 @@ static inline bool reference_is_listed(const tqkv_attention *a, int query, int k
 }
 
 /* Positions [oldest, end) of one head in the original basis: [end - oldest][head_dim]. Freed by the caller. */
-static inline double *reference_decode_all(const tqkv_store *s, int kv_head, int64_t oldest, int64_t end, bool integers)
+static inline double *reference_decode_all(const tqkv_store *s, int kv_head, int64_t oldest, int64_t end,
+                                           reference_centroids centroids)
 {
     double *rows = (double *)test_alloc((size_t)(end - oldest) * (size_t)s->head_dim * sizeof *rows);
     for (int64_t p = oldest; p < end; p++)
-        reference_decode_as(integers, s, kv_head, p, rows + (size_t)(p - oldest) * (size_t)s->head_dim);
+        reference_decode_as(centroids, s, kv_head, p, rows + (size_t)(p - oldest) * (size_t)s->head_dim);
     return rows;
 }
 
@@ -595,20 +604,22 @@ static inline double *reference_zeros(size_t n)
 
 /* All values of one head that are seen in the original basis, zeros between: [end - lowest][value_dim].
  * Freed by the caller. */
-static inline double *reference_decode_values(const tqkv_attention *a, int query, int kv_head, bool integers)
+static inline double *reference_decode_values(const tqkv_attention *a, int query, int kv_head,
+                                              reference_centroids centroids)
 {
     reference_shape shape = reference_attention_shape(a);
     size_t d = (size_t)shape.value_dim;
     double *rows = reference_zeros((size_t)(shape.end - shape.lowest) * d);
     for (int64_t p = shape.lowest; p < shape.end; p++)
         if (p < shape.kept || p >= shape.oldest)
-            reference_decode_as(integers, reference_store_of(a, 1, query, p), kv_head, p,
+            reference_decode_as(centroids, reference_store_of(a, 1, query, p), kv_head, p,
                                 rows + (size_t)(p - shape.lowest) * d);
     return rows;
 }
 
 /* The same of the keys and their tail together: [end - lowest][key_dim] */
-static inline double *reference_decode_keys(const tqkv_attention *a, int query, int kv_head, bool integers)
+static inline double *reference_decode_keys(const tqkv_attention *a, int query, int kv_head,
+                                            reference_centroids centroids)
 {
     reference_shape shape = reference_attention_shape(a);
     size_t d = (size_t)shape.key_dim;
@@ -616,9 +627,9 @@ static inline double *reference_decode_keys(const tqkv_attention *a, int query, 
     for (int64_t p = shape.lowest; p < shape.end; p++) {
         double *row = rows + (size_t)(p - shape.lowest) * d;
         if (p >= shape.kept && p < shape.oldest) continue;
-        reference_decode_as(integers, reference_store_of(a, 0, query, p), kv_head, p, row);
+        reference_decode_as(centroids, reference_store_of(a, 0, query, p), kv_head, p, row);
         if (a->tail)
-            reference_decode_as(integers, p < shape.kept ? a->first_tail : a->tail, kv_head, p,
+            reference_decode_as(centroids, p < shape.kept ? a->first_tail : a->tail, kv_head, p,
                                 row + a->keys->head_dim);
     }
     return rows;
@@ -682,15 +693,15 @@ static inline void reference_coded_output(const tqkv_store *s, int kv_head, doub
 }
 
 /* q: [n_queries][n_heads][key_dim], out: with value_dim, in the bases that the attention names */
-static inline void reference_attend(const tqkv_attention *a, const float *q, double *out)
+static inline void reference_attend_as(reference_centroids centroids, const tqkv_attention *a, const float *q,
+                                       double *out)
 {
     reference_shape shape = reference_attention_shape(a);
     size_t d = (size_t)shape.key_dim;
     double query[2 * REFERENCE_MAX_DIM];
     for (int kv_head = 0; kv_head < a->keys->n_kv_heads; kv_head++) {
-        const bool integers = a->arithmetic == TQKV_INTEGER;
-        double *keys = reference_decode_keys(a, 0, kv_head, integers);
-        double *values = reference_decode_values(a, 0, kv_head, integers);
+        double *keys = reference_decode_keys(a, 0, kv_head, centroids);
+        double *values = reference_decode_values(a, 0, kv_head, centroids);
         for (int i = 0; i < shape.n_queries * shape.group; i++) {
             int query_index = i / shape.group, head = kv_head * shape.group + i % shape.group;
             size_t row = (size_t)query_index * (size_t)shape.n_heads + (size_t)head;
@@ -698,8 +709,8 @@ static inline void reference_attend(const tqkv_attention *a, const float *q, dou
             if (a->exact_last && query_index && i % shape.group == 0) { /* other positions are halves for it */
                 free(keys);
                 free(values);
-                keys = reference_decode_keys(a, query_index, kv_head, integers);
-                values = reference_decode_values(a, query_index, kv_head, integers);
+                keys = reference_decode_keys(a, query_index, kv_head, centroids);
+                values = reference_decode_values(a, query_index, kv_head, centroids);
             }
             for (size_t j = 0; j < d; j++) query[j] = (double)q[row * d + j];
             if (a->query_basis == TQKV_ROTATED) reference_original_query(a->keys, kv_head, query);
@@ -710,6 +721,103 @@ static inline void reference_attend(const tqkv_attention *a, const float *q, dou
         }
         free(keys);
         free(values);
+    }
+}
+
+static inline void reference_attend(const tqkv_attention *a, const float *q, double *out)
+{
+    reference_attend_as(REFERENCE_INTEGERS, a, q, out);
+}
+
+/* What the processor's attention may err by, as relative L2. deviation: the standard deviation of the scores. tail: a
+   format of the keys, too, or TQKV_FORMAT_DEFAULT */
+static inline double reference_tolerance(tqkv_format keys, tqkv_format tail, tqkv_format values, double deviation)
+{
+    const bool floats = !reference_in_integers(keys) && !reference_in_integers(values) &&
+                        (tail == TQKV_FORMAT_DEFAULT || !reference_in_integers(tail));
+    return floats ? (deviation > 10.0 ? 2e-6 * deviation : 2e-5) : 2e-4 + 5e-5 * deviation;
+}
+
+static inline double reference_attention_tolerance(const tqkv_attention *a, double deviation)
+{
+    return reference_tolerance(a->keys->format, a->tail ? a->tail->format : TQKV_FORMAT_DEFAULT, a->values->format,
+                               deviation);
+}
+
+/* What attention on a GPU may differ from the processor's: both errors, and twice what integer centroids differ from
+ * those of floats, as relative L2 of Gaussian rows. */
+static inline double reference_gap(tqkv_format format)
+{
+    static const double gaps[5] = {0.0003, 0.0011, 0.0032, 0.0059, 0.0069}; /* 2 to 6 bits */
+    const int bits = reference_bits(format);
+    return reference_is_codebook(format) && bits < 8 ? gaps[bits - 2] : 0.0;
+}
+
+static inline double reference_gpu_difference(tqkv_format keys, tqkv_format tail, tqkv_format values, double deviation)
+{
+    const double of_tail = tail == TQKV_FORMAT_DEFAULT ? 0.0 : reference_gap(tail);
+    return reference_tolerance(keys, tail, values, deviation) + 2e-5 +
+           2.0 * (reference_gap(values) + deviation * (reference_gap(keys) + of_tail));
+}
+
+/* ---- Index scores, in double ---- */
+
+/* The keys that a query sees end here. */
+static inline int64_t reference_index_end(const tqkv_index *x, int query)
+{
+    const int ratio = x->ratio ? x->ratio : 1, n_queries = x->n_queries;
+    const int64_t at = (x->positions ? x->positions : x->end * ratio) - n_queries + query;
+    int64_t end = 0;
+    while (end < x->end && end * ratio + ratio - 1 <= at) end++;
+    return end;
+}
+
+/* The score of one key for one query, and the error that is allowed; see >>index. q: [n_heads][head_dim], key:
+   [head_dim] */
+static inline double reference_key_score(reference_centroids centroids, const tqkv_index *x, const float *q,
+                                         const float *weights, const double *key, double *allowed)
+{
+    const int d = x->keys->head_dim, n_heads = x->n_heads;
+    const bool integers = centroids == REFERENCE_INTEGERS && reference_in_integers(x->keys->format);
+    double total = 0.0, sizes = 0.0, lengths = 0.0, length = 0.0, row[REFERENCE_MAX_DIM];
+    for (int i = 0; i < d; i++) length += key[i] * key[i];
+    for (int h = 0; h < n_heads; h++) {
+        const double weight = weights ? (double)weights[h] : 1.0;
+        double sum = 0.0, squares = 0.0;
+        for (int i = 0; i < d; i++) row[i] = (double)q[h * d + i];
+        if (x->query_basis == TQKV_ROTATED) reference_original_query(x->keys, 0, row);
+        for (int i = 0; i < d; i++) sum += row[i] * key[i], squares += row[i] * row[i];
+        const double product = x->relu && sum < 0.0 ? 0.0 : sum;
+        total += weight * product;
+        sizes += fabs(weight * product);
+        lengths += fabs(weight) * sqrt(squares * length);
+    }
+    *allowed = integers ? 1e-4 * sizes + 2e-5 * lengths : 2e-5 * sizes + 2e-7 * lengths;
+    return total;
+}
+
+/* scores: of the blocks of one query, and in allowed the largest error that is allowed for a key of each block: [blocks].
+   keys: [end - first][head_dim], of the resident keys from `first` on */
+static inline void reference_index_scores(reference_centroids centroids, const tqkv_index *x, int query, const float *q,
+                                          const double *keys, int64_t first, double *scores, double *allowed)
+{
+    const int size = x->block ? x->block : 1, n_heads = x->n_heads, d = x->keys->head_dim;
+    const int64_t end = reference_index_end(x, query), n_blocks = (x->end + size - 1) / size;
+    const float *weights = x->weights ? x->weights + query * n_heads : NULL;
+    for (int64_t b = 0; b < n_blocks; b++) {
+        double sum = 0.0, error;
+        int n = 0;
+        scores[b] = -INFINITY;
+        allowed[b] = 0.0;
+        for (int64_t j = b * size; j < (b + 1) * size && j < end; j++) {
+            if (j < first) continue;
+            const double score =
+                reference_key_score(centroids, x, q + query * n_heads * d, weights, keys + (j - first) * d, &error);
+            if (error > allowed[b]) allowed[b] = error;
+            sum += score;
+            if (n++ == 0 || score > scores[b]) scores[b] = score;
+        }
+        if (n && x->pool == TQKV_POOL_MEAN) scores[b] = sum / n;
     }
 }
 

@@ -93,7 +93,7 @@ VARIANT_sanitize_TEST_FLAGS := $(SANITIZE_TESTS)
 VARIANT_sanitize_STEMS := $(SANITIZE_STEMS)
 VARIANT_sanitize_CASES := $(SANITIZE_CASES)
 else
-VARIANTS := gcc gcc-O0 no-integer clang-O0 clangxx-O3 sanitize msan tsan
+VARIANTS := gcc gcc-O0 clang-O0 clangxx-O3 sanitize msan tsan
 
 # With products and sums contracted, as gcc does unless asked for ISO C: the sets here, the portable code on aarch64.
 # Other builds of gcc do not contract: the sanitized one has goldens for that, uncontracted.txt.
@@ -107,10 +107,6 @@ VARIANT_gcc-O0_FLAGS := -std=c11 -O0 -DTQKV_NO_AVX2
 VARIANT_gcc-O0_CASES := gcc-O0 no_plain
 $(TEST_BUILD)/gcc-O0/test_tables.o: TQKV := .
 $(TEST_BUILD)/gcc-O0/test_tables.o: $(wildcard tqkv.h)
-
-VARIANT_no-integer_CC := gcc
-VARIANT_no-integer_FLAGS := -std=c99 -O1 -DTQKV_NO_AVX512 -DTQKV_NO_INTEGER
-VARIANT_no-integer_CASES := no-integer
 
 VARIANT_clang-O0_CC := clang
 VARIANT_clang-O0_FLAGS := -std=c99 -O0 -fsanitize=pointer-overflow -fno-sanitize-recover=all

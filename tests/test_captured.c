@@ -113,7 +113,8 @@ static void check_attend(const void *parameters)
     reference_attend(&a, q, expected);
     for (size_t i = 0; i < count; i += (size_t)layer.head_dim) {
         double error = reference_relative_error(out + i, expected + i, (size_t)layer.head_dim);
-        CHECK(error <= ATTEND_TOLERANCE, "row %d: relative error %.3g", (int)(i / (size_t)layer.head_dim), error);
+        CHECK(error <= reference_attention_tolerance(&a, 1.0), "row %d: relative error %.3g",
+              (int)(i / (size_t)layer.head_dim), error);
     }
     free(out);
     free(expected);

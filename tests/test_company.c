@@ -11,7 +11,6 @@ typedef struct company_row {
     int tail_dim;
     bool shared;
     float softcap;
-    tqkv_arithmetic arithmetic;
 } company_row;
 
 static tqkv_cache_desc desc_of(const company_row *row)
@@ -31,7 +30,6 @@ static tqkv_cache_desc desc_of(const company_row *row)
     desc.softcap = row->softcap;
     desc.exact_first = row->exact_first;
     desc.exact_last = row->exact_last;
-    desc.arithmetic = row->arithmetic;
     return desc;
 }
 
@@ -110,7 +108,6 @@ static void check_chunks(const void *parameters)
 typedef struct store_row {
     int n, n_queries, exact_first, exact_last, window, page_size, end_page_size, list_block;
     bool slices, backwards;
-    tqkv_arithmetic arithmetic;
 } store_row;
 
 enum { MOST_PAGES = 400, LIST = 24 };
@@ -177,7 +174,6 @@ static void open_stores(const store_row *row, const float *k, const float *v, co
     a->n_queries = row->n_queries;
     a->end = row->n;
     a->window = row->window;
-    a->arithmetic = row->arithmetic;
     if (row->backwards) a->parallel.run = run_backwards;
     for (int i = 0; i < row->n_queries && row->list_block; i++)
         for (int j = 0; j < LIST; j++) s->list[i][j] = (2 * j + i % 2) * row->list_block < row->n ? 2 * j + i % 2 : -1;
@@ -250,17 +246,7 @@ static void edit(tqkv_cache **cache, data_random *random)
 static void check_edits(const void *parameters)
 {
     const int seed = *(const int *)parameters;
-    company_row row = {"",
-                       TQKV_TQ4,
-                       TQKV_TQ4,
-                       seed % 3 * 4,
-                       17 + seed % 4 * 30,
-                       0,
-                       0,
-                       0,
-                       false,
-                       0,
-                       seed % 2 ? TQKV_INTEGER : TQKV_FLOAT};
+    company_row row = {"", TQKV_TQ4, TQKV_TQ4, seed % 3 * 4, 17 + seed % 4 * 30, 0, 0, 0, false, 0};
     company_data data = make_data(0);
     float *outs[3];
     for (int way = 0; way < 3; way++) {
@@ -312,7 +298,7 @@ static void take_back(void *user, void *p, size_t size)
  * Without that memory nothing happens. */
 static void check_memory(const void *parameters)
 {
-    static const company_row row = {"", TQKV_TQ4, TQKV_TQ3, 4, 64, 0, 0, 0, false, 0, TQKV_FLOAT};
+    static const company_row row = {"", TQKV_TQ4, TQKV_TQ3, 4, 64, 0, 0, 0, false, 0};
     tqkv_cache_desc desc = desc_of(&row);
     lender l = {0, SIZE_MAX};
     company_data data = make_data(0);
@@ -349,7 +335,7 @@ static void check_memory(const void *parameters)
 /* The memory of the grown halves is the cache's, too: nothing else may lie there. */
 static void check_overlaps(const void *parameters)
 {
-    static const company_row row = {"", TQKV_TQ4, TQKV_TQ3, 0, 64, 0, 0, 0, false, 0, TQKV_FLOAT};
+    static const company_row row = {"", TQKV_TQ4, TQKV_TQ3, 0, 64, 0, 0, 0, false, 0};
     const tqkv_cache_desc desc = desc_of(&row);
     company_data data = make_data(0);
     tqkv_cache *cache = NULL;
@@ -371,7 +357,7 @@ static void check_overlaps(const void *parameters)
 /* More queries than find their newest halves are refused, and write nothing. */
 static void check_too_many(const void *parameters)
 {
-    static const company_row row = {"", TQKV_TQ4, TQKV_TQ3, 0, 65, 0, 0, 0, false, 0, TQKV_FLOAT};
+    static const company_row row = {"", TQKV_TQ4, TQKV_TQ3, 0, 65, 0, 0, 0, false, 0};
     static const int appends[3] = {1, 100, 1}, most[3] = {64, 100, 64}, none[3] = {130, 165, 130};
     const tqkv_cache_desc desc = desc_of(&row);
     company_data data = make_data(0);
@@ -402,7 +388,7 @@ static void check_too_many(const void *parameters)
 static void check_one_append(const void *parameters)
 {
     enum { WHOLE = 3 * 64 + 1 };
-    static const company_row row = {"", TQKV_TQ4, TQKV_TQ3, 4, 64, 0, 0, 0, false, 0, TQKV_FLOAT};
+    static const company_row row = {"", TQKV_TQ4, TQKV_TQ3, 4, 64, 0, 0, 0, false, 0};
     tqkv_cache_desc desc = desc_of(&row);
     company_data data = make_data(0);
     float *alone = test_rows(4, DATA_ZEROS, WHOLE * GROUP_HEADS, 64),
@@ -426,7 +412,7 @@ static void check_one_append(const void *parameters)
 static void check_roomy_fork(const void *parameters)
 {
     enum { HELD = 2 * 64, QUERIES = 100 }; /* 64 newest for each of 64 queries: two tiles */
-    static const company_row row = {"", TQKV_TQ4, TQKV_TQ3, 4, 64, 0, 0, 0, false, 0, TQKV_FLOAT};
+    static const company_row row = {"", TQKV_TQ4, TQKV_TQ3, 4, 64, 0, 0, 0, false, 0};
     const tqkv_cache_desc desc = desc_of(&row);
     tqkv_cache_desc roomy;
     company_data data = make_data(0);
@@ -524,7 +510,7 @@ static void check_lists_before_windows(tqkv_cache *cache, const company_data *da
  * but one that the window does not reach does. */
 static void check_lost_windows(const void *parameters)
 {
-    static const company_row row = {"", TQKV_TQ4, TQKV_TQ4, 0, 0, 64, 64, 0, false, 0, TQKV_FLOAT};
+    static const company_row row = {"", TQKV_TQ4, TQKV_TQ4, 0, 0, 64, 64, 0, false, 0};
     const tqkv_cache_desc desc = desc_of(&row);
     company_data data = make_data(0);
     static float out[8 * GROUP_HEADS * 64];
@@ -572,7 +558,6 @@ static bool open_kept(const company_row *row, kept_ring *r)
     memset(r, 0, sizeof *r);
     r->row = row;
     r->data = make_data(row->tail_dim);
-    r->allowed = row->arithmetic ? 4e-4 : 2e-5;
     const company_data *data = &r->data;
     for (int i = 0; i < row->exact_first * CACHE_HEADS * data->key_dim; i++)
         data->k[i] *= 2.0f; /* what queries look at */
@@ -586,6 +571,7 @@ static bool open_kept(const company_row *row, kept_ring *r)
     r->view = tqkv_cache_view(r->cache);
     CHECK(r->view.exact_first == row->exact_first, "the view has %d first positions", r->view.exact_first);
     r->view.n_queries = QUERIES;
+    r->allowed = reference_attention_tolerance(&r->view, 2.0);
     reference_attend(&r->view, data->q, r->expected);
     CHECK_RESULT(tqkv_cache_attend(r->cache, data->q, QUERIES, r->out), TQKV_OK);
     return true;
@@ -654,7 +640,6 @@ static void check_kept_copies(const kept_ring *r)
         tqkv_cache *copy = NULL;
         stream s = stream_of_cache(r->cache);
         memset(&open, 0, sizeof open);
-        open.arithmetic = r->row->arithmetic;
         CHECK_RESULT(way ? tqkv_cache_fork(r->cache, NULL, &copy) : tqkv_cache_load(&open, stream_read, &s, &copy),
                      TQKV_OK);
         if (copy) CHECK_RESULT(tqkv_cache_attend(copy, r->data.q, QUERIES, out), TQKV_OK);
@@ -679,13 +664,13 @@ static void check_first_kept(const void *parameters)
 static void add_first_kept(void)
 {
     static const company_row kept[] = {
-        {"codes", TQKV_TQ4, TQKV_TQ4, 4, 0, 0, 64, 0, false, 0, TQKV_FLOAT},
-        {"integers", TQKV_TQ4, TQKV_I8, 4, 10, 0, 64, 0, false, 0, TQKV_INTEGER},
-        {"f16", TQKV_F16, TQKV_F16, 4, 0, 0, 70, 0, false, 0, TQKV_FLOAT},
-        {"keys_of_f16", TQKV_F16, TQKV_TQ4, 9, 20, 0, 64, 0, false, 5, TQKV_INTEGER},
-        {"tail", TQKV_TQ4, TQKV_TQ3, 4, 10, 0, 100, 32, false, 0, TQKV_FLOAT},
-        {"latent", TQKV_TQ4, TQKV_TQ4, 70, 10, 0, 130, 32, true, 0, TQKV_INTEGER},
-        {"some_resident", TQKV_TQ4, TQKV_TQ4, 4, 10, 0, TOKENS - 2, 0, false, 0, TQKV_FLOAT},
+        {"codes", TQKV_TQ4, TQKV_TQ4, 4, 0, 0, 64, 0, false, 0},
+        {"integers", TQKV_TQ4, TQKV_I8, 4, 10, 0, 64, 0, false, 0},
+        {"f16", TQKV_F16, TQKV_F16, 4, 0, 0, 70, 0, false, 0},
+        {"keys_of_f16", TQKV_F16, TQKV_TQ4, 9, 20, 0, 64, 0, false, 5},
+        {"tail", TQKV_TQ4, TQKV_TQ3, 4, 10, 0, 100, 32, false, 0},
+        {"latent", TQKV_TQ4, TQKV_TQ4, 70, 10, 0, 130, 32, true, 0},
+        {"some_resident", TQKV_TQ4, TQKV_TQ4, 4, 10, 0, TOKENS - 2, 0, false, 0},
     };
     for (int i = 0; i < (int)(sizeof kept / sizeof *kept); i++)
         test_add(check_first_kept, &kept[i], sizeof *kept, "company/first_kept/%s", kept[i].name);
@@ -694,29 +679,26 @@ static void add_first_kept(void)
 void test_company_cases(void)
 {
     static const company_row chunks[] = {
-        {"ends", TQKV_TQ4, TQKV_TQ4, 4, 64, 0, 0, 0, false, 0, TQKV_FLOAT},
-        {"ends_in_integers", TQKV_TQ4, TQKV_TQ4, 4, 64, 0, 0, 0, false, 0, TQKV_INTEGER},
-        {"one_newest", TQKV_I8, TQKV_TQ4, 8, 1, 0, 0, 0, false, 0, TQKV_FLOAT},
-        {"newest_alone", TQKV_TQ3, TQKV_TQ2, 0, 128, 0, 0, 0, false, 0, TQKV_FLOAT},
-        {"ends_that_meet", TQKV_TQ4, TQKV_TQ6, 100, 90, 0, 0, 0, false, 0, TQKV_INTEGER},
-        {"all_newest", TQKV_TQ4, TQKV_TQ4, 0, TOKENS, 0, 0, 0, false, 0, TQKV_FLOAT},
-        {"keys_of_f16", TQKV_F16, TQKV_TQ4, 4, 17, 0, 0, 0, false, 0, TQKV_FLOAT},
-        {"values_of_f16", TQKV_TQ4, TQKV_F16, 4, 17, 0, 0, 0, false, 0, TQKV_INTEGER},
-        {"window", TQKV_TQ4, TQKV_TQ4, 4, 64, 50, 0, 0, false, 20, TQKV_FLOAT},
-        {"ring", TQKV_I8, TQKV_TQ4, 4, 30, 50, 157, 0, false, 0, TQKV_FLOAT},
-        {"latent", TQKV_TQ4, TQKV_TQ4, 4, 64, 0, 0, 32, true, 0, TQKV_FLOAT},
-        {"latent_ring", TQKV_TQ4, TQKV_TQ4, 4, 30, 40, 128, 32, true, 0, TQKV_INTEGER},
+        {"ends", TQKV_TQ4, TQKV_TQ4, 4, 64, 0, 0, 0, false, 0},
+        {"ends_in_integers", TQKV_TQ4, TQKV_TQ4, 4, 64, 0, 0, 0, false, 0},
+        {"one_newest", TQKV_I8, TQKV_TQ4, 8, 1, 0, 0, 0, false, 0},
+        {"newest_alone", TQKV_TQ3, TQKV_TQ2, 0, 128, 0, 0, 0, false, 0},
+        {"ends_that_meet", TQKV_TQ4, TQKV_TQ6, 100, 90, 0, 0, 0, false, 0},
+        {"all_newest", TQKV_TQ4, TQKV_TQ4, 0, TOKENS, 0, 0, 0, false, 0},
+        {"keys_of_f16", TQKV_F16, TQKV_TQ4, 4, 17, 0, 0, 0, false, 0},
+        {"values_of_f16", TQKV_TQ4, TQKV_F16, 4, 17, 0, 0, 0, false, 0},
+        {"window", TQKV_TQ4, TQKV_TQ4, 4, 64, 50, 0, 0, false, 20},
+        {"ring", TQKV_I8, TQKV_TQ4, 4, 30, 50, 157, 0, false, 0},
+        {"latent", TQKV_TQ4, TQKV_TQ4, 4, 64, 0, 0, 32, true, 0},
+        {"latent_ring", TQKV_TQ4, TQKV_TQ4, 4, 30, 40, 128, 32, true, 0},
     };
     for (int i = 0; i < (int)(sizeof chunks / sizeof *chunks); i++)
         test_add(check_chunks, &chunks[i], sizeof *chunks, "company/chunks/%s", chunks[i].name);
     static const store_row stores[] = {
-        {190, 70, 4, 64, 0, 0, 0, 0, true, false, TQKV_FLOAT},
-        {190, 70, 70, 33, 90, 16, 0, 0, false, false, TQKV_INTEGER},
-        {2300, 40, 4, 128, 0, 128, 64, 0, true, true, TQKV_FLOAT},
-        {400, 50, 0, 17, 0, 64, 16, 0, false, false, TQKV_FLOAT},
-        {500, 33, 4, 64, 0, 0, 0, 16, false, true, TQKV_FLOAT},
-        {500, 33, 4, 64, 200, 16, 16, 1, false, false, TQKV_INTEGER},
-        {500, 33, 4, 64, 0, 0, 64, 64, false, false, TQKV_FLOAT},
+        {190, 70, 4, 64, 0, 0, 0, 0, true, false},     {190, 70, 70, 33, 90, 16, 0, 0, false, false},
+        {2300, 40, 4, 128, 0, 128, 64, 0, true, true}, {400, 50, 0, 17, 0, 64, 16, 0, false, false},
+        {500, 33, 4, 64, 0, 0, 0, 16, false, true},    {500, 33, 4, 64, 200, 16, 16, 1, false, false},
+        {500, 33, 4, 64, 0, 0, 64, 64, false, false},
     };
     for (int i = 0; i < (int)(sizeof stores / sizeof *stores); i++)
         test_add(check_stores, &stores[i], sizeof *stores, "company/stores/%d", i);

@@ -8,7 +8,6 @@ typedef struct ends_row {
     tqkv_format key_format, value_format;
     int head_dim, value_dim, capacity, exact_first, exact_last, tail_dim, window;
     bool ring, shared, center;
-    tqkv_arithmetic arithmetic;
 } ends_row;
 
 /* A cache, and the number of the row that each position was appended with. */
@@ -32,7 +31,6 @@ static tqkv_cache_desc describe(const ends_row *row)
     desc.window = row->window;
     desc.exact_first = row->exact_first;
     desc.exact_last = row->exact_last;
-    desc.arithmetic = row->arithmetic;
     return desc;
 }
 
@@ -125,7 +123,7 @@ static float *attend(const ends_model *m)
     CHECK(!memcmp(out, view, (size_t)count * sizeof *out), "attention over the view has other bits");
     reference_attend(&a, q, expected);
     const double error = reference_relative_error(out, expected, (size_t)count);
-    CHECK(error <= (a.arithmetic == TQKV_INTEGER ? 3e-4 : 2e-5), "end %d: relative error %.3g", m->end, error);
+    CHECK(error <= (reference_attention_tolerance(&a, 1.0)), "end %d: relative error %.3g", m->end, error);
     free(q);
     free(view);
     free(expected);
@@ -139,7 +137,6 @@ static tqkv_cache *reloaded(const tqkv_cache *cache, const ends_row *row)
     stream saved = stream_of_cache(cache);
     memset(&desc, 0, sizeof desc);
     desc.exact_last = row->exact_last;
-    desc.arithmetic = row->arithmetic;
     CHECK_RESULT(tqkv_cache_load(&desc, stream_read, &saved, &loaded), TQKV_OK);
     if (loaded) {
         stream again = stream_of_cache(loaded);
@@ -253,7 +250,7 @@ static void check_edits(const void *parameters)
  * cache itself, in one loaded and in a fork. */
 static void check_remains(const void *parameters)
 {
-    static const ends_row row = {TQKV_TQ4, TQKV_TQ3, 64, 0, 200, 4, 40, 0, 0, false, false, false, TQKV_FLOAT};
+    static const ends_row row = {TQKV_TQ4, TQKV_TQ3, 64, 0, 200, 4, 40, 0, 0, false, false, false};
     const int way = *(const int *)parameters;
     ends_model m;
     if (!model_open(&m, &row)) return;
@@ -289,7 +286,7 @@ static void check_remains(const void *parameters)
  * have halves as first ones, all as newest ones. */
 static void check_keep_first(const void *parameters)
 {
-    static const ends_row row = {TQKV_TQ4, TQKV_TQ3, 64, 0, 200, 4, 40, 0, 0, false, false, false, TQKV_FLOAT};
+    static const ends_row row = {TQKV_TQ4, TQKV_TQ3, 64, 0, 200, 4, 40, 0, 0, false, false, false};
     static const int kept[4] = {0, 2, 4, 5};
     ends_model m;
     (void)parameters;
@@ -307,7 +304,7 @@ static void check_keep_first(const void *parameters)
 /* A ring keeps its first positions whatever its newest ones are: no copy has less room than these take. */
 static void check_fork_below_first(const void *parameters)
 {
-    static const ends_row row = {TQKV_TQ4, TQKV_TQ4, 64, 0, 100, 60, 30, 0, 0, true, false, false, TQKV_FLOAT};
+    static const ends_row row = {TQKV_TQ4, TQKV_TQ4, 64, 0, 100, 60, 30, 0, 0, true, false, false};
     tqkv_cache_desc desc;
     ends_model m;
     (void)parameters;
@@ -327,7 +324,7 @@ static void check_fork_below_first(const void *parameters)
 /* A cache of halves goes on in codes: its halves are those of its newest and first rows. */
 static void check_fork_from_f16(const void *parameters)
 {
-    static const ends_row row = {TQKV_F16, TQKV_F16, 64, 0, 200, 4, 64, 0, 0, true, false, false, TQKV_FLOAT};
+    static const ends_row row = {TQKV_F16, TQKV_F16, 64, 0, 200, 4, 64, 0, 0, true, false, false};
     ends_model m;
     tqkv_cache_desc desc;
     tqkv_cache *copy = NULL;
@@ -351,7 +348,7 @@ static void check_fork_from_f16(const void *parameters)
 /* Halves of first positions that are gone from a ring of F16: no bytes of the allocator come into a snapshot. */
 static void check_fork_from_f16_ring(const void *parameters)
 {
-    static const ends_row row = {TQKV_F16, TQKV_F16, 64, 0, 100, 60, 30, 0, 0, true, false, false, TQKV_FLOAT};
+    static const ends_row row = {TQKV_F16, TQKV_F16, 64, 0, 100, 60, 30, 0, 0, true, false, false};
     counting counter = {0, 0, 0, 0, 0};
     ends_model m;
     tqkv_cache_desc desc;
@@ -444,16 +441,16 @@ void test_ends_cases(void)
     for (int i = 0; i < 3; i++)
         test_add(check_pages, &page_sizes[i], sizeof page_sizes[i], "ends/pages/%d", page_sizes[i]);
 
-    static const ends_row rows[] = {{TQKV_TQ4, TQKV_TQ4, 64, 0, 200, 4, 64, 0, 0, false, false, false, TQKV_FLOAT},
-                                    {TQKV_TQ3, TQKV_TQ2, 128, 64, 160, 3, 70, 0, 0, true, false, true, TQKV_FLOAT},
-                                    {TQKV_I8, TQKV_TQ4, 80, 0, 200, 0, 33, 0, 30, true, false, true, TQKV_FLOAT},
-                                    {TQKV_TQ6, TQKV_F16, 64, 0, 200, 70, 10, 0, 0, false, false, false, TQKV_FLOAT},
-                                    {TQKV_TQ4, TQKV_TQ4, 512, 0, 160, 4, 64, 64, 0, false, true, true, TQKV_FLOAT},
-                                    {TQKV_I8, TQKV_I8, 64, 0, 160, 64, 96, 0, 0, false, false, false, TQKV_INTEGER},
-                                    {TQKV_TQ4, TQKV_TQ2, 128, 0, 150, 5, 64, 0, 0, true, false, true, TQKV_INTEGER},
-                                    {TQKV_TQ5, TQKV_TQ3, 64, 0, 40, 4, 128, 0, 0, true, false, true, TQKV_FLOAT},
-                                    {TQKV_TQ3, TQKV_F16, 64, 0, 3, 4, 128, 32, 0, true, false, false, TQKV_FLOAT},
-                                    {TQKV_I8, TQKV_TQ4, 64, 0, 150, 151, 1000, 0, 0, false, false, true, TQKV_FLOAT}};
+    static const ends_row rows[] = {{TQKV_TQ4, TQKV_TQ4, 64, 0, 200, 4, 64, 0, 0, false, false, false},
+                                    {TQKV_TQ3, TQKV_TQ2, 128, 64, 160, 3, 70, 0, 0, true, false, true},
+                                    {TQKV_I8, TQKV_TQ4, 80, 0, 200, 0, 33, 0, 30, true, false, true},
+                                    {TQKV_TQ6, TQKV_F16, 64, 0, 200, 70, 10, 0, 0, false, false, false},
+                                    {TQKV_TQ4, TQKV_TQ4, 512, 0, 160, 4, 64, 64, 0, false, true, true},
+                                    {TQKV_I8, TQKV_I8, 64, 0, 160, 64, 96, 0, 0, false, false, false},
+                                    {TQKV_TQ4, TQKV_TQ2, 128, 0, 150, 5, 64, 0, 0, true, false, true},
+                                    {TQKV_TQ5, TQKV_TQ3, 64, 0, 40, 4, 128, 0, 0, true, false, true},
+                                    {TQKV_TQ3, TQKV_F16, 64, 0, 3, 4, 128, 32, 0, true, false, false},
+                                    {TQKV_I8, TQKV_TQ4, 64, 0, 150, 151, 1000, 0, 0, false, false, true}};
     for (int i = 0; i < (int)(sizeof rows / sizeof *rows); i++) {
         test_add(check_pieces, &rows[i], sizeof rows[i], "ends/pieces/%d", i);
         test_add(check_edits, &rows[i], sizeof rows[i], "ends/edits/%d", i);

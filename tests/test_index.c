@@ -59,14 +59,11 @@ static void set_up(problem *p, int seed)
     static const int dims[6] = {32, 64, 80, 128, 128, 512};
     data_random random = {(uint64_t)seed};
     memset(p, 0, sizeof *p);
-    const bool integers = data_below(&random, 3) == 0;
-    tqkv_format format = test_formats[data_below(&random, TEST_FORMATS)];
-    if (integers && format == TQKV_TQ8) format = TQKV_TQ4;
+    const tqkv_format format = test_formats[data_below(&random, TEST_FORMATS)];
     const int d = dims[data_below(&random, 6)];
     place_keys(p, &random, format, d);
     set_options(p, &random);
     p->index.keys = &p->keys;
-    p->index.arithmetic = integers ? TQKV_INTEGER : TQKV_FLOAT;
     const int n_queries = p->index.n_queries, size = p->index.block ? p->index.block : 1;
     p->n_rows = n_queries * p->index.n_heads;
     p->n_blocks = (p->index.end + size - 1) / size;
@@ -111,75 +108,17 @@ static void tear_down(problem *p)
 
 /* ---- Scores ---- */
 
-/* The keys that a query sees end here. */
-static int64_t seen_end(const tqkv_index *x, int query)
-{
-    const int ratio = x->ratio ? x->ratio : 1, n_queries = x->n_queries;
-    const int64_t at = (x->positions ? x->positions : x->end * ratio) - n_queries + query;
-    int64_t end = 0;
-    while (end < x->end && end * ratio + ratio - 1 <= at) end++;
-    return end;
-}
-
-/* The score of one key for one query, and the error that is allowed; see >>index. keys: [end - first][head_dim] */
-static double expected_key(const problem *p, int query, const double *key, double *allowed)
-{
-    const tqkv_index *x = &p->index;
-    const int d = p->keys.head_dim;
-    const bool integers = x->arithmetic == TQKV_INTEGER;
-    double total = 0.0, sizes = 0.0, lengths = 0.0, length = 0.0, row[REFERENCE_MAX_DIM];
-    for (int i = 0; i < d; i++) length += key[i] * key[i];
-    for (int h = 0; h < x->n_heads; h++) {
-        const int at = query * x->n_heads + h;
-        const double weight = p->weights ? (double)p->weights[at] : 1.0;
-        double sum = 0.0, squares = 0.0;
-        for (int i = 0; i < d; i++) row[i] = (double)p->q[at * d + i];
-        if (x->query_basis == TQKV_ROTATED) reference_original_query(&p->keys, 0, row);
-        for (int i = 0; i < d; i++) sum += row[i] * key[i], squares += row[i] * row[i];
-        const double product = x->relu && sum < 0.0 ? 0.0 : sum;
-        total += weight * product;
-        sizes += fabs(weight * product);
-        lengths += fabs(weight) * sqrt(squares * length);
-    }
-    *allowed = integers ? 1e-4 * sizes + 2e-5 * lengths : 2e-5 * sizes + 2e-7 * lengths;
-    return total;
-}
-
-/* expected: [n_blocks] of one query, and the largest error that is allowed for a key of each block */
-static void expect_query(const problem *p, int query, const double *keys, double *expected, double *allowed)
-{
-    const int size = p->index.block ? p->index.block : 1;
-    const int64_t end = seen_end(&p->index, query);
-    for (int64_t b = 0; b < p->n_blocks; b++) {
-        expected[b] = -INFINITY;
-        allowed[b] = 0.0;
-    }
-    for (int64_t b = p->first / size; b < p->n_blocks; b++) {
-        double sum = 0.0, error;
-        int n = 0;
-        for (int64_t j = b * size; j < (b + 1) * size && j < end; j++) {
-            if (j < p->first) continue;
-            const double score = expected_key(p, query, keys + (j - p->first) * p->keys.head_dim, &error);
-            if (error > allowed[b]) allowed[b] = error;
-            sum += score;
-            if (n++ == 0 || score > expected[b]) expected[b] = score;
-        }
-        if (n && p->index.pool == TQKV_POOL_MEAN) expected[b] = sum / n;
-    }
-}
-
 static void check_scores(const void *parameters)
 {
     problem p;
     set_up(&p, *(const int *)parameters);
-    const bool integers = p.index.arithmetic == TQKV_INTEGER;
     const int n_queries = p.index.n_queries;
-    double *keys = reference_decode_all(&p.keys, 0, p.first, p.index.end, integers);
+    double *keys = reference_decode_all(&p.keys, 0, p.first, p.index.end, REFERENCE_INTEGERS);
     double *expected = (double *)test_alloc(2 * (size_t)p.n_blocks * sizeof *expected),
            *allowed = expected + p.n_blocks;
     CHECK_RESULT(tqkv_index_scores(&p.index, queries_of(&p), p.scores), TQKV_OK);
     for (int i = 0; i < n_queries; i++) {
-        expect_query(&p, i, keys, expected, allowed);
+        reference_index_scores(REFERENCE_INTEGERS, &p.index, i, p.q, keys, p.first, expected, allowed);
         for (int64_t b = 0; b < p.n_blocks; b++) {
             const double got = (double)p.scores[i * p.n_blocks + b];
             CHECK(got == expected[b] || fabs(got - expected[b]) <= allowed[b], "query %d block %d: %g, not %g", i,
@@ -216,7 +155,7 @@ static void check_alone(const void *parameters)
     tear_down(&p);
 }
 
-/* Integers give the same bits with each instruction set. */
+/* The same bits with each instruction set. */
 static void check_sets(const void *parameters)
 {
     static const char *const sets[4] = {"scalar", "avx2", "avx512", "neon"};
@@ -225,8 +164,7 @@ static void check_sets(const void *parameters)
     set_up(&p, *(const int *)parameters);
     const size_t bytes = (size_t)(p.index.n_queries * p.n_blocks) * sizeof(float);
     float *first = (float *)test_alloc(bytes);
-    if (p.keys.format != TQKV_TQ8) p.index.arithmetic = TQKV_INTEGER;
-    for (int i = 0; i < 4 && p.index.arithmetic == TQKV_INTEGER; i++) {
+    for (int i = 0; i < 4; i++) {
         if (tqkv_isa_force(sets[i]) != TQKV_OK) continue;
         CHECK_RESULT(tqkv_index_scores(&p.index, queries_of(&p), i ? p.scores : first), TQKV_OK);
         CHECK(i == 0 || !memcmp(first, p.scores, bytes), "%s gives other bits", sets[i]);
@@ -252,7 +190,7 @@ static int by_number(const void *a, const void *b) { return *(const int32_t *)a 
 /* The blocks of one query by a sort; scores are changed. list: [n_blocks], of which k count */
 static void expect_choice(const tqkv_index *x, int64_t n_blocks, int query, float *scores, int k, int32_t *list)
 {
-    const int64_t end = seen_end(x, query), seen = end ? (end - 1) / x->block + 1 : 0;
+    const int64_t end = reference_index_end(x, query), seen = end ? (end - 1) / x->block + 1 : 0;
     int n = 0;
     for (int64_t b = 0; b < seen; b++) {
         if (scores[b] == -(float)INFINITY) continue;
@@ -340,7 +278,6 @@ static void bad_first(problem *p) { p->index.first = -1; }
 static void bad_newest(problem *p) { p->index.newest = -1; }
 static void bad_positions(problem *p) { p->index.positions = -1; }
 static void bad_pool(problem *p) { memset(&p->index.pool, 7, sizeof p->index.pool); }
-static void bad_arithmetic(problem *p) { memset(&p->index.arithmetic, 7, sizeof p->index.arithmetic); }
 static void bad_end(problem *p) { p->index.end = (int64_t)p->keys.capacity + 1, p->keys.ring = false; }
 static void bad_blocks(problem *p) { p->keys.ring = true, p->index.end = (int64_t)1 << 40, p->index.block = 1; }
 static void bad_weights(problem *p)
@@ -358,7 +295,7 @@ static void check_refused(const void *parameters)
     set_up(&p, 5);
     const size_t bytes = (size_t)(p.index.n_queries * p.n_blocks) * sizeof(float);
     float *before = (float *)test_alloc_filled(bytes, 0xff);
-    int32_t list[4] = {7, 7, 7, 7};
+    int32_t list[20] = {7}; /* of as many queries as a problem has */
     row->change(&p);
     test_explained = NULL;
     CHECK_RESULT(tqkv_index_scores(&p.index, queries_of(&p), p.scores), row->scores);
@@ -435,7 +372,6 @@ void test_index_cases(void)
                                   {"newest", bad_newest, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
                                   {"positions", bad_positions, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
                                   {"pool", bad_pool, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
-                                  {"arithmetic", bad_arithmetic, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
                                   {"end", bad_end, TQKV_OUT_OF_RANGE, TQKV_OUT_OF_RANGE},
                                   {"blocks", bad_blocks, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
                                   {"weights", bad_weights, TQKV_NOT_FINITE, TQKV_OK},

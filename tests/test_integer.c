@@ -1,48 +1,8 @@
-/* Attention in integers: against double precision with the integer centroids, its bits in company, what it refuses. The
- * hashes of its outputs are in attend_goldens.h. */
-#include "attend_option_list.h"
-#include "counting.h"
+/* What integers alone have trouble with: weights and norms that are far apart, one large coordinate, infinite norms. The
+ * hashes of outputs are in attend_goldens.h. */
+#include "attend_fixture.h"
 
 #include <fenv.h>
-
-void test_check_attend(const void *parameters);
-
-static tqkv_format offered(tqkv_format format) { return format == TQKV_TQ8 ? TQKV_TQ6_BYTES : format; }
-
-/* ---- Each option, with sizes and formats in turn ---- */
-
-static void add_options(void)
-{
-    const int n_options = (int)(sizeof options / sizeof *options);
-    for (int i = 0; i < n_options; i++)
-        for (int d = 0; d < 2; d++) {
-            attend_row row = attend_default_row(test_formats[(i + 3 * d) % TEST_FORMATS],
-                                                test_formats[(i / 3 + 7 * d) % TEST_FORMATS],
-                                                test_all_head_dims[(2 * i + 11 * d) % TEST_ALL_HEAD_DIMS]);
-            row.arithmetic = TQKV_INTEGER;
-            options[i].apply(&row);
-            row.key_format = offered(row.key_format);
-            row.value_format = offered(row.value_format);
-            test_add(test_check_attend, &row, sizeof row, "integer/%s/%d", options[i].name, row.head_dim);
-        }
-}
-
-static void add_pairs(void)
-{
-    for (int k = 0; k < TEST_FORMATS; k++)
-        for (int v = 0; v < TEST_FORMATS; v++) {
-            attend_row row = attend_default_row(test_formats[k], test_formats[v],
-                                                test_all_head_dims[(7 * k + 3 * v) % TEST_ALL_HEAD_DIMS]);
-            if (row.key_format == TQKV_TQ8 || row.value_format == TQKV_TQ8) continue;
-            row.arithmetic = TQKV_INTEGER;
-            row.end = 3 + 5 * k + 7 * v;
-            row.key_capacity = row.value_capacity = 128;
-            row.group = 1 + (k + v) % 5; /* loops for one, two and more rows */
-            row.query_size = v % 2 ? 10.0f : 1.0f;
-            test_add(test_check_attend, &row, sizeof row, "integer/pair/%s-%s/%d", tqkv_format_name(row.key_format),
-                     tqkv_format_name(row.value_format), row.head_dim);
-        }
-}
 
 /* ---- Hard cases ---- */
 
@@ -76,7 +36,6 @@ static void check_hard(const void *parameters)
     const hard_row *row = (const hard_row *)parameters;
     const int d = row->head_dim;
     attend_row shape = attend_default_row(row->keys, row->values, d);
-    shape.arithmetic = TQKV_INTEGER;
     shape.n_kv_heads = shape.group = 1;
     shape.end = shape.key_capacity = shape.value_capacity = POSITIONS;
     shape.query_size = 3.0f;
@@ -133,7 +92,6 @@ static void check_peak(const void *parameters)
 {
     const peak_row *row = (const peak_row *)parameters;
     attend_row shape = attend_default_row(row->keys, TQKV_I8, row->head_dim);
-    shape.arithmetic = TQKV_INTEGER;
     shape.end = shape.key_capacity = shape.value_capacity = 107;
     shape.group = 8;
     shape.query_size = row->deviation; /* of the tolerance */
@@ -165,7 +123,6 @@ static void add_peaks(void)
 static attend_row company_row(int head_dim)
 {
     attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, head_dim);
-    row.arithmetic = TQKV_INTEGER;
     row.n_queries = 37;
     row.group = 3;
     row.end = 210;
@@ -193,29 +150,6 @@ static void check_alone(const void *parameters)
         CHECK(!memcmp(alone, p.out + (size_t)i * n_heads * d, n_heads * d * sizeof *alone), "query %d differs", i);
     }
     free(alone);
-    attend_tear_down(&p);
-}
-
-/* Items of both arithmetics in one batch have the bits of their own calls. */
-static void check_batch(const void *parameters)
-{
-    const attend_row row = company_row(*(const int *)parameters);
-    attend_problem p;
-    attend_set_up(&p, &row);
-    const size_t bytes = p.n_rows * p.head_dim * sizeof(float);
-    float *out[2] = {(float *)test_alloc(bytes), (float *)test_alloc(bytes)};
-    tqkv_attention items[2] = {p.attention, p.attention};
-    const void *q[2] = {p.q, p.q};
-    void *to[2] = {out[0], out[1]};
-    items[1].arithmetic = TQKV_FLOAT;
-    CHECK_RESULT(tqkv_attend_batch(items, 2, q, to), TQKV_OK);
-    for (int i = 0; i < 2; i++) {
-        CHECK_RESULT(tqkv_attend(&items[i], p.q, p.out), TQKV_OK);
-        CHECK(!memcmp(out[i], p.out, bytes), "item %d differs", i);
-    }
-    CHECK(memcmp(out[0], out[1], bytes) != 0, "both arithmetics give the same bits");
-    free(out[0]);
-    free(out[1]);
     attend_tear_down(&p);
 }
 
@@ -265,30 +199,6 @@ static void check_mode(const void *parameters)
     attend_tear_down(&p);
 }
 
-/* ---- Merging with floats ---- */
-
-/* The first half in integers, the second in floats. */
-static void check_merge(const void *parameters)
-{
-    attend_row row = attend_default_row(TQKV_I8, TQKV_I8, *(const int *)parameters); /* its centroids are the same */
-    row.n_queries = 3;
-    attend_problem p;
-    attend_set_up(&p, &row);
-    tqkv_attention integers = p.attention;
-    integers.arithmetic = TQKV_INTEGER;
-    const size_t n = p.n_rows * p.head_dim;
-    float *slice = (float *)test_alloc((n + 4 * p.n_rows) * sizeof *slice);
-    float *max = slice + n, *sum = max + p.n_rows, *other_max = sum + p.n_rows, *other_sum = other_max + p.n_rows;
-    CHECK_RESULT(tqkv_attend_partial(&integers, p.q, 0, 17, p.out, max, sum), TQKV_OK);
-    CHECK_RESULT(tqkv_attend_partial(&p.attention, p.q, 17, 23, slice, other_max, other_sum), TQKV_OK);
-    CHECK_RESULT(tqkv_attend_merge(&p.attention, p.out, max, sum, &p.attention, slice, other_max, other_sum), TQKV_OK);
-    CHECK_RESULT(tqkv_attend_finish(&p.attention, p.out, max, sum), TQKV_OK);
-    p.tolerance = 3e-4;
-    attend_check(&p, p.out, "merged");
-    free(slice);
-    attend_tear_down(&p);
-}
-
 /* ---- Norms that no encoder writes ---- */
 
 typedef struct norm_row {
@@ -297,7 +207,7 @@ typedef struct norm_row {
     int head_dim;
 } norm_row;
 
-/* Whether x is the one NaN that integers give. */
+/* Whether x is the one NaN that attention gives. */
 static bool nan_bits(float x)
 {
     uint32_t bits;
@@ -311,7 +221,6 @@ static void check_infinite_norm(const void *parameters)
     const norm_row *seen = (const norm_row *)parameters;
     const float norm = seen->infinite ? (float)INFINITY : (float)NAN;
     attend_row row = attend_default_row(seen->format, seen->format, seen->head_dim);
-    row.arithmetic = TQKV_INTEGER;
     row.bits_alone = true;
     attend_problem p;
     attend_set_up(&p, &row);
@@ -322,24 +231,19 @@ static void check_infinite_norm(const void *parameters)
               (double)p.out[i]);
     p.values.norms[5] = 1.0f;
     p.keys.norms[5] = norm; /* also where the query's product with the codes is negative */
-    for (int i = 0; i < 2; i++) {
-        p.attention.arithmetic = i ? TQKV_FLOAT : TQKV_INTEGER;
-        CHECK_RESULT(tqkv_attend(&p.attention, p.q, p.out), TQKV_OK);
-        for (size_t j = 0; j < p.n_rows; j++)
-            CHECK(j >= p.n_rows / 2 ? p.out[j * p.head_dim] == p.out[j * p.head_dim]
-                  : i               ? p.out[j * p.head_dim] != p.out[j * p.head_dim]
-                                    : nan_bits(p.out[j * p.head_dim]),
-                  "row %d is %g", (int)j, (double)p.out[j * p.head_dim]);
+    CHECK_RESULT(tqkv_attend(&p.attention, p.q, p.out), TQKV_OK);
+    for (size_t i = 0; i < p.n_rows; i++) {
+        const float x = p.out[i * p.head_dim];
+        CHECK(i < p.n_rows / 2 ? nan_bits(x) : x == x, "row %d is %g", (int)i, (double)x);
     }
     attend_tear_down(&p);
 }
 
-/* Negative norms turn a row around, as in floats. */
+/* Negative norms turn a row around. */
 static void check_negative_norm(const void *parameters)
 {
     attend_row row = attend_default_row(TQKV_TQ5, TQKV_TQ3, 64);
     (void)parameters;
-    row.arithmetic = TQKV_INTEGER;
     attend_problem p;
     attend_set_up(&p, &row);
     for (int i = 0; i < 40; i += 3) p.values.norms[i] = p.keys.norms[i + 1] = -10.0f;
@@ -349,97 +253,21 @@ static void check_negative_norm(const void *parameters)
     attend_tear_down(&p);
 }
 
-/* ---- Refusals ---- */
-
-static void check_refused(const void *parameters)
-{
-    attend_row row = attend_default_row(TQKV_TQ4, TQKV_TQ4, 64);
-    (void)parameters;
-    row.bits_alone = true;
-    attend_problem p;
-    attend_set_up(&p, &row);
-    const size_t bytes = p.n_rows * p.head_dim * sizeof(float);
-    float *before = (float *)test_alloc(bytes), max[4], sum[4];
-    memcpy(before, p.out, bytes);
-    for (int i = 0; i < 3; i++) {
-        tqkv_store eight = test_store(TQKV_TQ8, 64, row.n_kv_heads, row.key_capacity, false);
-        tqkv_attention a = p.attention;
-        int number = 7;
-        a.arithmetic = TQKV_INTEGER;
-        if (i == 0) a.keys = &eight;
-        if (i == 1) a.values = &eight;
-        if (i == 2) memcpy(&a.arithmetic, &number, sizeof a.arithmetic);
-        const tqkv_result expected = i == 2 ? TQKV_INVALID_ARGUMENT : TQKV_UNSUPPORTED;
-        CHECK_RESULT(tqkv_attend(&a, p.q, p.out), expected);
-        CHECK_RESULT(tqkv_attend_partial(&a, p.q, 0, 40, p.out, max, sum), expected);
-        CHECK(!memcmp(before, p.out, bytes), "a refused call has written");
-        test_store_free(&eight);
-    }
-    free(before);
-    attend_tear_down(&p);
-}
-
-/* ---- The cache ---- */
-
-static void check_cache(const void *parameters)
-{
-    enum { D = 128, TOKENS = 50 };
-    tqkv_cache_desc desc;
-    tqkv_cache *c = NULL, *copy = NULL, *floats = NULL;
-    tqkv_attention a;
-    float *rows = test_rows(1, DATA_GAUSSIAN, 2 * TOKENS, D), *q = test_rows(2, DATA_GAUSSIAN, 4, D);
-    float out[3][4 * D];
-    (void)parameters;
-    memset(&desc, 0, sizeof desc);
-    desc.head_dim = D;
-    desc.n_kv_heads = 2;
-    desc.n_heads = 4;
-    desc.capacity = 64;
-    desc.arithmetic = TQKV_INTEGER;
-    CHECK_RESULT(tqkv_cache_create(&desc, &c), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_append(c, rows, rows, TOKENS), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_attend(c, q, 1, out[0]), TQKV_OK);
-    memset(&a, 0, sizeof a);
-    a.keys = tqkv_cache_keys(c);
-    a.values = tqkv_cache_values(c);
-    a.n_heads = 4;
-    a.n_queries = 1;
-    a.end = TOKENS;
-    a.arithmetic = TQKV_INTEGER;
-    CHECK_RESULT(tqkv_attend(&a, q, out[1]), TQKV_OK);
-    CHECK(!memcmp(out[0], out[1], sizeof out[0]), "the cache's output is another");
-    CHECK_RESULT(tqkv_cache_fork(c, NULL, &copy), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_attend(copy, q, 1, out[2]), TQKV_OK);
-    CHECK(!memcmp(out[0], out[2], sizeof out[0]), "the copy's output is another");
-    desc.key_format = TQKV_TQ8;
-    CHECK_RESULT(tqkv_cache_create(&desc, &floats), TQKV_UNSUPPORTED);
-    CHECK(!floats, "a refused cache");
-    tqkv_cache_destroy(c);
-    tqkv_cache_destroy(copy);
-    free(rows);
-    free(q);
-}
-
 void test_integer_cases(void)
 {
     static const int sizes[3] = {64, 80, 512};
-    add_options();
-    add_pairs();
     add_hard();
     for (int i = 0; i < 3; i++) {
         test_add(check_alone, &sizes[i], sizeof(int), "integer/alone/%d", sizes[i]);
-        test_add(check_batch, &sizes[i], sizeof(int), "integer/batch/%d", sizes[i]);
         test_add(check_mode, &sizes[i], sizeof(int), "integer/mode/%d", sizes[i]);
-        test_add(check_merge, &sizes[i], sizeof(int), "integer/merge_with_floats/%d", sizes[i]);
     }
-    for (int i = 0; i < 10; i++) { /* sets differ in the loops for these sizes */
+    for (int i = 0; i < 15; i++) { /* sets differ in the loops for these sizes */
         static const int dims[5] = {64, 96, 128, 160, 192};
-        const norm_row row = {i % 2 == 1, i < 5 ? TQKV_TQ4 : TQKV_I8, dims[i % 5]};
+        static const tqkv_format formats[3] = {TQKV_TQ4, TQKV_I8, TQKV_TQ8};
+        const norm_row row = {i % 2 == 1, formats[i / 5], dims[i % 5]};
         test_add(check_infinite_norm, &row, sizeof row, "integer/norm_%s/%s/%d", row.infinite ? "infinite" : "nan",
                  tqkv_format_name(row.format), row.head_dim);
     }
     add_peaks();
     test_add(check_negative_norm, NULL, 0, "integer/norm_negative");
-    test_add(check_refused, NULL, 0, "integer/refused");
-    test_add(check_cache, NULL, 0, "integer/cache");
 }

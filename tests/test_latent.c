@@ -4,16 +4,6 @@
 
 void test_check_attend(const void *parameters);
 
-static tqkv_format offered(tqkv_format format, tqkv_arithmetic arithmetic)
-{
-    return arithmetic == TQKV_INTEGER && format == TQKV_TQ8 ? TQKV_TQ6_BYTES : format;
-}
-
-static const char *arithmetic_name(tqkv_arithmetic arithmetic)
-{
-    return arithmetic == TQKV_INTEGER ? "integer" : "float";
-}
-
 /* ---- Against double precision ---- */
 
 /* What number i has: a tail, shared streams, or both. */
@@ -22,38 +12,33 @@ static void make_latent(int i, attend_row *row)
     static const int tail_dims[5] = {64, 32, 48, 128, 80};
     row->shared = i % 3 > 0;
     row->tail_dim = i % 3 == 1 ? 0 : tail_dims[i / 3 % 5];
-    row->tail_format = offered(i % 2 ? test_formats[i / 2 % TEST_FORMATS] : TQKV_F16, row->arithmetic);
+    row->tail_format = i % 2 ? test_formats[i / 2 % TEST_FORMATS] : TQKV_F16;
 }
 
 /* Each option, with sizes, formats and the three forms in turn. */
-static void add_options(tqkv_arithmetic arithmetic)
+static void add_options(void)
 {
     static const int dims[7] = {64, 512, 96, 128, 448, 32, 256};
     const int n_options = (int)(sizeof options / sizeof *options);
-    for (int i = 0; i < n_options; i++) {
-        const int turn = arithmetic == TQKV_INTEGER ? i + 1 : i;
-        attend_row row = attend_default_row(test_formats[turn % TEST_FORMATS], test_formats[turn / 3 % TEST_FORMATS],
-                                            dims[turn % 7]);
-        row.arithmetic = arithmetic;
-        make_latent(turn, &row);
-        options[i].apply(&row);
-        row.key_format = offered(row.key_format, arithmetic);
-        row.value_format = offered(row.value_format, arithmetic);
-        row.tail_center = row.key_center;
-        test_add(test_check_attend, &row, sizeof row, "latent/%s/%s/%d+%d", arithmetic_name(arithmetic),
-                 options[i].name, row.head_dim, row.tail_dim);
-    }
+    for (int i = 0; i < n_options; i++)
+        for (int turn = i; turn < i + 2; turn++) {
+            attend_row row = attend_default_row(test_formats[turn % TEST_FORMATS],
+                                                test_formats[turn / 3 % TEST_FORMATS], dims[turn % 7]);
+            make_latent(turn, &row);
+            options[i].apply(&row);
+            row.tail_center = row.key_center;
+            test_add(test_check_attend, &row, sizeof row, "latent/%s/%d+%d", options[i].name, row.head_dim,
+                     row.tail_dim);
+        }
 }
 
 /* Each pair of formats of the two parts, with groups of all loops. */
-static void add_pairs(tqkv_arithmetic arithmetic)
+static void add_pairs(void)
 {
     static const int groups[7] = {1, 2, 3, 5, 8, 16, 64};
     for (int i = 0; i < TEST_FORMATS * TEST_FORMATS; i++) {
         const tqkv_format keys = test_formats[i / TEST_FORMATS], tail = test_formats[i % TEST_FORMATS];
         attend_row row = attend_default_row(keys, keys, i % 9 == 0 ? 512 : test_all_head_dims[i % TEST_ALL_HEAD_DIMS]);
-        if (arithmetic == TQKV_INTEGER && (i % 3 || keys == TQKV_TQ8 || tail == TQKV_TQ8)) continue;
-        row.arithmetic = arithmetic;
         row.shared = i % 4 != 1;
         row.tail_dim = test_all_head_dims[(3 * i + 2) % 9];
         row.tail_format = tail;
@@ -61,8 +46,8 @@ static void add_pairs(tqkv_arithmetic arithmetic)
         row.group = groups[i % 7];
         row.end = 3 + 17 * i % 101;
         row.key_capacity = row.value_capacity = 110;
-        test_add(test_check_attend, &row, sizeof row, "latent/%s/pair/%s-%s/%d+%d", arithmetic_name(arithmetic),
-                 tqkv_format_name(keys), tqkv_format_name(tail), row.head_dim, row.tail_dim);
+        test_add(test_check_attend, &row, sizeof row, "latent/pair/%s-%s/%d+%d", tqkv_format_name(keys),
+                 tqkv_format_name(tail), row.head_dim, row.tail_dim);
     }
 }
 
@@ -71,7 +56,6 @@ static void add_pairs(tqkv_arithmetic arithmetic)
 typedef struct bits_row {
     tqkv_format keys, tail;
     int head_dim, tail_dim, group;
-    tqkv_arithmetic arithmetic;
 } bits_row;
 
 static attend_row shape_of(const bits_row *row)
@@ -85,7 +69,6 @@ static attend_row shape_of(const bits_row *row)
     shape.group = row->group;
     shape.n_queries = 3;
     shape.end = shape.key_capacity = 150;
-    shape.arithmetic = row->arithmetic;
     shape.bits_alone = true;
     return shape;
 }
@@ -199,27 +182,23 @@ static void check_bits(const void *parameters)
     attend_tear_down(&p);
 }
 
-static void add_bits(tqkv_arithmetic arithmetic)
+static void add_bits(void)
 {
-    static const bits_row rows[] = {
-        {TQKV_TQ4, TQKV_F16, 512, 64, 64, TQKV_FLOAT},  {TQKV_I8, TQKV_I8, 512, 64, 128, TQKV_FLOAT},
-        {TQKV_TQ5, TQKV_I8, 448, 64, 16, TQKV_FLOAT},   {TQKV_TQ3, TQKV_F16, 512, 0, 64, TQKV_FLOAT},
-        {TQKV_F16, TQKV_F16, 512, 64, 64, TQKV_FLOAT},  {TQKV_TQ6, TQKV_TQ2, 128, 32, 33, TQKV_FLOAT},
-        {TQKV_TQ2, TQKV_TQ5, 1024, 128, 8, TQKV_FLOAT}, {TQKV_TQ6_BYTES, TQKV_F16, 576, 48, 70, TQKV_FLOAT},
-        {TQKV_I8, TQKV_TQ4, 64, 64, 1, TQKV_FLOAT},     {TQKV_TQ4, TQKV_I8, 256, 96, 2, TQKV_FLOAT}};
+    static const bits_row rows[] = {{TQKV_TQ4, TQKV_F16, 512, 64, 64},  {TQKV_I8, TQKV_I8, 512, 64, 128},
+                                    {TQKV_TQ5, TQKV_I8, 448, 64, 16},   {TQKV_TQ3, TQKV_F16, 512, 0, 64},
+                                    {TQKV_F16, TQKV_F16, 512, 64, 64},  {TQKV_TQ6, TQKV_TQ2, 128, 32, 33},
+                                    {TQKV_TQ2, TQKV_TQ5, 1024, 128, 8}, {TQKV_TQ6_BYTES, TQKV_F16, 576, 48, 70},
+                                    {TQKV_I8, TQKV_TQ4, 64, 64, 1},     {TQKV_TQ4, TQKV_I8, 256, 96, 2}};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
-        bits_row row = rows[i];
-        row.arithmetic = arithmetic;
-        test_add(check_bits, &row, sizeof row, "latent/%s/bits/%s-%s/%d+%d/%d", arithmetic_name(arithmetic),
-                 tqkv_format_name(row.keys), tqkv_format_name(row.tail), row.head_dim, row.tail_dim, row.group);
+        const bits_row row = rows[i];
+        test_add(check_bits, &row, sizeof row, "latent/bits/%s-%s/%d+%d/%d", tqkv_format_name(row.keys),
+                 tqkv_format_name(row.tail), row.head_dim, row.tail_dim, row.group);
     }
 }
 
 void test_latent_cases(void)
 {
-    for (int i = 0; i < 2; i++) {
-        add_options((tqkv_arithmetic)i);
-        add_pairs((tqkv_arithmetic)i);
-        add_bits((tqkv_arithmetic)i);
-    }
+    add_options();
+    add_pairs();
+    add_bits();
 }

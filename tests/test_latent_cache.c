@@ -8,7 +8,6 @@ typedef struct latent_row {
     tqkv_format keys, tail;
     int head_dim, tail_dim; /* tail_dim: 0 = none */
     bool shared, ring, centered;
-    tqkv_arithmetic arithmetic;
 } latent_row;
 
 enum { CAPACITY = 20, QUERIES = 3, ROWS = QUERIES * CACHE_HEADS * CACHE_GROUP };
@@ -21,7 +20,6 @@ static tqkv_cache_desc latent_desc(const latent_row *row, counting *counter)
     desc.shared = row->shared;
     desc.tail_dim = row->tail_dim;
     desc.tail_format = row->tail_dim ? row->tail : TQKV_FORMAT_DEFAULT;
-    desc.arithmetic = row->arithmetic;
     return desc;
 }
 
@@ -80,14 +78,13 @@ static void check_answer(tqkv_cache *cache, const latent_row *row)
     double *expected = (double *)test_alloc(n * sizeof(double));
     tqkv_attention a = cache_attention(cache, &desc, QUERIES, (int)(tqkv_cache_end(cache) - tqkv_cache_first(cache)));
     a.tail = tqkv_cache_tail(cache);
-    a.arithmetic = row->arithmetic;
     CHECK((a.values == a.keys) == row->shared && (a.tail != NULL) == (row->tail_dim > 0), "other streams");
     answer(cache, row, out);
     CHECK_RESULT(tqkv_attend(&a, q, same), TQKV_OK);
     CHECK(!memcmp(out, same, n * sizeof(float)), "attention over the stores has other bits");
     reference_attend(&a, q, expected);
     const double error = reference_relative_error(out, expected, n);
-    CHECK(error <= (row->arithmetic == TQKV_INTEGER ? 2.5e-4 : 2e-5), "relative error %.3g", error);
+    CHECK(error <= (reference_attention_tolerance(&a, 1.0)), "relative error %.3g", error);
     free(out);
     free(same);
     free(q);
@@ -181,7 +178,6 @@ static void check_snapshot(tqkv_cache *cache, const latent_row *row, counting *c
     stream s = stream_of_cache(cache);
     memset(&open, 0, sizeof open);
     open.allocator = counting_allocator(counter);
-    open.arithmetic = row->arithmetic;
     CHECK_RESULT(load(&s, &open, &loaded), TQKV_OK);
     REQUIRE(loaded, "no cache from the snapshot");
     CHECK(s.at == s.size, "%d of %d bytes were read", (int)s.at, (int)s.size);
@@ -308,7 +304,7 @@ typedef struct header_change {
 static void check_header(const void *parameters)
 {
     const header_change *change = (const header_change *)parameters;
-    const latent_row row = {TQKV_TQ4, TQKV_F16, 32, 32, true, false, false, TQKV_FLOAT};
+    const latent_row row = {TQKV_TQ4, TQKV_F16, 32, 32, true, false, false};
     tqkv_cache *cache = make(&row, NULL), *loaded = NULL;
     tqkv_cache_desc open;
     memset(&open, 0, sizeof open);
@@ -325,7 +321,7 @@ static void check_header(const void *parameters)
 /* The bytes of a snapshot are the same everywhere and for good. */
 static void check_bytes(const void *parameters)
 {
-    const latent_row row = {TQKV_TQ4, TQKV_I8, 64, 32, true, true, true, TQKV_FLOAT};
+    const latent_row row = {TQKV_TQ4, TQKV_I8, 64, 32, true, true, true};
     tqkv_cache *cache = make(&row, NULL);
     (void)parameters;
     append(cache, &row, 0, 25, 25);
@@ -338,14 +334,11 @@ static void check_bytes(const void *parameters)
 
 void test_latent_cache_cases(void)
 {
-    static const latent_row rows[] = {{TQKV_TQ4, TQKV_F16, 512, 64, true, false, false, TQKV_FLOAT},
-                                      {TQKV_I8, TQKV_I8, 128, 64, true, true, true, TQKV_FLOAT},
-                                      {TQKV_TQ5, TQKV_TQ4, 96, 48, false, true, true, TQKV_FLOAT},
-                                      {TQKV_TQ6, TQKV_F16, 64, 0, true, false, true, TQKV_FLOAT},
-                                      {TQKV_F16, TQKV_F16, 32, 32, true, true, false, TQKV_FLOAT},
-                                      {TQKV_I8, TQKV_F16, 64, 0, false, false, true, TQKV_FLOAT},
-                                      {TQKV_TQ4, TQKV_F16, 64, 32, true, false, true, TQKV_INTEGER},
-                                      {TQKV_TQ2, TQKV_I8, 448, 64, false, false, false, TQKV_INTEGER}};
+    static const latent_row rows[] = {
+        {TQKV_TQ4, TQKV_F16, 512, 64, true, false, false}, {TQKV_I8, TQKV_I8, 128, 64, true, true, true},
+        {TQKV_TQ5, TQKV_TQ4, 96, 48, false, true, true},   {TQKV_TQ6, TQKV_F16, 64, 0, true, false, true},
+        {TQKV_F16, TQKV_F16, 32, 32, true, true, false},   {TQKV_I8, TQKV_F16, 64, 0, false, false, true},
+        {TQKV_TQ4, TQKV_F16, 64, 32, true, false, true},   {TQKV_TQ2, TQKV_I8, 448, 64, false, false, false}};
     static const header_change changes[] = {{"no_tail", 36, 0},
                                             {"tail_dim", 36, 40},
                                             {"negative_tail_dim", 36, -32},

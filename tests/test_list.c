@@ -8,19 +8,13 @@ void test_check_attend(const void *parameters);
 
 static const int list_blocks[5] = {1, 4, 16, 64, 128};
 
-static tqkv_format offered(tqkv_format format, tqkv_arithmetic arithmetic)
-{
-    return arithmetic == TQKV_INTEGER && format == TQKV_TQ8 ? TQKV_TQ6_BYTES : format;
-}
-
-/* Option i, with formats, sizes, arithmetics, streams and lists in turn. */
+/* Option i, with formats, sizes, streams and lists in turn. */
 static attend_row row_of(int i)
 {
     static const int dims[7] = {64, 128, 32, 96, 512, 80, 256};
     static const float shares[4] = {0.1f, 0.5f, 0.9f, 0.0f};
     attend_row row =
         attend_default_row(test_formats[i % TEST_FORMATS], test_formats[i / 3 % TEST_FORMATS], dims[i % 7]);
-    row.arithmetic = i % 3 == 1 ? TQKV_INTEGER : TQKV_FLOAT;
     row.shared = i % 4 == 1;
     row.tail_dim = i % 4 > 1 ? 0 : i % 8 == 0 ? 64 : 32;
     row.tail_format = i % 5 ? TQKV_F16 : TQKV_I8;
@@ -34,8 +28,6 @@ static attend_row row_of(int i)
 static void apply(attend_row *row, const option *o)
 {
     o->apply(row);
-    row->key_format = offered(row->key_format, row->arithmetic);
-    row->value_format = offered(row->value_format, row->arithmetic);
     row->tail_center = row->key_center;
 }
 
@@ -91,8 +83,6 @@ static attend_row company_row(int i)
     row.end = 700;
     row.key_capacity = row.value_capacity = 700;
     row.list_share = i % 2 ? 0.3f : 0.7f;
-    row.key_format = offered(row.key_format, row.arithmetic);
-    row.value_format = offered(row.value_format, row.arithmetic);
     row.bits_alone = true;
     return row;
 }

@@ -197,8 +197,6 @@ static attend_row paged_row(int index, int page_size, data_random *random)
     row.exact_first = index % 8 == 5 ? 70 : 0; /* linear stores beside the paged ones */
     row.exact_last = index % 8 > 4 ? 30 : 0;
     row.non_causal = index % 7 == 3 && !row.tree;
-    row.arithmetic =
-        index % 3 == 2 && row.key_format != TQKV_TQ8 && row.value_format != TQKV_TQ8 ? TQKV_INTEGER : TQKV_FLOAT;
     return row;
 }
 

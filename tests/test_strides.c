@@ -130,10 +130,8 @@ static void check_attend(const void *parameters)
         l.head = l.head / TOKENS * N; /* head by head: for N queries */
     else
         l.token *= CACHE_GROUP;
-    const bool integers = row->type == TQKV_TYPE_BF16;
-    attend_row problem_row = attend_default_row(integers ? TQKV_TQ5 : row->format, TQKV_TQ4, DIM);
+    attend_row problem_row = attend_default_row(row->format, TQKV_TQ4, DIM);
     problem_row.n_queries = N;
-    problem_row.arithmetic = integers ? TQKV_INTEGER : TQKV_FLOAT;
     attend_problem problem;
     attend_set_up(&problem, &problem_row);
     const size_t size = type_size(row->type), bytes = problem.n_rows * DIM * sizeof(float);

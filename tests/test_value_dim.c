@@ -20,7 +20,7 @@ static void check_answer(tqkv_cache *cache, const tqkv_cache_desc *desc, const f
     CHECK_RESULT(tqkv_cache_attend(cache, q, 3, out), TQKV_OK);
     reference_attend(&a, q, expected);
     const double error = reference_relative_error(out, expected, n);
-    CHECK(error <= ATTEND_TOLERANCE, "relative error %.3g", error);
+    CHECK(error <= reference_attention_tolerance(&a, 1.0), "relative error %.3g", error);
     free(expected);
 }
 

@@ -275,8 +275,8 @@ void run_attend(tqkv_format format, int group, int n_positions, int kernel, int 
         difference += pow((double)out[i] - (double)expected[i], 2);
         size += pow((double)expected[i], 2);
     }
-    // Each may be off by 2e-5.
-    if (!(sqrt(difference / size) <= 4e-5)) fail("attend: relative error " + std::to_string(sqrt(difference / size)));
+    // The processor multiplies integers, the shaders floats.
+    if (!(sqrt(difference / size) <= 0.02)) fail("attend: relative error " + std::to_string(sqrt(difference / size)));
 }
 
 // kernel: 0 for the planned one

@@ -43,7 +43,7 @@ static tqkv_cache_desc models_desc(const char *keys, const char *values)
    which the cache learns; -1: as the preset says, else 0. halves: 1 keeps the keys as halves, 2 the values. */
 const char *models_cache_create(const char *keys, const char *values, int head_dim, int value_dim, int n_kv_heads,
                                 int n_heads, int capacity, int window, float scale, int exact_first, int exact_last,
-                                int calibrate, int integers, int halves, tqkv_cache **out)
+                                int calibrate, int halves, tqkv_cache **out)
 {
     models_reason[0] = '\0';
     tqkv_cache_desc desc = models_desc(keys, values);
@@ -61,7 +61,6 @@ const char *models_cache_create(const char *keys, const char *values, int head_d
     /* A text shorter than the ends of a preset. */
     if (capacity < desc.exact_first + desc.exact_last) desc.capacity = desc.exact_first + desc.exact_last;
     if (calibrate >= 0) desc.calibrate = calibrate;
-    desc.arithmetic = integers ? TQKV_INTEGER : TQKV_FLOAT;
     if (halves & 1) desc.key_format = TQKV_F16;
     if (halves & 2) desc.value_format = TQKV_F16;
     return models_failed(tqkv_cache_create(&desc, out));

@@ -10,7 +10,6 @@ Options follow, each after a colon:
 
     exact=4+128   the first 4 positions, and the newest 128 of each query, are exact
     calibrate=512 the cache learns centre and scale of its keys from its first 512 positions (at most a quarter of all)
-    integer       tqkv multiplies integers
     plain         without what a profile learned
     rotated       of q8_0, q5_0, q4_0: rows rotated as llama.cpp does it where a head has a multiple of 64 dimensions
 """
@@ -48,7 +47,6 @@ class Kind:
     values: str
     exact: tuple = (-1, -1)
     calibrate: int = -1
-    integer: bool = False
     plain: bool = False
     rotated: bool = False
     part: str = ""  # "keys" or "values": the others are exact, or halves in a cache of the library
@@ -70,7 +68,7 @@ class Kind:
 
     def open(self, lib, shape):
         halves = {"": "", "keys": "values", "values": "keys"}[self.part]
-        return library.Cache(lib, shape, self.keys, self.values, self.exact, self.calibrate, self.integer, halves)
+        return library.Cache(lib, shape, self.keys, self.values, self.exact, self.calibrate, halves)
 
     def check(self, lib, shape):
         """Does such a cache exist for that shape? Unfit if not."""
@@ -105,7 +103,7 @@ def parse(name):
             chosen["exact"] = (int(exact[1]), int(exact[2]))
         elif own and (calibrate := re.fullmatch(r"calibrate=(\d{1,6})", option)):
             chosen["calibrate"] = int(calibrate[1])
-        elif option in ("integer", "plain") and own or option == "rotated" and both <= set(peers.BLOCKS):
+        elif option == "plain" and own or option == "rotated" and both <= set(peers.BLOCKS):
             chosen[option] = True
         else:
             raise Unfit(f"{name}: {option} is no option of such a cache")

@@ -9,7 +9,7 @@ from forward import Unfit
 FLOATS = np.ctypeslib.ndpointer(np.float32, flags="C_CONTIGUOUS")
 NAME, COUNT, REASON, CACHE = ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p
 FUNCTIONS = {
-    "models_cache_create": (REASON, NAME, NAME, *[COUNT] * 6, ctypes.c_float, *[COUNT] * 5, ctypes.POINTER(CACHE)),
+    "models_cache_create": (REASON, NAME, NAME, *[COUNT] * 6, ctypes.c_float, *[COUNT] * 4, ctypes.POINTER(CACHE)),
     "models_cache_destroy": (None, CACHE),
     "models_cache_learned": (REASON, CACHE, FLOATS, FLOATS),
     "models_cache_run": (REASON, CACHE, FLOATS, FLOATS, FLOATS, COUNT, FLOATS),
@@ -86,14 +86,14 @@ class Library:
 class Cache:
     """A tqkv_cache of one layer; to be used in a with statement."""
 
-    def __init__(self, library, shape, keys, values, exact, calibrate, integers, halves=""):
+    def __init__(self, library, shape, keys, values, exact, calibrate, halves=""):
         """shape: a Shape; keys, values: names of formats; exact: positions at the
         beginning and at the end; calibrate: positions to learn from; -1: as a preset has it, else 0. halves: "keys" or
         "values" keeps these as halves."""
         self.library, self.shape, self.handle = library, shape, ctypes.c_void_p()
         library.check(library.shared.models_cache_create(
             keys.encode(), values.encode(), shape.head_dim, shape.value_dim, shape.n_kv_heads, shape.n_heads,
-            shape.n_tokens, shape.window, shape.scale, *exact, calibrate, integers,
+            shape.n_tokens, shape.window, shape.scale, *exact, calibrate,
             ("", "keys", "values").index(halves), ctypes.byref(self.handle)))
 
     def __enter__(self):

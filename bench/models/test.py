@@ -68,12 +68,12 @@ def test_architecture(lib, folder, arch):
     loaded = forward.Model(path)
     tokens = np.array(tokeniser.tokenize(loaded.fields, TEXT)[:40])
     plain = model.log_probabilities(tokens)
-    names = ["f16/f16", "q4_0", "f16/f16:integer"]
+    names = ["f16/f16", "q4_0"]
     perplexity, scores = run.Run(loaded, tokens, lib, chunk=7).measure(
         [run.everywhere(caches.parse(n), loaded.n_layers) for n in names])
     expected = divergence(plain, plain, tokens)[4]
     check(abs(perplexity / expected - 1) < 1e-5, f"{arch}: perplexity {perplexity}, not {expected}")
-    for name, score, store in zip(names, scores, (half, coarse, half)):
+    for name, score, store in zip(names, scores, (half, coarse)):
         other = divergence(plain, model.log_probabilities(tokens, store), tokens)
         # Float32 adds noise of about 1e-6 to a log-probability; a rounding at a boundary is another code in a few rows.
         close = np.abs(np.array(score) - other) <= 2e-6 + 0.03 * np.abs(other)
@@ -120,8 +120,6 @@ def test_caches(lib, folder):
     for name in ("q4_0", "kivi2", "kvarn2", "trellis2/q4_0"):
         losses = [score(lib, model, tokens, name + end).kl for end in ("", ":exact=4+16", ":exact=20+130")]
         check(losses[0] > losses[1] > losses[2] and losses[2] < 1e-6, f"exact ends of {name}: {losses}")
-    integer, floats = (score(lib, model, tokens, "tq4/tq4" + end) for end in (":integer", ""))
-    check(integer != floats and abs(integer.kl / floats.kl - 1) < 0.1, f"integers: {integer}, {floats}")
     one = run.Variant("one", {1: caches.parse("tq2/tq2")})
     both = run.everywhere(caches.parse("tq2/tq2"), 2)
     scores = run.Run(model, tokens, lib).measure([one, both])[1]
@@ -323,12 +321,12 @@ def test_output(shared, folder):
     text.write_text(TEXT * 4, encoding="utf-8")
     model = folder / "a model.gguf"
     tiny.Tiny("qwen2", bias=30.0).write(model)
-    result = command(shared, model, "--text", text, "--tokens", "100", "--caches", "tq4/tq4,i8/tq4:exact=4+16:integer,kivi4")
+    result = command(shared, model, "--text", text, "--tokens", "100", "--caches", "tq4/tq4,i8/tq4:exact=4+16,kivi4")
     number = r"[0-9]+(\.[0-9]+)?(e-?[0-9]+)?"
     lines = result.stdout.splitlines()
     check(result.returncode == 0 and re.fullmatch(rf"model a_model layers 2 heads 4/2 of 32 ppl {number}", lines[0]),
           f"the model's line: {result.stdout} {result.stderr}")
-    for name, bits, line in zip(("tq4/tq4", "i8/tq4:exact=4+16:integer", "kivi4"), ("5", "7", "4.625"), lines[1:]):
+    for name, bits, line in zip(("tq4/tq4", "i8/tq4:exact=4+16", "kivi4"), ("5", "7", "4.625"), lines[1:]):
         check(re.fullmatch(rf"cache {re.escape(name)} bits {bits} kl {number} median {number} p99 {number} p999 {number} ppl {number} "
                            rf"flips {number}", line), f"a cache's line: {line}")
     check(len([line for line in lines[4:] if line.startswith("tq4/tq4 ")]) == 1, "the table")
@@ -386,9 +384,9 @@ def test_refusals(shared, folder):
     (folder / "binary.txt").write_bytes(bytes(range(256)))
     refused(command(shared, model, "--text", folder / "binary.txt"), "UTF-8", "a text that is none")
     refused(command(folder / "no.so", model, *options), "the library", "no library")
-    for name in ("tq9/tq4", "tq4", "tq4/q4_0", "tq4/tq4:rotated", "q4_0:integer", "tq4/tq4:exact=4", "kivi4/kivi4", "/"):
+    for name in ("tq9/tq4", "tq4", "tq4/q4_0", "tq4/tq4:rotated", "q4_0:plain", "tq4/tq4:exact=4", "kivi4/kivi4", "/"):
         refused(command(shared, model, *options[:4], "--caches", name), name, name)
-    refused(command(shared, model, *options[:4], "--caches", "tq8/tq8:integer"), "tqkv: ", "what the library refuses")
+    refused(command(shared, model, *options[:4], "--caches", "tq8/tq8:calibrate=7"), "tqkv: ", "what the library refuses")
     whole = model.read_bytes()
     for size in (0, 3, 20, 200, len(whole) // 2, len(whole) - 4):
         (folder / "cut.gguf").write_bytes(whole[:size])

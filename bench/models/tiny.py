@@ -70,7 +70,7 @@ class Tiny:
         arch = arch or self.arch
         writer = gguf.GGUFWriter(path, arch)
         s = SHAPE
-        for key, value in (("block_count", self.n_layers), ("embedding_length", s["width"]), ("feed_forward_length", s["ff"]),
+        for key, value in (("block_count", self.n_layers), ("context_length", 8192), ("embedding_length", s["width"]), ("feed_forward_length", s["ff"]),
                            ("attention.head_count", s["heads"]), ("attention.head_count_kv", s["kv_heads"]),
                            ("attention.key_length", s["head_dim"]), ("attention.value_length", s["head_dim"])):
             writer.add_uint32(f"{arch}.{key}", value)

@@ -198,7 +198,7 @@ int main(void)
     test_speculation(&m, "i8", "i8");
     test_speculation(&m, "f16", "tq5");
     test_speculation(&m, "safe", "safe");
-    test_tree(&m, text.bytes, "i8", "i8", 1e-3);
+    test_tree(&m, text.bytes, "i8", "i8", 0.01);
     test_tree(&m, text.bytes, "safe", "safe", 0.02); /* a guess reads other positions as halves than the text */
     test_scores(&m, text.bytes);
     test_bias(&m, text.bytes); /* last: the bias stays */

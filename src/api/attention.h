@@ -8,11 +8,12 @@
    window - 1 positions away in either direction. Without a window its own position then does not matter, and may not be
    resident: for cross-attention. To let a part of a prompt see itself, attend with `end` behind that part.
    Slots that no query sees change nothing, whatever they hold.
-   On the processor a query gets the same bits alone and beside any others, in a call and in a batch (batch invariance).
-   The relative L2 error against double precision on the same codes is at most 2e-5 at any length, for scores with a
-   standard deviation up to 10; beyond, 2e-6 times the deviation: a float score s is rounded by up to 2^-24 |s|, and exp
-   turns that into a share of its weight. TQKV_INTEGER: against double precision with the integer centroids, at most
-   2e-4 plus 5e-5 times the deviation of the scores, for any query; a NaN is 0x7fc00000. */
+   A query gets the same bits on every processor, with any compiler, any number of threads, alone and beside any others,
+   in a call and in a batch (batch invariance). Queries and weights are integers of 16 bits, codes integers of 8
+   bits, with exact sums; F16 and TQ8 are multiplied as floats in a fixed order. A NaN is 0x7fc00000.
+   The relative L2 error against double precision with the integer centroids (docs/formats.md) is at most 2e-4 plus 5e-5
+   times the standard deviation of the scores, at any length. For F16 and TQ8, and on a GPU against what tqkv_decode
+   gives, it is at most 2e-5; beyond a deviation of 10, 2e-6 times that. */
 typedef struct tqkv_attention {
     /* The streams. Same n_kv_heads; head_dim may differ. One stream may be both, as MLA's latent is: the same store, or
        two that describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre
@@ -50,7 +51,6 @@ typedef struct tqkv_attention {
     float softcap; /* 0 = off */
     /* Learned attention sinks, [n_heads], or NULL: adds exp(sink) to the softmax's denominator; -INFINITY: no sink. */
     const float *sinks;
-    tqkv_arithmetic arithmetic;
 
     /* Rows of q and out. Outputs are rounded once, at the end; too large for a half: infinity. Sums of slices are
        always float. */

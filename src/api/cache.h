@@ -35,8 +35,7 @@ typedef struct tqkv_cache_desc {
     float scale, softcap;
     const float *sinks; /* [n_heads] or NULL; copied */
     bool non_causal;    /* every query sees all resident positions: for cross-attention */
-    tqkv_arithmetic arithmetic;
-    tqkv_type type; /* of k, v, q and out */
+    tqkv_type type;     /* of k, v, q and out */
 
     /* Resources. */
     tqkv_parallel parallel;
@@ -87,9 +86,9 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
    capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the
-   hook's threads), type, sinks, parallel, allocator, metal, matrix_group, arithmetic, non_causal, exact_batch, a tag.
-   Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring, and one
-   that needs less memory goes on in fewer bits. *out is NULL on failure. */
+   hook's threads), type, sinks, parallel, allocator, metal, matrix_group, non_causal, exact_batch, a tag. Its other
+   nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring, and one that needs
+   less memory goes on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 
 /* Both return the bytes moved, fewer at the end of a file or on failure; tqkv calls again until all or 0 bytes move. */
@@ -99,10 +98,10 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, exact_batch, arithmetic,
-   non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else
-   TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of
-   tqkv, which TQKV_EXPLAIN tells apart. *out is NULL on failure. */
+/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, exact_batch, non_causal,
+   and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the
+   tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN
+   tells apart. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* Centres (means) and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:

@@ -39,11 +39,6 @@ typedef struct tqkv_strides {
     size_t token, head;
 } tqkv_strides;
 
-/* How the processor multiplies in attention. TQKV_INTEGER: rotated queries and weights as integers of 16 bits, codes as
-   integers of 8 bits, with exact sums: the same bits on every processor, compiler and number of threads, and less time
-   where arithmetic binds. F16 streams stay floats. Not for TQ8 or on a GPU: TQKV_UNSUPPORTED. */
-typedef enum tqkv_arithmetic { TQKV_FLOAT = 0, TQKV_INTEGER } tqkv_arithmetic;
-
 /* Memory for caches and scratch. All zero: malloc and free. alloc returns NULL or memory aligned like malloc's; free
    receives the size that alloc received. */
 typedef struct tqkv_allocator {

@@ -16,26 +16,20 @@
      >>convert        tqkv_store_convert, and rows that move
      >>measure        tqkv_mean, tqkv_measure, tqkv_rotate
      >>calibrate      tqkv_calibrate, tqkv_logit_noise
-     >>attend         types of attention, and attention of a tile in plain C
-     >>integer        the same in integers
+     >>attend         types of attention
+     >>plain          attention of a tile in plain C: the specification
 
      compiled once for each instruction set
      >>kernels        what the loops share
      >>k-softmax      exp, tanh, weights out of scores
-     >>k-decode       codes as floats
-     >>k-dot          scores straight from the codes
-     >>k-accumulate   sums of values straight from the codes
-     >>k-tiles        the scores and the sums of a tile
      >>k-widen        rows to floats and back
      >>k-rotate       the rotation
      >>k-norms        sums of squares, norms
      >>k-search       the factor whose codes are best for a row
      >>k-quantise     codes, packed, of whole rows
      >>k-table        all of these as a table of functions
-     >>k-integer      the loops of integers
-     >>k-halves       halves among them
-     >>k-integer-few  one and two rows of them
-     >>k-integer-tiles  the scores and the sums of a tile
+     >>k-halves       F16 and TQ8, which are multiplied as floats
+     >>k-rows         scores and sums of all other formats, in integers
      >>set-avx2, >>set-avx512, >>set-neon
                       what a set brings to the loops
      >>integer-avx512, >>integer-avx2, >>integer-neon
@@ -44,7 +38,7 @@
      >>isa-code       which set is in use
      >>attention-code a tqkv_attention, opened and checked
      >>visible        which positions a query sees
-     >>tile           tiles, the order of decoded values, sums
+     >>tile           tiles and their sums
      >>walk           from tile to tile
      >>gather         tiles of scattered rows
      >>query          a row of a call: its query, its centres, its result

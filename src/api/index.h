@@ -4,10 +4,10 @@
 
        s(i, j) = sum_h weights[i][h] * f( q(i, h).k(j) ),   f(x) = max(x, 0) with relu, else x
 
-   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits alone
-   and among other queries. Against double precision on the same codes a key's score is within 2e-5 of sum_h
-   |weights[i][h] f(q.k)|, and 1e-4 in integers with their centroids; where the products of a few heads nearly vanish,
-   one adds 2e-7, and 2e-5 in integers, of sum_h |weights[i][h]| |q(i, h)| |k(j)|. */
+   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits on
+   every processor, alone and among other queries. Against double precision with the integer centroids a key's score is
+   within 1e-4 of sum_h |weights[i][h] f(q.k)|; where the products of a few heads nearly vanish, one adds 2e-5 of sum_h
+   |weights[i][h]| |q(i, h)| |k(j)|. F16, TQ8, and any format on a GPU: 2e-5 and 2e-7. */
 typedef enum tqkv_pool { TQKV_POOL_MAX = 0, TQKV_POOL_MEAN } tqkv_pool;
 typedef struct tqkv_index {
     const tqkv_store *keys; /* n_kv_heads 1, any format */
@@ -26,7 +26,6 @@ typedef struct tqkv_index {
     tqkv_basis query_basis;
     tqkv_parallel parallel;
     tqkv_allocator allocator; /* scratch, for some heads and queries at a time */
-    tqkv_arithmetic arithmetic;
 } tqkv_index;
 
 /* q: [n_queries][n_heads][head_dim]; scores: [n_queries][number of blocks up to end], -INFINITY where a query sees no

@@ -32,7 +32,7 @@
 
      >>formats        formats and their sizes
      >>result         result codes
-     >>common         strides, arithmetic, hooks for memory and threads
+     >>common         strides, hooks for memory and threads
      >>cache          a cache that owns its memory; save and load
      >>store          one stream in the caller's memory: encode, decode, probe, calibrate, convert; save and load
      >>rotate         the rotation alone
@@ -51,14 +51,12 @@
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
                             fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles the implementation
                             decides: a library that others link has no reasons for them
-     TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/integrating.md)
+     TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/building.md)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
      TQKV_WINDOWS_AVX       puts both in with gcc on Windows, where they are left out otherwise: gcc does not align the
                             stack there as its own AVX code needs (GCC bug 54412), and a thread of two crashes. Define
                             it with a gcc that is patched, as those of Debian, MSYS2 and w64devkit are, or with
                             -Wa,-muse-unaligned-vector-move. clang aligns it: there both are always in
-     TQKV_NO_INTEGER        leaves out the vector loops of attention in integers, a fifth of the code: TQKV_INTEGER then
-                            takes plain C, with the same bits
      TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there,
                             unless TQKV_NO_METAL is defined
      TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links

@@ -28,7 +28,6 @@ static tqkv_result tqkv__index_shape(const tqkv_index *index, tqkv__index *x)
     a.parallel = index->parallel;
     a.allocator = index->allocator;
     a.query_type = index->query_type;
-    a.arithmetic = index->arithmetic;
     if ((r = tqkv__attention_shape(&a, &x->a)) != TQKV_OK) return r;
     if (x->a.n_kv_heads != 1) return TQKV__INVALID("keys of an index: n_kv_heads is not 1");
     if ((r = tqkv__attention_range(&a, &x->a)) != TQKV_OK) return r;
@@ -102,8 +101,7 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     return s;
 }
 
-/* Brings the queries of an item into the order of the keys, with their weights and what a centre adds to their
-   scores. */
+/* Arranges the queries of an item for the keys, with their weights and what a centre adds to their scores. */
 static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
 {
     const tqkv__attention *a = &job->x->a;
@@ -126,11 +124,11 @@ static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const 
         n = n_rows - row < most ? n_rows - row : most;
         const int heads = n < n_heads ? n : n_heads; /* whole queries, or some heads of one */
         const size_t at = (size_t)row * (size_t)x->a.key_dim;
-        x->a.isa->score_tile(&x->a.keys, 0, segment, s->q + at, n, false, s->tile);
-        if (s->digits) x->a.isa->score_tile(&x->a.keys, 0, segment, s->rest + at, n, true, s->tile);
+        x->a.kernels->score_tile(&x->a.keys, 0, segment, s->q + at, n, false, s->tile);
+        if (s->digits) x->a.kernels->score_tile(&x->a.keys, 0, segment, s->rest + at, n, true, s->tile);
         for (int i = 0; i < n; i += heads)
-            x->a.isa->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
-                                heads, s->sums + (row + i) / n_heads * TQKV__TILE);
+            x->a.kernels->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
+                                    heads, s->sums + (row + i) / n_heads * TQKV__TILE);
     }
 }
 
@@ -192,7 +190,7 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
             if (seen > 0) tqkv__pool(x, s.sums + i * TQKV__TILE, position, (int)seen, end, &s.totals[i], out);
         }
     }
-    for (int i = 0; x->a.round_query && i < s.n_queries; i++) {
+    for (int i = 0; i < s.n_queries; i++) {
         float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks + block;
         for (int64_t b = 0; b < n_blocks; b++) out[b] = tqkv__one_nan(out[b]);
     }

@@ -78,8 +78,7 @@ static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, in
     else
         for (int pass = 0; pass < TQKV__PASSES; pass++) tqkv__attend_rows(w, pass, range);
     tqkv__add_before(w, NULL);
-    w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
-    if (w->before) tqkv__turn_sums(w->a, w->before->region.values, &w->a->values, n_rows, sums->out);
+    w->a->kernels->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
 }
 
 /* Returns the sums of n_rows rows in memory. */

@@ -26,22 +26,13 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
-#define TQKV__FLOATS_ON_GPU "arithmetic: a GPU multiplies floats only"
-
-/* Changes to the integers of the set, if the call asks for them. */
-static tqkv_result tqkv__take_arithmetic(tqkv__attention *a)
+/* Takes the functions of the set, and what they look up. */
+static void tqkv__take_kernels(tqkv__attention *a)
 {
-    if (a->call.arithmetic == TQKV_FLOAT) return TQKV_OK;
-    if (a->call.arithmetic != TQKV_INTEGER) return TQKV__INVALID("arithmetic: no tqkv_arithmetic");
-    if (a->keys.book_bits > 6 || a->values.book_bits > 6 || a->tail.book_bits > 6)
-        return TQKV__REFUSE(UNSUPPORTED, "arithmetic: the centroids of TQ8 do not fit integers of 8 bits");
-    const tqkv__integers *integers = tqkv__integers_for(a->isa);
-    a->isa = &integers->isa;
-    a->round_query = integers->round_query;
+    a->kernels = tqkv__kernels_for(a->isa);
     tqkv__fill_integers(&a->keys);
     tqkv__fill_integers(&a->values);
     if (a->call.tail) tqkv__fill_integers(&a->tail);
-    return TQKV_OK;
 }
 
 /* Takes the tail, which lies in the slots of the keys. */
@@ -136,7 +127,7 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
         r->n_rows > (size_t)INT_MAX)
         return TQKV__INVALID("n_queries * n_heads * head_dim is too large");
     if ((result = tqkv__take_strides(r)) != TQKV_OK) return result;
-    if ((result = tqkv__take_arithmetic(r)) != TQKV_OK) return result;
+    tqkv__take_kernels(r);
     return tqkv__check_tree_and_sinks(call);
 }
 
@@ -288,7 +279,7 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
         tqkv_result r = open(call->first_tail, &a->first_tail);
         if (r == TQKV_OK) r = tqkv__check_first_tail(a, &a->first_tail);
         if (r != TQKV_OK) return r;
-        if (a->round_query) tqkv__fill_integers(&a->first_tail);
+        tqkv__fill_integers(&a->first_tail);
     }
     a->exact_below = below;
     a->kept = below < a->first ? below : a->first;

@@ -52,9 +52,8 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-/* Brings part 0 or 1 of an item's queries into the basis and order of a stream, times scale. arranged:
-   [n_rows][head_dim]; so is halves, the queries for halves of the same basis, or NULL, and rest, the second digits of
-   integers. Whether there are any. */
+/* Brings part 0 or 1 of an item's queries into the basis of a stream, times scale, as floats or integers. Returns whether
+   there are second digits. arranged, halves (as floats, or NULL), rest (second digits): [n_rows][head_dim] */
 static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
                                const tqkv__stream *s, float *arranged, float *halves, float *rest)
 {
@@ -68,14 +67,14 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
         if (s->rotated && original) a->isa->codec->rotate(natural, s->head_dim);
         tqkv__scale(natural, s->head_dim, a->call.scale);
         if (halves) memcpy(halves + (size_t)i * (size_t)s->head_dim, natural, (size_t)s->head_dim * sizeof(float));
-        if (!a->round_query || s->kind == TQKV__HALF) {
-            tqkv__to_decoded(a->isa, s, natural, arranged);
+        if (tqkv__in_floats(s)) {
+            memcpy(arranged, natural, (size_t)s->head_dim * sizeof(float));
             continue;
         }
-        a->round_query(s, natural, arranged);
+        a->kernels->round_query(s, natural, arranged);
         float *second = rest + (size_t)i * (size_t)s->head_dim;
         if (tqkv__round_rest(natural, s->head_dim)) {
-            a->round_query(s, natural, second);
+            a->kernels->round_query(s, natural, second);
             digits = true;
         } else {
             memset(second, 0, (size_t)s->head_dim * sizeof(float));
@@ -85,13 +84,10 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
 }
 
 /* Returns the floats of an arranged query with its second digits. */
-static size_t tqkv__query_floats(const tqkv__attention *a)
-{
-    return tqkv__first_floats(a) + (a->round_query ? (size_t)a->key_dim : 0);
-}
+static size_t tqkv__query_floats(const tqkv__attention *a) { return tqkv__first_floats(a) + (size_t)a->key_dim; }
 
-/* arranged: [n_rows][head_dim] of the keys, of the tail and, if some keys are halves, of the keys for these; then
-   second digits of integers, of the keys and of the tail. Returns which of these two have any: 1 and 2. */
+/* Returns which parts have second digits: 1 for the keys, 2 for the tail. arranged: [n_rows][head_dim] of the keys, of
+   the tail and, if some keys are halves, of the keys for these; then the second digits of both parts */
 static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
     const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
@@ -187,10 +183,9 @@ static const float *tqkv__output_center(const tqkv__attention *a, int kv_head, f
     return room;
 }
 
-/* Settles the NaNs of integers, see tqkv__one_nan. out: [value_dim] */
+/* Makes a row the same on all processors, see tqkv__one_nan. out: [value_dim] */
 static void tqkv__settle_row(const tqkv__attention *a, float *out, float *max, float *sum)
 {
-    if (!a->round_query) return;
     for (int d = 0; d < a->value_dim; d++) out[d] = tqkv__one_nan(out[d]);
     *max = tqkv__one_nan(TQKV__AS_FLOAT(*max + 0.0f)); /* second digits of other rows turn -0 into 0 */
     *sum = tqkv__one_nan(*sum);
@@ -212,10 +207,10 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
         void *to = tqkv__output_at(request, row);
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, request->q, row)) : 0.0;
-        tqkv__to_natural(a->isa, &a->values, sums->out + (size_t)i * (size_t)a->value_dim, out);
+        const float *from = sums->out + (size_t)i * (size_t)a->value_dim;
         /* Codes of masked slots have the weight 0, and leave their signs in sums that have underflowed: -0 becomes
            0. */
-        for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + 0.0f);
+        for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(from[d] + 0.0f);
         if (scored) tqkv__shift_scores(a, score, out, &max, &sum);
         if (!request->max)
             tqkv__finish_row(a, (int)(row % (size_t)a->call.n_heads), a->unrotate_output, center, out, max, sum);

@@ -1,15 +1,4 @@
-/* >>tile: the order of decoded values, tiles, and the sums of a tile, of a piece and of a stretch */
-
-/* Queries take the order of decoded codes; sums of values are put back. */
-static void tqkv__to_decoded(const tqkv__isa *isa, const tqkv__stream *s, const float *natural, float *decoded)
-{
-    isa->reorder(s, isa->columns, true, natural, decoded);
-}
-
-static void tqkv__to_natural(const tqkv__isa *isa, const tqkv__stream *s, const float *decoded, float *natural)
-{
-    isa->reorder(s, isa->columns, false, decoded, natural);
-}
+/* >>tile: tiles, and the sums of a tile, of a piece and of a stretch */
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 
@@ -110,12 +99,8 @@ static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *re
     if (a->call.tail) tqkv__open_segment(region->tail, tile->position, tile->n, end, &tile->tail);
 }
 
-/* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines,
-   but late where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128,
-   32768 positions, AMD EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with
-   codes in a cache it adds 1%. Not for codes of less than two lines a row that go on where this tile ends: the
-   processor sees one stream and reads it ahead by itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8
-   and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
+/* Prefetches a line of each 4 KiB of the next tile, and its norms: the loops prefetch the rest, but late where the
+   processor does not know the memory page yet. It reads short rows that go on where this tile ends ahead by itself. */
 static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__segment *segment)
 {
     const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
@@ -130,9 +115,25 @@ static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__seg
     tqkv__prefetch(TQKV__L1, (const uint8_t *)norms, norms_size + 63); /* they may begin within a line */
 }
 
-/* Does what value_tile does, safe for F16: if a tile holds NaN or Inf and some row does not see all of it, each
-   position is added alone, and only to rows that see it: also with a weight that has underflowed to 0, as where all see
-   all of it. */
+/* Whether no value of a segment is infinite or NaN, so that a weight of 0 adds nothing. */
+static bool tqkv__segment_finite(const tqkv__attention *a, const tqkv__stream *s, int kv_head,
+                                 const tqkv__segment *segment)
+{
+    const size_t n = (size_t)segment->n;
+    if (!tqkv__in_floats(s)) return true;
+    if (s->kind == TQKV__HALF)
+        return a->isa->codec->rows_finite(TQKV_TYPE_F16, tqkv__codes_at(s, kv_head, segment->slot),
+                                          n * (size_t)s->head_dim);
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
+    for (size_t i = 0; i < n * (size_t)s->norms_per_row; i++) {
+        const float most = tqkv__factor(s, norms[i]) * s->codebook[255];
+        if (!tqkv__all_finite(&most, 1)) return false;
+    }
+    return true;
+}
+
+/* Does what value_tile does, safe for floats: if a tile holds NaN or infinity and some row does not see all of it, each
+   position is added alone, to the rows that see it, even with a weight that has underflowed to 0. */
 static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__attention *a = tile->streams;
@@ -140,10 +141,8 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
     const tqkv__segment *segment = &tile->values;
     const int kv_head = tile->kv_head;
     const float *weights = tile->scores + tile->begin;
-    if (s->kind != TQKV__HALF || tile->whole ||
-        a->isa->codec->rows_finite(TQKV_TYPE_F16, tqkv__codes_at(s, kv_head, segment->slot),
-                                   (size_t)segment->n * (size_t)s->head_dim)) {
-        a->isa->value_tile(s, kv_head, segment, weights, n_rows, tile->scaled, out);
+    if (tile->whole || tqkv__segment_finite(a, s, kv_head, segment)) {
+        a->kernels->value_tile(s, kv_head, segment, weights, n_rows, tile->scaled, out);
         return;
     }
     for (int row = 0; row < n_rows; row++)
@@ -152,7 +151,7 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
             float alone[TQKV__TILE] = {0};
             alone[0] = weights[row * TQKV__TILE + j];
             if (!tqkv__span_has(&tile->spans[row], tile->begin + j)) continue;
-            a->isa->value_tile(s, kv_head, &one, alone, 1, tile->scaled, out + (size_t)row * (size_t)s->head_dim);
+            a->kernels->value_tile(s, kv_head, &one, alone, 1, tile->scaled, out + (size_t)row * (size_t)s->head_dim);
         }
 }
 
@@ -230,24 +229,11 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n
     const bool codes = tile->region.keys == &a->keys;
     const size_t all = (size_t)n_rows, of_keys = all * (size_t)a->keys.head_dim;
     const float *rest = q + all * tqkv__first_floats(a);
-    a->isa->score_tile(tile->region.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim, n_rows,
-                       false, scores);
+    a->kernels->score_tile(tile->region.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim,
+                           n_rows, false, scores);
     if (a->call.tail)
-        a->isa->score_tile(tile->region.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
-    if ((digits & 1) && codes) a->isa->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
+        a->kernels->score_tile(tile->region.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
+    if ((digits & 1) && codes) a->kernels->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
     if (digits & 2)
-        a->isa->score_tile(tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
-}
-
-/* Brings sums of values, which have the order of the stream that is added to them, into that of another. */
-static void tqkv__turn_sums(const tqkv__attention *a, const tqkv__stream *from, const tqkv__stream *to, int n_rows,
-                            float *out)
-{
-    if (a->isa->columns == 1 || (from->main_bits < 8) == (to->main_bits < 8)) return;
-    for (int row = 0; row < n_rows; row++, out += a->value_dim) {
-        if (from->main_bits < 8)
-            tqkv__to_natural(a->isa, from, out, out);
-        else
-            tqkv__to_decoded(a->isa, to, out, out);
-    }
+        a->kernels->score_tile(tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
 }

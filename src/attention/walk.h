@@ -291,8 +291,7 @@ static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
     if (!before) return;
     if (before->region.number == tile->region.number && before->position / TQKV__PIECE == tile->position / TQKV__PIECE)
         return;
-    w->a->isa->end_piece(n_rows, w->a->value_dim, &w->piece, &w->sums);
-    tqkv__turn_sums(w->a, before->region.values, tile->region.values, n_rows, w->sums.out);
+    w->a->kernels->end_piece(n_rows, w->a->value_dim, &w->piece, &w->sums);
 }
 
 static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
@@ -301,8 +300,8 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
     tqkv__score_tile(tile, w->q, w->digits, n_rows);
     tqkv__add_before(w, tile->ranks);
     tqkv__end_piece_before(w, tile);
-    w->a->isa->softmax_tile(w->a, tile->spans, w->offsets, n_rows, tile->scores, w->piece.max, w->piece.sum,
-                            w->piece.out);
+    w->a->kernels->softmax_tile(w->a, tile->spans, w->offsets, n_rows, tile->scores, w->piece.max, w->piece.sum,
+                                w->piece.out);
     w->before = tile;
 }
 

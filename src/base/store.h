@@ -106,7 +106,7 @@ typedef struct tqkv__stream {
     const float *inverses;          /* 1 / channel_scale, where they are kept; else NULL, see tqkv__inverses_of */
     const int32_t *pages;           /* [n_pages] or NULL: no table, or one that the processor does not know */
     int n_pages, page_size;         /* 0 without a table */
-    uint8_t planes[4][128];         /* byte p of each centroid in planes[p], for byte look-ups; see tqkv__fill_planes */
+    uint8_t planes[4][128];         /* TQ8: byte p of each centroid in planes[p]; see tqkv__fill_planes */
     int8_t centroids[64];           /* integers, and their step; see tqkv__fill_integers */
     float step, root, inverse_root; /* root: of head_dim */
 } tqkv__stream;
@@ -267,25 +267,12 @@ static const float *tqkv__scale_of(const tqkv__stream *s, int kv_head)
 /* Returns the bytes of a page table. */
 static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_pages * sizeof(int32_t); }
 
-/* Splits n floats into bytes, byte p of each in planes[p], repeated: what look-ups of bytes take. n: a power of two up
-   to 128 */
-static void tqkv__split_floats(const float *x, int n, uint8_t planes[4][128])
-{
-    for (int i = 0; i < n; i++)
-        for (int at = i; at < 128; at += n) {
-            const uint32_t bits = tqkv__bits(x[i]);
-            planes[0][at] = (uint8_t)bits;
-            planes[1][at] = (uint8_t)(bits >> 8);
-            planes[2][at] = (uint8_t)(bits >> 16);
-            planes[3][at] = (uint8_t)(bits >> 24);
-        }
-}
-
-/* Codebooks are symmetric: centroid n - 1 - c is -centroid c. For TQ8 the lower half is enough: look-ups take ~c for a
-   code c of the upper half, and flip the sign. */
+/* TQ8 has more centroids than registers hold, but they are symmetric: centroid 255 - c is -centroid c, and the lower
+   half is enough. */
 static void tqkv__fill_planes(tqkv__stream *s)
 {
-    if (s->kind == TQKV__BOOK) tqkv__split_floats(s->codebook, s->book_bits < 8 ? 1 << s->book_bits : 128, s->planes);
+    for (int i = 0; i < 128 && s->book_bits == 8; i++)
+        for (int p = 0; p < 4; p++) s->planes[p][i] = (uint8_t)(tqkv__bits(s->codebook[i]) >> (8 * p));
 }
 
 /* Whether encoding into a stream overwrites memory at p. */

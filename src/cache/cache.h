@@ -264,7 +264,6 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->attention.sinks = desc->sinks;
     c->attention.parallel = desc->parallel;
     c->attention.allocator = desc->allocator;
-    c->attention.arithmetic = desc->arithmetic;
     c->attention.non_causal = desc->non_causal;
     r = tqkv__attention_shape(&c->attention, &resolved);
     if (r != TQKV_OK) return r;
@@ -273,7 +272,6 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->matrix_group = desc->matrix_group;
     c->metal = desc->metal;
     if (c->metal && (r = tqkv__check_metal(&c->keys, &c->values, &c->tail)) != TQKV_OK) return r;
-    if (c->metal && resolved.round_query) return TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
     return TQKV_OK;
 }

@@ -287,7 +287,6 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
     if ((r = tqkv__check_source(&s, src, n_tokens, noise, alignment, size)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &quantiser);
-    tqkv__fill_planes(&s);
     for (int h = 0; h < s.n_kv_heads; h++)
         noise[h] = n_tokens && n_queries
                        ? sqrt(tqkv__head_noise(&s, &quantiser, src, n_tokens, h, &queries) / s.head_dim)

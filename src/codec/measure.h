@@ -94,7 +94,6 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     if (r != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &q);
-    tqkv__fill_planes(&s);
     const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
     for (int h = 0; h < s.n_kv_heads; h++) {
         memset(&m, 0, sizeof m);

@@ -15,7 +15,6 @@ static tqkv_result tqkv__plan_index_open(const tqkv_metal_index *from, tqkv__ind
     memset(&call.allocator, 0, sizeof call.allocator);
     const tqkv_result r = tqkv__index_shape(&call, x);
     if (r != TQKV_OK) return r;
-    if (x->a.round_query) return TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     return call.end > INT_MAX ? TQKV__REFUSE(UNSUPPORTED, "an index of 2^31 keys: not on a GPU") : TQKV_OK;
 }
 

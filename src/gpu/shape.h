@@ -144,7 +144,6 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if (r == TQKV_OK) r = tqkv__check_tail(a->keys.head_dim, a->tail.head_dim);
     if (r == TQKV_OK) r = from->attention.list ? tqkv__check_list(a) : tqkv__list_shape(a);
     if (r == TQKV_OK && a->call.list) r = tqkv__check_list_rows(a);
-    if (r == TQKV_OK && a->round_query) r = TQKV__REFUSE(UNSUPPORTED, TQKV__FLOATS_ON_GPU);
     if (r == TQKV_OK) r = tqkv__check_call_strides(a);
     a->matrix_group = from->matrix_group;
     if (r != TQKV_OK || !a->keys.page_size == !a->values.page_size) return r;

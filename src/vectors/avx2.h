@@ -51,160 +51,24 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
-TQKV__OP __m256 tqkv__sum_fours_avx2(const __m256 *x)
+/* Loads eight centroids of TQ8 at a time. The asm keeps the codes in a register of which x86 reads the two lowest bytes
+   (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
+TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float *to)
 {
-    const __m256 a = _mm256_add_ps(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
-    const __m256 b = _mm256_add_ps(_mm256_unpacklo_ps(x[2], x[3]), _mm256_unpackhi_ps(x[2], x[3]));
-    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
-}
-TQKV__OP __m256 tqkv__sum_across_avx2(const float *x)
-{
-    const __m256 a = _mm256_load_ps(x), b = _mm256_load_ps(x + 8);
-    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
-}
-/* A matrix [4][2] to [2][4], or back */
-TQKV__OP void tqkv__turn_avx2(const bool decoded, const int columns, __m256 *x)
-{
-    const __m256i to = _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0), back = _mm256_set_epi32(7, 3, 6, 2, 5, 1, 4, 0);
-    if (columns == 2) *x = _mm256_permutevar8x32_ps(*x, decoded ? to : back);
-}
-/* Permutes use the lowest three bits. Blends use the sign bit, to which the shifts bring the bits above. */
-TQKV__OP __m256 tqkv__permute_16_avx2(const __m256 *table, __m256i codes)
-{
-    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table[0], codes), _mm256_permutevar8x32_ps(table[1], codes),
-                            _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
-}
-TQKV__OP __m256 tqkv__permute_32_avx2(const __m256 *table, __m256i codes)
-{
-    return _mm256_blendv_ps(tqkv__permute_16_avx2(table, codes), tqkv__permute_16_avx2(table + 2, codes),
-                            _mm256_castsi256_ps(_mm256_slli_epi32(codes, 27)));
-}
-/* Looks up the four bytes of 32 centroids and joins them: vector k of four has codes 4k to 4k + 3 of either half.
-   upper: all ones for a code in the upper half. index: its number among 16. second: the sign bit marks the second 16 of
-   the half. The table has these as xor with the first: a negative index gives 0, and xor is cheaper than a blend. Both
-   unpacks of two bytes come before the next look-up and save registers, whichever of them this vector needs. */
-TQKV__OP __m256 tqkv__centroids_of_planes_avx2(const int bits, const int k, const __m256 *table, __m256i index,
-                                               __m256i upper, __m256i second)
-{
-    const __m256i sign = _mm256_set1_epi8(-128), beyond = _mm256_or_si256(index, _mm256_andnot_si256(second, sign));
-    __m256i bytes[4], words[2];
-    TQKV__UNROLL
-    for (int p = 0; p < 4; p++) {
-        bytes[p] = _mm256_shuffle_epi8(_mm256_castps_si256(table[p]), index);
-        if (bits == 6)
-            bytes[p] = _mm256_xor_si256(bytes[p], _mm256_shuffle_epi8(_mm256_castps_si256(table[4 + p]), beyond));
-        if (bits > 4 && p == 3) bytes[3] = _mm256_xor_si256(bytes[3], _mm256_and_si256(upper, sign));
-        if (p % 2 == 0) continue;
-        const __m256i lower = _mm256_unpacklo_epi8(bytes[p - 1], bytes[p]);
-        const __m256i higher = _mm256_unpackhi_epi8(bytes[p - 1], bytes[p]);
-        words[p / 2] = k < 2 ? lower : higher;
-    }
-    return _mm256_castsi256_ps(k % 2 ? _mm256_unpackhi_epi16(words[0], words[1])
-                                     : _mm256_unpacklo_epi16(words[0], words[1]));
-}
-TQKV__OP void tqkv__load_table_avx2(const int bits, const bool nibbles, const tqkv__stream *s, __m256 *table)
-{
-    (void)nibbles; /* always the bytes of centroids */
-    for (int p = 0; p < 4; p++) {
-        const __m128i first = tqkv__load_128(s->planes[p]), second = tqkv__load_128(s->planes[p] + 16);
-        table[p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(first));
-        if (bits == 6) table[4 + p] = _mm256_castsi256_ps(_mm256_broadcastsi128_si256(_mm_xor_si128(first, second)));
-    }
-}
-/* Sets all bits of the bytes that have those of `bit`. */
-TQKV__OP __m256i tqkv__has_bit_avx2(__m256i bytes, __m256i bit)
-{
-    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
-}
-/* Loads the first `size` bytes at p, 2 to 16, then zeros. */
-TQKV__OP __m128i tqkv__load_bytes_avx2(const int size, const uint8_t *p)
-{
-    long long word = 0;
-    if (size == 16) return tqkv__load_128(p);
-    if (size == 8) return tqkv__load_64(p);
-    memcpy(&word, p, (size_t)(size % 8));
-    return _mm_cvtsi64_si128(word);
-}
-/* Spreads the pairs of bits of 2 * per_lane bytes, in the order of nibbles: the even ones, then the odd ones, each in
-   the lowest bits of a byte with others above it. */
-TQKV__OP __m256i tqkv__spread_pairs_avx2(const int per_lane, const uint8_t *p)
-{
-    const __m128i words = _mm_cvtepu8_epi16(tqkv__load_bytes_avx2(2 * per_lane, p)),
-                  spread = _mm_or_si128(words, _mm_slli_epi16(words, 4));
-    return _mm256_srlv_epi64(_mm256_broadcastsi128_si256(spread), _mm256_set_epi64x(2, 2, 0, 0));
-}
-/* A strip is 16 bytes, or half of them (per_lane 2): the low nibbles go to the lower half of a vector, the high ones to
-   the upper half. */
-TQKV__OP __m256 tqkv__centroids_of_packed_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
-                                               const uint8_t *p, const uint8_t *upper)
-{
-    const __m256i fifteen = _mm256_set1_epi8(15);
-    const __m256i codes = bits < 4
-                              ? tqkv__spread_pairs_avx2(per_lane, p)
-                              : _mm256_srlv_epi64(_mm256_broadcastsi128_si256(tqkv__load_bytes_avx2(4 * per_lane, p)),
-                                                  _mm256_set_epi64x(4, 4, 0, 0));
-    if (bits == 2) {
-        const __m256i index = _mm256_and_si256(codes, _mm256_set1_epi8(3));
-        return tqkv__centroids_of_planes_avx2(2, k, table, index, index, index);
-    }
-    if (bits == 4) return tqkv__centroids_of_planes_avx2(4, k, table, _mm256_and_si256(codes, fifteen), codes, codes);
-    __m256i half, second;
-    if (bits == 3 || bits == 5) { /* bits 2i and 2i + 1 of four bytes */
-        int word = 0;
-        memcpy(&word, upper, per_lane == 4 ? 4 : 2);
-        const __m256i order = _mm256_broadcastsi128_si256(_mm_set_epi32(0x03030303, 0x02020202, 0x01010101, 0));
-        const __m256i bit = _mm256_set_m128i(_mm_set1_epi32((int)0x80200802), _mm_set1_epi32(0x40100401));
-        second = half = tqkv__has_bit_avx2(_mm256_shuffle_epi8(_mm256_set1_epi32(word), order), bit);
-        if (bits == 3) {
-            const __m256i pair = _mm256_and_si256(codes, _mm256_set1_epi8(3));
-            const __m256i index = _mm256_or_si256(pair, _mm256_and_si256(half, _mm256_set1_epi8(4)));
-            return tqkv__centroids_of_planes_avx2(3, k, table, index, index, index);
+    const float *centroids = s->codebook;
+    for (int d = 0; d < n; d += 8) {
+        __m128 pairs[4];
+        uint64_t codes;
+        memcpy(&codes, from + d, sizeof codes);
+        TQKV__UNROLL
+        for (int i = 0; i < 4; i++, codes >>= 16) {
+            __asm__("" : "+Q"(codes));
+            pairs[i] =
+                _mm_unpacklo_ps(_mm_load_ss(centroids + (codes & 255)), _mm_load_ss(centroids + (codes >> 8 & 255)));
         }
-    } else { /* bits 4i to 4i + 3 of eight bytes */
-        const __m256i order =
-            _mm256_broadcastsi128_si256(_mm_set_epi32(0x07070606, 0x05050404, 0x03030202, 0x01010000));
-        const __m256i bytes =
-            _mm256_shuffle_epi8(_mm256_broadcastq_epi64(tqkv__load_bytes_avx2(2 * per_lane, upper)), order);
-        const __m256i fifth = _mm256_set_m128i(_mm_set1_epi16(0x4004), _mm_set1_epi16(0x1001));
-        half = tqkv__has_bit_avx2(bytes, _mm256_add_epi8(fifth, fifth));
-        second = _mm256_xor_si256(tqkv__has_bit_avx2(bytes, fifth), half);
+        _mm_storeu_ps(to + d, _mm_movelh_ps(pairs[0], pairs[1]));
+        _mm_storeu_ps(to + d + 4, _mm_movelh_ps(pairs[2], pairs[3]));
     }
-    return tqkv__centroids_of_planes_avx2(bits, k, table, _mm256_and_si256(_mm256_xor_si256(codes, half), fifteen),
-                                          half, second);
-}
-/* Loads eight centroids of TQ8, whose magnitudes would take 32 shuffles. The asm keeps the codes in a register of which
-   x86 reads the two lowest bytes (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
-TQKV__OP __m256 tqkv__centroids_by_loads_avx2(const uint8_t *p)
-{
-    const float *centroids = tqkv__tables.codebook_8;
-    __m128 pairs[4];
-    uint64_t codes;
-    memcpy(&codes, p, sizeof codes);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++, codes >>= 16) {
-        __asm__("" : "+Q"(codes));
-        const __m128 low = _mm_load_ss(centroids + (codes & 255)), high = _mm_load_ss(centroids + (codes >> 8 & 255));
-        pairs[i] = _mm_unpacklo_ps(low, high);
-    }
-    return _mm256_set_m128(_mm_movelh_ps(pairs[2], pairs[3]), _mm_movelh_ps(pairs[0], pairs[1]));
-}
-TQKV__OP __m256 tqkv__centroids_of_bytes_avx2(const int bits, const int per_lane, const int k, const __m256 *table,
-                                              const uint8_t *p)
-{
-    if (bits == 8) return tqkv__centroids_by_loads_avx2(p + 8 * k);
-    const __m256i order =
-        _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0); /* puts the codes of each of the four vectors in place */
-    const __m256i bytes = per_lane == 4 ? _mm256_loadu_si256((const __m256i *)(const void *)p)
-                                        : _mm256_zextsi128_si256(tqkv__load_128(p));
-    const __m256i codes = _mm256_permutevar8x32_epi32(bytes, order);
-    const __m256i half = _mm256_cmpgt_epi8(_mm256_setzero_si256(), _mm256_slli_epi16(codes, 8 - bits));
-    const __m256i index = _mm256_and_si256(_mm256_xor_si256(codes, half), _mm256_set1_epi8(15));
-    return tqkv__centroids_of_planes_avx2(bits, k, table, index, half,
-                                          _mm256_xor_si256(_mm256_slli_epi16(codes, 3), half));
-}
-TQKV__OP __m256 tqkv__load_i8_avx2(const uint8_t *p)
-{
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(tqkv__load_64(p)));
 }
 TQKV__OP __m256 tqkv__load_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(tqkv__load_128(p)); }
 TQKV__OP __m256 tqkv__load_bf16_avx2(const uint8_t *p)
@@ -350,36 +214,9 @@ TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
     _mm_storeu_si128((__m128i *)(void *)p, _mm_packus_epi32(low, high));
 }
 
-/* Only vectors of 16 need these. */
-TQKV__OP void tqkv__load_fields_avx2(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
-                                     __m256i *low, __m256i *high)
-{
-    (void)bits, (void)count, (void)p, (void)upper;
-    *low = *high = _mm256_setzero_si256();
-}
-TQKV__OP __m256i tqkv__join_fields_avx2(const int bits, int k, __m256i low, __m256i high)
-{
-    (void)bits, (void)k, (void)high;
-    return low;
-}
-TQKV__OP void tqkv__next_codes_avx2(const int bits, __m256i *codes) { (void)bits, (void)codes; }
-TQKV__OP __m256 tqkv__look_up_avx2(const int bits, const __m256 *table, __m256i codes)
-{
-    (void)bits, (void)codes;
-    return *table;
-}
-
 #define TQKV__(name) tqkv__##name##_avx2
 #define TQKV__ENCODES
-#define TQKV__WIDTH              8 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME           "avx2"
-#define TQKV__LANES              8
-#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
-#define TQKV__MATRIX_ROWS        4
-#define TQKV__NIBBLE_STRIP       4
-#define TQKV__STRIP_TOGETHER     1
-#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
-#define TQKV__SCORE_ROWS         2 /* keys, and decoded keys */
-#define TQKV__DECODED_SCORE_ROWS 3
-#define TQKV__SUMS               8 /* vectors of sums of values in registers */
+#define TQKV__WIDTH    8 /* vectors of the rotation in registers */
+#define TQKV__ISA_NAME "avx2"
+#define TQKV__LANES    8
 #include "loops.h"

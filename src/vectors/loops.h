@@ -7,14 +7,6 @@
 
 #include "loops/softmax.h"
 
-#include "loops/decode.h"
-
-#include "loops/dot.h"
-
-#include "loops/accumulate.h"
-
-#include "loops/tiles.h"
-
 #ifdef TQKV__ENCODES
 #include "loops/widen.h"
 
@@ -33,13 +25,9 @@
 
 #ifdef TQKV__INTEGER_LANES
 
-#include "loops/integer.h"
-
 #include "loops/halves.h"
 
-#include "loops/integer_few.h"
-
-#include "loops/integer_tiles.h"
+#include "loops/rows.h"
 
 #endif /* TQKV__INTEGER_LANES */
 

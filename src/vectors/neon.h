@@ -47,145 +47,15 @@ TQKV__OP void tqkv__add_sums_of_16_neon(const float32x4_t *x, bool add, float *t
     }
     vst1q_f32(to, vaddq_f32(add ? vld1q_f32(to) : vdupq_n_f32(0.0f), vpaddq_f32(pairs[0], pairs[1])));
 }
-TQKV__OP float32x4_t tqkv__sum_fours_neon(const float32x4_t *x)
+/* Loads centroids of TQ8, eight codes at a time. */
+TQKV__OP void tqkv__decode_tq8_neon(const tqkv__stream *s, const uint8_t *codes, int n, float *to)
 {
-    return vpaddq_f32(vpaddq_f32(x[0], x[1]), vpaddq_f32(x[2], x[3]));
-}
-TQKV__OP float32x4_t tqkv__sum_across_neon(const float *x) { return vld1q_f32(x); }
-/* A matrix [16][2] to [2][16], or back */
-TQKV__OP void tqkv__turn_neon(const bool decoded, const int columns, float32x4_t *x)
-{
-    float32x4_t y[8];
-    if (columns < 2) return;
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        y[decoded ? i : 2 * i] = decoded ? vuzp1q_f32(x[2 * i], x[2 * i + 1]) : vzip1q_f32(x[i], x[4 + i]);
-        y[decoded ? 4 + i : 2 * i + 1] = decoded ? vuzp2q_f32(x[2 * i], x[2 * i + 1]) : vzip2q_f32(x[i], x[4 + i]);
+    for (int d = 0; d < n; d += 8) {
+        uint64_t eight;
+        memcpy(&eight, codes + d, sizeof eight);
+        TQKV__UNROLL
+        for (int i = 0; i < 8; i++, eight >>= 8) to[d + i] = s->codebook[eight & 255];
     }
-    TQKV__UNROLL
-    for (int i = 0; i < 8; i++) x[i] = y[i];
-}
-/* Looks up bytes: entry i is bytes 4i to 4i + 3 of 64 in a table. vqtbx keeps the byte of an index beyond. */
-TQKV__OP float32x4_t tqkv__permute_table_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
-{
-    codes = vandq_u32(codes, vdupq_n_u32((1u << bits) - 1));
-    uint8x16_t index = vreinterpretq_u8_u32(vmlaq_n_u32(vdupq_n_u32(0x03020100u), codes, 0x04040404u));
-    uint8x16_t found = vdupq_n_u8(0);
-    TQKV__UNROLL
-    for (int i = 0; i < (1 << bits) / 16; i++, table += 4) {
-        const uint8x16x4_t entries = {{vreinterpretq_u8_f32(table[0]), vreinterpretq_u8_f32(table[1]),
-                                       vreinterpretq_u8_f32(table[2]), vreinterpretq_u8_f32(table[3])}};
-        found = i == 0 ? vqtbl4q_u8(entries, index) : vqtbx4q_u8(found, entries, index);
-        index = vsubq_u8(index, vdupq_n_u8(64));
-    }
-    return vreinterpretq_f32_u8(found);
-}
-/* Looks up the four bytes of 16 centroids, for 16 codes at a time, and joins them into vector k of four. upper: all
-   ones for a code in the upper half. index: its number in the half. */
-TQKV__OP float32x4_t tqkv__centroids_of_planes_neon(const int bits, const int k, const float32x4_t *table,
-                                                    uint8x16_t index, uint8x16_t upper)
-{
-    uint8x16_t bytes[4];
-    TQKV__UNROLL
-    for (int p = 0; p < 4; p++) {
-        const uint8x16x2_t pair = {
-            {vreinterpretq_u8_f32(table[p]), vreinterpretq_u8_f32(table[bits == 6 ? 4 + p : p])}};
-        bytes[p] = bits == 6 ? vqtbl2q_u8(pair, index) : vqtbl1q_u8(pair.val[0], index);
-#ifdef __clang__ /* clang 16 and 19 crash where they may join two look-ups of two registers into one of four */
-        if (bits == 6 && p % 2) __asm__("" : "+w"(bytes[p]));
-#endif
-    }
-    if (bits > 4) bytes[3] = veorq_u8(bytes[3], vandq_u8(upper, vdupq_n_u8(128)));
-    const uint16x8_t low = vreinterpretq_u16_u8(k < 2 ? vzip1q_u8(bytes[0], bytes[1]) : vzip2q_u8(bytes[0], bytes[1]));
-    const uint16x8_t high = vreinterpretq_u16_u8(k < 2 ? vzip1q_u8(bytes[2], bytes[3]) : vzip2q_u8(bytes[2], bytes[3]));
-    return vreinterpretq_f32_u16(k % 2 ? vzip2q_u16(low, high) : vzip1q_u16(low, high));
-}
-TQKV__OP void tqkv__load_table_neon(const int bits, const bool nibbles, const tqkv__stream *s, float32x4_t *table)
-{
-    (void)nibbles; /* always the bytes of centroids */
-    for (int i = 0; i < (bits == 6 ? 8 : 4); i++)
-        table[i] = vreinterpretq_f32_u8(vld1q_u8(s->planes[i % 4] + 16 * (i / 4)));
-}
-/* Looks up codes: [16]; bits above the code are ignored */
-TQKV__OP float32x4_t tqkv__centroids_of_codes_neon(const int bits, const int k, const float32x4_t *table,
-                                                   uint8x16_t codes)
-{
-    const uint8x16_t upper = vtstq_u8(codes, vdupq_n_u8((uint8_t)(1 << (bits - 1))));
-    const uint8x16_t index = vandq_u8(veorq_u8(codes, upper), vdupq_n_u8((uint8_t)((1 << (bits - 1)) - 1)));
-    return tqkv__centroids_of_planes_neon(bits, k, table, index, upper);
-}
-/* Spreads the pairs of bits of eight bytes: those of even codes in the lowest bits of a byte, those of odd codes
-   above. */
-TQKV__OP uint8x16_t tqkv__spread_pairs_neon(const uint8_t *p)
-{
-    const uint16x8_t words = vmovl_u8(vld1_u8(p));
-    return vreinterpretq_u8_u16(vsliq_n_u16(words, words, 4));
-}
-/* Spreads four bytes to 16 pairs of bits, in their own order. */
-TQKV__OP uint8x16_t tqkv__pairs_neon(const uint8_t *p)
-{
-    uint32_t word;
-    memcpy(&word, p, sizeof word);
-    const uint32x4_t bytes = vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(word))));
-    const uint32x4_t two = vorrq_u32(bytes, vshlq_n_u32(bytes, 12));
-    return vandq_u8(vreinterpretq_u8_u32(vorrq_u32(two, vshlq_n_u32(two, 6))), vdupq_n_u8(3));
-}
-/* Returns the main bits of codes 16 * (k / 4) ... of a strip, in the order of reorder. A strip is 32 codes:
-   the low nibbles give the first four vectors, the high ones the other four. A strip of 16 (per_lane 4) keeps its own
-   order. */
-TQKV__OP uint8x16_t tqkv__main_codes_neon(const int main_bits, const int per_lane, const int k, const uint8_t *p)
-{
-    const uint8x16_t mask = vdupq_n_u8((uint8_t)((1 << main_bits) - 1));
-    if (per_lane == 4 && main_bits == 2) return tqkv__pairs_neon(p);
-    if (per_lane == 4) {
-        const uint16x8_t wide = vmovl_u8(vld1_u8(p));
-        return vandq_u8(vreinterpretq_u8_u16(vorrq_u16(wide, vshlq_n_u16(wide, 4))), mask);
-    }
-    const uint8x16_t both = main_bits == 2 ? tqkv__spread_pairs_neon(p) : vld1q_u8(p);
-    return vandq_u8(k < 4 ? both : main_bits == 2 ? vshrq_n_u8(both, 2) : vshrq_n_u8(both, 4), mask);
-}
-/* Loads a field of one upper bit: all ones for a 1. */
-TQKV__OP uint8x16_t tqkv__upper_bit_neon(const int per_lane, const int k, const uint8_t *upper)
-{
-    if (per_lane == 4) {
-        const uint8x8_t bits = vcreate_u8(0x8040201008040201ULL);
-        return vtstq_u8(vcombine_u8(vdup_n_u8(upper[0]), vdup_n_u8(upper[1])), vcombine_u8(bits, bits));
-    }
-    uint32_t word; /* bits 2i and 2i + 1 of four bytes */
-    memcpy(&word, upper, sizeof word);
-    const uint32_t at[4] = {0, 0x01010101u, 0x02020202u, 0x03030303u};
-    const uint8x16_t order = vreinterpretq_u8_u32(vld1q_u32(at));
-    const uint8x16_t bytes = vqtbl1q_u8(vreinterpretq_u8_u32(vdupq_n_u32(word)), order);
-    return vtstq_u8(bytes, vreinterpretq_u8_u32(vdupq_n_u32(k < 4 ? 0x40100401u : 0x80200802u)));
-}
-TQKV__OP float32x4_t tqkv__centroids_of_packed_neon(const int bits, const int per_lane, const int k,
-                                                    const float32x4_t *table, const uint8_t *p, const uint8_t *upper)
-{
-    const uint8x16_t codes = tqkv__main_codes_neon(bits < 4 ? 2 : 4, per_lane, k, p);
-    if (bits == 2 || bits == 4) return tqkv__centroids_of_planes_neon(bits, k % 4, table, codes, codes);
-    if (bits == 3 || bits == 5) {
-        const uint8x16_t half = tqkv__upper_bit_neon(per_lane, k, upper);
-        const uint8x16_t index = bits == 3 ? vorrq_u8(codes, vandq_u8(half, vdupq_n_u8(4)))
-                                           : vandq_u8(veorq_u8(codes, half), vdupq_n_u8(15));
-        return tqkv__centroids_of_planes_neon(bits, k % 4, table, index, half);
-    }
-    if (per_lane == 4) return tqkv__centroids_of_codes_neon(6, k, table, vsliq_n_u8(codes, tqkv__pairs_neon(upper), 4));
-    /* bits 4i to 4i + 3 of eight bytes, spread to the lower halves of 16 */
-    const uint16x8_t wide = vmovl_u8(vld1_u8(upper));
-    const uint8x16_t bytes = vreinterpretq_u8_u16(vorrq_u16(wide, vshlq_n_u16(wide, 4)));
-    return tqkv__centroids_of_codes_neon(6, k % 4, table, vsliq_n_u8(codes, k < 4 ? bytes : vshrq_n_u8(bytes, 2), 4));
-}
-TQKV__OP float32x4_t tqkv__centroids_of_bytes_neon(const int bits, const int per_lane, const int k,
-                                                   const float32x4_t *table, const uint8_t *p)
-{
-    (void)per_lane; /* 4 */
-    return tqkv__centroids_of_codes_neon(bits, k, table, vld1q_u8(p));
-}
-TQKV__OP float32x4_t tqkv__load_i8_neon(const uint8_t *p)
-{
-    uint64_t bytes = 0;
-    memcpy(&bytes, p, 4);
-    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(bytes)))));
 }
 TQKV__OP float32x4_t tqkv__load_f16_neon(const uint8_t *p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
 TQKV__OP float32x4_t tqkv__load_bf16_neon(const uint8_t *p)
@@ -334,36 +204,9 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 {
     vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(words)));
 }
-/* Only vectors of 16 need these. */
-TQKV__OP void tqkv__load_fields_neon(const int bits, const int count, const uint8_t *p, const uint8_t *upper,
-                                     uint32x4_t *low, uint32x4_t *high)
-{
-    (void)bits, (void)count, (void)p, (void)upper;
-    *low = *high = vdupq_n_u32(0);
-}
-TQKV__OP uint32x4_t tqkv__join_fields_neon(const int bits, int k, uint32x4_t low, uint32x4_t high)
-{
-    (void)bits, (void)k, (void)high;
-    return low;
-}
-TQKV__OP void tqkv__next_codes_neon(const int bits, uint32x4_t *codes) { (void)bits, (void)codes; }
-TQKV__OP float32x4_t tqkv__look_up_neon(const int bits, const float32x4_t *table, uint32x4_t codes)
-{
-    (void)bits, (void)codes;
-    return *table;
-}
-
 #define TQKV__(name) tqkv__##name##_neon
 #define TQKV__ENCODES
-#define TQKV__WIDTH              16 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME           "neon"
-#define TQKV__LANES              4
-#define TQKV__COLUMNS            2 /* of a matrix of packed codes: see reorder */
-#define TQKV__MATRIX_ROWS        16
-#define TQKV__NIBBLE_STRIP       8
-#define TQKV__STRIP_TOGETHER     1
-#define TQKV__ROWS               4 /* queries whose sums fit in registers: values, */
-#define TQKV__SCORE_ROWS         4 /* keys, and decoded keys */
-#define TQKV__DECODED_SCORE_ROWS 4
-#define TQKV__SUMS               16 /* vectors of sums of values in registers */
+#define TQKV__WIDTH    16 /* vectors of the rotation in registers */
+#define TQKV__ISA_NAME "neon"
+#define TQKV__LANES    4
 #include "loops.h"

@@ -55,16 +55,10 @@ typedef struct tqkv__sums {
     float *out, *max, *sum;
 } tqkv__sums;
 
-/* The functions of attention in one instruction set. */
-typedef struct tqkv__isa {
-    const char *name;
-    int lanes;   /* floats in a vector */
-    int columns; /* see reorder; 1: all codes are decoded in the order of their dimensions */
-    const tqkv__codec *codec;
-    /* Packed codes are decoded in an order of their own, where columns > 1: each matrix [rows][columns] of values comes
-       transposed. The rest of a panel is a matrix of fewer columns. Brings a row into that order, or back from it; rows
-       of other codes keep theirs. from, to: [head_dim], may be the same */
-    void (*reorder)(const tqkv__stream *s, int columns, bool decoded, const float *from, float *to);
+/* The functions of attention; every set gives the same bits. */
+typedef struct tqkv__kernels {
+    /* Makes integers of a query, in an order of the set's own, with their unit. query, to: [head_dim] */
+    void (*round_query)(const tqkv__stream *s, const float *query, float *to);
     /* scores[row][j] (+)= q[row] . key[slot + j] for j < n, with the segment's slot and n; add: to the scores of
        another part of the keys. q: [n_rows][head_dim], scores: [n_rows][TQKV__TILE] */
     void (*score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q, int n_rows,
@@ -77,14 +71,21 @@ typedef struct tqkv__isa {
     /* Adds the sums of a piece to those of its stretch, each rounded once, and clears them for the next piece, whose
        maximum goes on from here. */
     void (*end_piece)(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums);
-    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing, even beside a NaN norm
-       in a slot that this row does not see. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
+    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing to integers, even beside
+       a NaN norm; floats see tqkv__add_values. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
     void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
                        int n_rows, float *scaled, float *out);
     /* sums[j] += weights[row] * f(scores[row][j] + offsets[row]), row after row, each rounded once; f: see >>index.
        weights, offsets: [n_rows], scores: [n_rows][TQKV__TILE], sums: [TQKV__TILE] */
     void (*sum_heads)(const float *scores, const float *weights, const float *offsets, bool relu, int n_rows,
                       float *sums);
+} tqkv__kernels;
+
+/* An instruction set, as tqkv_isa_name has it. */
+typedef struct tqkv__isa {
+    const char *name;
+    int lanes; /* floats in a vector */
+    const tqkv__codec *codec;
 } tqkv__isa;
 
 static const tqkv__isa *tqkv__isa_for(int head_dim);

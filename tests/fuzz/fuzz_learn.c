@@ -40,7 +40,6 @@ static void read_desc(fuzz_input *input, twins *t)
     if (flags & 32) desc->exact_first = fuzz_range(input, 0, 9);
     if (flags & 32) desc->exact_last = fuzz_range(input, 0, desc->capacity + 9);
     desc->type = test_no_type((kind >> 6) % 3);
-    desc->arithmetic = flags & 64 ? TQKV_INTEGER : TQKV_FLOAT;
     desc->non_causal = (flags & 128) != 0;
 }
 

@@ -70,7 +70,6 @@ static void read_attention(fuzz_input *input, problem *p)
     a->end = read_end(input);
     a->kv_len = flags & 1 ? fuzz_byte(input) : 0;
     a->window = flags & 2 ? fuzz_byte(input) : 0;
-    a->arithmetic = flags & 4 ? TQKV_INTEGER : TQKV_FLOAT;
     a->non_causal = (flags & 24) == 8;
     if (flags & 16) a->tree = p->tree;
     for (int i = 0; i < MAX_QUERIES; i++) p->tree[i] = fuzz_byte(input);
@@ -96,7 +95,7 @@ static void check_attention(problem *p, bool tame)
     reference_attend(a, p->q, expected);
     for (int i = 0; i < n; i += DIM) {
         const double error = reference_relative_error(out[0] + i, expected + i, DIM);
-        CHECK(error <= (a->arithmetic == TQKV_INTEGER ? 5e-4 : 2e-5), "row %d: relative error %.3g", i / DIM, error);
+        CHECK(error <= (reference_attention_tolerance(a, 1.0)), "row %d: relative error %.3g", i / DIM, error);
     }
 }
 
@@ -116,7 +115,6 @@ static void read_index(fuzz_input *input, problem *p, bool tame)
     x->positions = flags & 2 ? read_end(input) : 0;
     x->relu = flags & 4;
     x->pool = flags & 8 ? TQKV_POOL_MEAN : TQKV_POOL_MAX;
-    x->arithmetic = flags & 16 ? TQKV_INTEGER : TQKV_FLOAT;
     if (flags & 32) x->weights = p->weights;
     if (flags & 64) x->parallel.run = fuzz_run_backwards;
     for (int i = 0; i < MAX_QUERIES * HEADS; i++) p->weights[i] = tame ? 0.5f : fuzz_float(input);

@@ -30,7 +30,6 @@ typedef struct long_row {
     float sigma;         /* standard deviation of the scores */
     float sink, softcap; /* 0: none */
     uint64_t seed;
-    tqkv_arithmetic arithmetic;
 } long_row;
 
 /* Sum of four uniform numbers, scaled to variance 1: near Gaussian, and fast. */
@@ -73,7 +72,7 @@ static void expect_row(const tqkv_attention *a, int head, int query, const float
     double largest = a->sinks ? (double)a->sinks[head] : -INFINITY, sum = 0.0;
     for (int64_t p = shape.oldest; p < shape.end; p++) {
         if (!reference_is_visible(a, query, p)) continue;
-        reference_decode_as(a->arithmetic == TQKV_INTEGER, &keys, kv_head, p, row);
+        reference_decode_as(REFERENCE_INTEGERS, &keys, kv_head, p, row);
         const double score = scores[p - shape.oldest] = reference_score(a, rotated, row, shape.scale);
         if (score > largest) largest = score;
     }
@@ -81,7 +80,7 @@ static void expect_row(const tqkv_attention *a, int head, int query, const float
     for (int64_t p = shape.oldest; p < shape.end; p++) {
         if (!reference_is_visible(a, query, p)) continue;
         const double weight = exp(scores[p - shape.oldest] - largest);
-        reference_decode_as(a->arithmetic == TQKV_INTEGER, &values, kv_head, p, row);
+        reference_decode_as(REFERENCE_INTEGERS, &values, kv_head, p, row);
         for (int i = 0; i < d; i++) out[i] += weight * row[i];
         sum += weight;
     }
@@ -107,7 +106,7 @@ static double error_of(const tqkv_attention *a, const size_t *rows, const double
 static void attend_on_all(const tqkv_attention *a, const float *q, size_t n_elements, const size_t *rows,
                           const double *expected, float sigma)
 {
-    const double tolerance = a->arithmetic == TQKV_INTEGER ? 2e-4 + 5e-5 * (double)sigma : ATTEND_TOLERANCE;
+    const double tolerance = reference_attention_tolerance(a, (double)sigma);
     float *out = (float *)test_alloc(n_elements * sizeof *out);
     for (int i = 0; i < ISAS; i++) {
         if (tqkv_isa_force(isas[i]) != TQKV_OK) continue;
@@ -115,7 +114,7 @@ static void attend_on_all(const tqkv_attention *a, const float *q, size_t n_elem
         CHECK_RESULT(tqkv_attend(a, q, out), TQKV_OK);
         const double error = error_of(a, rows, expected, out);
         CHECK(error <= tolerance, "%s: relative error %.3g", isas[i], error);
-        if (!a->arithmetic && !(error <= worst[i])) worst[i] = error;
+        if (!(error <= worst[i])) worst[i] = error;
         printf("  %s %.2g", isas[i], error);
     }
     CHECK_RESULT(tqkv_isa_force(NULL), TQKV_OK);
@@ -145,16 +144,14 @@ static void check_error(const void *parameters)
     a.window = row->window;
     a.softcap = row->softcap;
     a.sinks = row->sink != 0.0f ? sinks : NULL;
-    a.arithmetic = row->arithmetic;
     size_t rows[SAMPLED_ROWS] = {0, n_rows - 1}; /* the first, the last, and any */
     for (int i = 2; i < SAMPLED_ROWS; i++) rows[i] = (size_t)data_below(&random, (int)n_rows);
     for (int i = 0; i < SAMPLED_ROWS; i++)
         expect_row(&a, (int)rows[i] % n_heads, (int)rows[i] / n_heads, q + rows[i] * (size_t)d, expected + i * d);
-    printf(
-        "%s%s-%s %d/%d heads of %d, %d queries, %d positions to %lld, window %d, mean %g, scores %g, sink %g, cap %g:",
-        row->arithmetic ? "integer " : "", tqkv_format_name(row->keys), tqkv_format_name(row->values), n_heads,
-        row->n_kv_heads, d, row->n_queries, row->n_positions, (long long)row->end, row->window, (double)row->mean,
-        (double)row->sigma, (double)row->sink, (double)row->softcap);
+    printf("%s-%s %d/%d heads of %d, %d queries, %d positions to %lld, window %d, mean %g, scores %g, sink %g, cap %g:",
+           tqkv_format_name(row->keys), tqkv_format_name(row->values), n_heads, row->n_kv_heads, d, row->n_queries,
+           row->n_positions, (long long)row->end, row->window, (double)row->mean, (double)row->sigma, (double)row->sink,
+           (double)row->softcap);
     attend_on_all(&a, q, n_elements, rows, expected, row->sigma);
     test_store_free(&keys);
     test_store_free(&values);
@@ -312,33 +309,12 @@ static void compare_all(attend_problem *problem, data_random *random)
     free(max);
 }
 
+/* All sets give the same bits. */
 static void check_company(const void *parameters)
 {
     const int index = *(const int *)parameters;
     data_random random = {(first_seed << 32) + (uint64_t)index};
     const attend_row row = company_row(index, &random);
-    attend_problem problem;
-    attend_set_up(&problem, &row);
-    for (int i = 0; i < ISAS; i++) {
-        if (tqkv_isa_force(isas[i]) != TQKV_OK) continue;
-        compare_all(&problem, &random);
-        comparisons[i] += COMPARISONS;
-    }
-    CHECK_RESULT(tqkv_isa_force(NULL), TQKV_OK);
-    attend_tear_down(&problem);
-}
-
-/* In integers all sets give the same bits. */
-static void check_integers(const void *parameters)
-{
-    const int index = *(const int *)parameters;
-    data_random random = {(first_seed << 32) + (uint64_t)(COMPANIES + index)};
-    attend_row row = company_row(index, &random);
-    row.arithmetic = TQKV_INTEGER;
-    row.head_dim = test_all_head_dims[data_below(&random, TEST_ALL_HEAD_DIMS)];
-    if (row.head_dim > 256) row.n_queries = 1 + row.n_queries % 8;
-    if (row.key_format == TQKV_TQ8) row.key_format = TQKV_TQ6_BYTES;
-    if (row.value_format == TQKV_TQ8) row.value_format = TQKV_TQ6_BYTES;
     attend_problem problem;
     attend_set_up(&problem, &row);
     const size_t bytes = problem.n_rows * problem.head_dim * sizeof(float);
@@ -364,20 +340,18 @@ static void check_integers(const void *parameters)
 static void add_lengths(void)
 {
     static const long_row rows[] = {
-        {TQKV_I8, TQKV_F16, 128, 8, 4, 128, 32768, 0, 32768, 1.0f, 3.0f, 0.0f, 0.0f, 1, TQKV_FLOAT},
-        {TQKV_I8, TQKV_F16, 32, 1, 8, 512, 131072, 0, 131072, 1.0f, 3.0f, 0.0f, 0.0f, 1, TQKV_FLOAT},
-        {TQKV_I8, TQKV_F16, 32, 1, 8, 512, 1048576, 0, 1048576, 1.0f, 3.0f, 0.0f, 0.0f, 1, TQKV_FLOAT},
-        {TQKV_I8, TQKV_F16, 32, 64, 1, 1, 131072, 0, 131072, 1.0f, 3.0f, 0.0f, 0.0f, 1, TQKV_FLOAT},
+        {TQKV_I8, TQKV_F16, 128, 8, 4, 128, 32768, 0, 32768, 1.0f, 3.0f, 0.0f, 0.0f, 1},
+        {TQKV_I8, TQKV_F16, 32, 1, 8, 512, 131072, 0, 131072, 1.0f, 3.0f, 0.0f, 0.0f, 1},
+        {TQKV_I8, TQKV_F16, 32, 1, 8, 512, 1048576, 0, 1048576, 1.0f, 3.0f, 0.0f, 0.0f, 1},
+        {TQKV_I8, TQKV_F16, 32, 64, 1, 1, 131072, 0, 131072, 1.0f, 3.0f, 0.0f, 0.0f, 1},
     };
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
         test_add(check_error, &rows[i], sizeof *rows, "long/many/%d", (int)i);
     for (int power = 10; power <= 20; power += 2) {
-        const long_row row = {TQKV_I8,    TQKV_F16, 64,   1,    8,    1, 1 << power, 0,
-                              1 << power, 1.0f,     3.0f, 0.0f, 0.0f, 1, TQKV_FLOAT};
-        const long_row integers = {TQKV_TQ4,   TQKV_I8, 64,   1,    8,    1, 1 << power,  0,
-                                   1 << power, 1.0f,    3.0f, 0.0f, 0.0f, 1, TQKV_INTEGER};
+        const long_row row = {TQKV_I8, TQKV_F16, 64, 1, 8, 1, 1 << power, 0, 1 << power, 1.0f, 3.0f, 0.0f, 0.0f, 1};
+        const long_row codes = {TQKV_TQ4, TQKV_I8, 64, 1, 8, 1, 1 << power, 0, 1 << power, 1.0f, 3.0f, 0.0f, 0.0f, 1};
         test_add(check_error, &row, sizeof row, "long/lengths/%d", row.n_positions);
-        test_add(check_error, &integers, sizeof integers, "long/integer_lengths/%d", row.n_positions);
+        test_add(check_error, &codes, sizeof codes, "long/lengths_of_codes/%d", row.n_positions);
     }
 }
 
@@ -392,7 +366,6 @@ static void add_random(void)
         test_add(check_error, &row, sizeof row, "long/small/%02d", i);
     }
     for (int i = 0; i < COMPANIES; i++) test_add(check_company, &i, sizeof i, "long/company/%03d", i);
-    for (int i = 0; i < COMPANIES; i++) test_add(check_integers, &i, sizeof i, "long/integers/%03d", i);
 }
 
 int main(int argc, char **argv)

@@ -24,8 +24,7 @@ size_t check_attend(const attend_row &row, const std::vector<gpu_split> &splits)
 {
     const std::vector<gpu_split> ways = with_both_kernels(splits, row);
     attend_problem problem;
-    attend_set_up(&problem, &row);
-    attend_expect_processors(&problem, &row);
+    attend_set_up_floats(&problem, &row);
     for (const gpu_split &split : ways) {
         std::string what = std::string(split.kernel == GPU_MATRICES ? "by matrices, " : "") + "columns " +
                            std::to_string(split.columns) + ", simdgroups " + std::to_string(split.n_simdgroups) +
@@ -113,7 +112,7 @@ static void run_length(const void *parameters)
     CHECK_RUN(gpu_attend(&a, q.data(), out.data(), {0, 0, 0, row->share}));
     for (int query = 0; query < a.n_queries; query += std::max(1, a.n_queries - 1)) {
         const tqkv_attention alone = call_of_one_query(a, query);
-        reference_attend(&alone, &q[(size_t)query * heads * d], expected.data());
+        reference_attend_as(REFERENCE_FLOATS, &alone, &q[(size_t)query * heads * d], expected.data());
         for (size_t head = 0; head < heads; head++) {
             const size_t at = (size_t)query * heads + head;
             const double error = reference_relative_error(&out[at * d], &expected[head * d], d);
@@ -149,7 +148,7 @@ void run_planned(const void *parameters)
 {
     const attend_row *row = (const attend_row *)parameters;
     attend_problem problem;
-    attend_set_up(&problem, row);
+    attend_set_up_floats(&problem, row);
     const gpu_attention attention(problem.attention);
     const tqkv_metal_buffer none = gpu_buffer(nullptr);
     tqkv_metal_plan plan;
@@ -222,7 +221,7 @@ void run_types(const void *parameters)
 {
     const typed_attend_row *row = (const typed_attend_row *)parameters;
     attend_problem problem;
-    attend_set_up(&problem, &row->row.problem);
+    attend_set_up_floats(&problem, &row->row.problem);
     const size_t n_q = problem.n_rows * problem.head_dim, n_out = problem.n_rows * problem.value_dim;
     tqkv_attention typed = problem.attention;
     std::vector<uint16_t> q(n_q + 1), out(n_out + 1, 0xffff); // at odd multiples of 2 bytes
@@ -455,7 +454,7 @@ void run_full_tree(const void *parameters)
     row.key_capacity = row.value_capacity = 96;
     row.tree = row.bits_alone = true;
     attend_problem problem;
-    attend_set_up(&problem, &row);
+    attend_set_up_floats(&problem, &row);
     for (int i = 0; i < row.n_queries; i += 2) problem.tree[i] = i % 4 ? UINT64_MAX : ((uint64_t)2 << i) - 1;
     const size_t token = problem.n_rows / (size_t)row.n_queries * problem.value_dim;
     std::vector<float> without(problem.n_rows * problem.value_dim);
@@ -551,7 +550,7 @@ void run_company(const void *parameters)
     row.key_center = row.value_center = seed % 7 ? 0.0f : 0.5f;
     row.bits_alone = true;
     attend_problem problem;
-    attend_set_up(&problem, &row);
+    attend_set_up_floats(&problem, &row);
     const int kernel = (planned ? seed / 4 : seed) % 2 ? GPU_MATRICES : GPU_LANES; // where head_dim has both
     const gpu_split as_planned_by_kernel = {0, 0, 0, 0, kernel};
     const gpu_split ways[] = {
@@ -598,7 +597,7 @@ void run_strands(const void *parameters)
     row.key_spread = row.value_spread = data_below(&random, 3) ? 0.0f : 10.0f;
     row.bits_alone = true;
     attend_problem problem;
-    attend_set_up(&problem, &row);
+    attend_set_up_floats(&problem, &row);
     const size_t n = problem.n_rows * problem.value_dim;
     const int n_simdgroups = seed % 8 == 7 ? 2 : 4, kernel = seed % 2 ? GPU_MATRICES : GPU_LANES;
     std::vector<float> by_strands(n, NAN);
@@ -633,7 +632,7 @@ void run_strands_of_one(const void *parameters)
     if (seed / 2) row.exact_first = 5;
     if (seed / 2) row.exact_last = 30;
     attend_problem problem;
-    attend_set_up(&problem, &row);
+    attend_set_up_floats(&problem, &row);
     CHECK(planned_strands(problem.attention) == 1, "the call has strands");
     CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, as_planned));
     for (int query : {0, row.n_queries - 1}) {

@@ -153,6 +153,7 @@ struct pair_of_caches {
     }
     void append(int t, int n);
     void compare(const char *what) const;
+    void check_newest(int t, int n, const tqkv_attention *some, const char *out) const;
     // Outputs of the queries of rows [t, t + n) on the machine, which are close to the processor's.
     std::vector<char> attend(int t, int n, const tqkv_attention *some);
 };
@@ -242,6 +243,31 @@ double value_at(tqkv_type type, const char *rows, size_t i)
     return type == TQKV_TYPE_F32 ? (double)value : (double)reference_wide(type, half);
 }
 
+// Checks the newest query against double precision: it reads what the view of a cache shows.
+void pair_of_caches::check_newest(int t, int n, const tqkv_attention *some, const char *out) const
+{
+    const double limit = row->type == TQKV_TYPE_F32 ? 2e-5 : row->type == TQKV_TYPE_F16 ? 1e-3 : 8e-3;
+    const size_t each = (size_t)(HEADS * value_dim), all = (size_t)n * each, last = all - each;
+    tqkv_attention view = tqkv_cache_view(caches[0]);
+    if (some) {
+        view.list = some->list;
+        view.tree = some->tree;
+        view.list_length = some->list_length;
+        view.list_block = some->list_block;
+        view.list_newest = some->list_newest;
+    }
+    view.n_queries = n;
+    const std::vector<char> rows_of_q =
+        packed(at(2, t), strides_or(view.query_strides, HEADS, key_dim), row->type, n, HEADS, 0, key_dim);
+    std::vector<float> q((size_t)(n * HEADS * key_dim)), newest(each);
+    std::vector<double> expected(all);
+    for (size_t i = 0; i < q.size(); i++) q[i] = (float)value_at(row->type, rows_of_q.data(), i);
+    for (size_t i = 0; i < each; i++) newest[i] = (float)value_at(row->type, out, last + i);
+    reference_attend_as(REFERENCE_FLOATS, &view, q.data(), expected.data());
+    const double error = reference_relative_error(newest.data(), &expected[last], each);
+    CHECK(error <= limit, "the query up to %d: relative error %g", (int)tqkv_cache_end(caches[0]), error);
+}
+
 std::vector<char> pair_of_caches::attend(int t, int n, const tqkv_attention *some)
 {
     const size_t count = (size_t)(n * HEADS * value_dim);
@@ -259,9 +285,13 @@ std::vector<char> pair_of_caches::attend(int t, int n, const tqkv_attention *som
         wrong += difference * difference;
         all += expected * expected;
     }
-    const double limit = row->type == TQKV_TYPE_F32 ? 4e-5 : row->type == TQKV_TYPE_F16 ? 1e-3 : 8e-3; // 2e-5 of either
+    const tqkv_format tail = row->tail_dim ? row->tail_format ? row->tail_format : TQKV_F16 : TQKV_FORMAT_DEFAULT;
+    const double of_type = row->type == TQKV_TYPE_F32 ? 0.0 : row->type == TQKV_TYPE_F16 ? 1e-3 : 8e-3;
+    const double limit = of_type + reference_gpu_difference(row->key_format, tail,
+                                                            row->shared ? row->key_format : row->value_format, 1.0);
     CHECK(all > 0 && wrong <= limit * limit * all, "%d queries up to %d differ by %g", n,
           (int)tqkv_cache_end(caches[0]), sqrt(wrong / all));
+    check_newest(t, n, some, out[1].data());
     return out[1];
 }
 

@@ -211,7 +211,7 @@ two_calls::two_calls(const attend_case &c)
       out(c.output_type, c.row.n_queries, c.row.n_kv_heads * c.row.group,
           c.row.value_dim ? c.row.value_dim : c.row.head_dim, c.output_layout)
 {
-    attend_set_up(&problem, &c.row);
+    attend_set_up_floats(&problem, &c.row);
     q.fill(5, 1.5f);
     packed_q = q.packed();
     packed_out = out.packed();
@@ -309,7 +309,7 @@ void run_batch(const void *parameters)
         row.non_causal = i == 1;
         row.window = i ? 9 : 0;
         row.bits_alone = true;
-        attend_set_up(&problems[i], &row);
+        attend_set_up_floats(&problems[i], &row);
         tqkv_attention a = problems[i].attention;
         a.query_type = TQKV_TYPE_F16;
         a.output_type = TQKV_TYPE_BF16;

@@ -276,7 +276,6 @@ static void check_batch_refusals(const void *row)
     REFUSED(UNSUPPORTED, b.keys[2].shape.format = TQKV_TQ4);
     REFUSED(UNSUPPORTED, b.items[2].attention.softcap = 3.0f);
     REFUSED(UNSUPPORTED, b.items[2].attention.n_heads = 3);
-    REFUSED(UNSUPPORTED, for (int i = 0; i < b.batch.n; i++) b.items[i].attention.arithmetic = TQKV_INTEGER);
     REFUSED(UNSUPPORTED, b.items[2].attention.output_type = TQKV_TYPE_F16);
     REFUSED(UNSUPPORTED, b.items[2].sinks = at(7, 1024));
     REFUSED(UNSUPPORTED, b.items[2].matrix_group = 2);

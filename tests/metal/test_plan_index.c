@@ -104,9 +104,6 @@ static void check_scores(const void *row)
     x.index.end = 0;
     CHECK_RESULT(plan_scores(&x, &plan), TQKV_OK);
     CHECK(d->grid[0] == 0, "no keys");
-    x.index.arithmetic = TQKV_INTEGER;
-    CHECK_RESULT(plan_scores(&x, &plan), TQKV_UNSUPPORTED);
-    x.index.arithmetic = TQKV_FLOAT;
     keys.shape.head_dim = 256;
     CHECK_RESULT(plan_scores(&x, &plan), TQKV_UNSUPPORTED);
     CHECK_RESULT(tqkv_metal_plan_index_scores(&x, none, none, NULL), TQKV_INVALID_ARGUMENT);

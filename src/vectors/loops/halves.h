@@ -1,17 +1,40 @@
-/* >>k-halves: halves in integer attention. They are multiplied as floats, in one order for all sets: 16 sums of a key's
-   products, added up as sum_16 does; values position after position. */
+/* >>k-halves: keys and values that are multiplied as floats, see >>plain. Halves are read where they lie while few rows
+   need them; else, as TQ8 always, rows become floats first. */
 
 #ifndef TQKV__DECODED /* true: another set of the same name has these */
 
-/* Rows that share decoded keys, and values. Enough sums in progress to hide their latency,
- * few enough for the registers. */
+/* Query rows that share a key, and a value: enough sums in progress to hide their latency, and few enough for the
+   registers. */
 #define TQKV__HALF_KEY_ROWS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
 #define TQKV__HALF_ROWS     (TQKV__INTEGER_LANES == 16 ? 8 : 4)
 
-/* scores[row][j] (+)= query[row] . key j for four keys, which are halves or floats; rows and halves are constants.
-   Eight of the 16 sums at a time where registers hold no more. */
-TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, const uint8_t *const *keys,
-                                         const float *q, bool add, float *scores)
+/* Floats that are decoded together: 16 KiB, a fraction of an L1 cache */
+#define TQKV__DECODED_FLOATS 4096
+
+/* Decodes n rows to floats. keys: see tqkv__norm_of_key; to: [n][head_dim] */
+TQKV__OP void TQKV__S(decode_floats)(const tqkv__stream *s, const uint8_t *codes, const float *norms, int n, bool keys,
+                                     float *to)
+{
+    const int dim = s->head_dim;
+    if (s->kind == TQKV__HALF) {
+        for (int i = 0; i < n * dim; i += TQKV__INTEGER_LANES) TQKV__(store)(to + i, TQKV__(load_f16)(codes + 2 * i));
+        return;
+    }
+    for (int j = 0; j < n; j++, codes += dim) {
+        TQKV__(decode_tq8)(s, codes, dim, to);
+        for (int b = 0; b < s->norms_per_row; b++, norms++) {
+            const TQKV__VECTOR factor = TQKV__(set1)(tqkv__factor(s, keys ? tqkv__norm_of_key(*norms) : *norms));
+            for (int d = 0; d < s->norm_dim; d += TQKV__INTEGER_LANES, to += TQKV__INTEGER_LANES)
+                TQKV__(store)(to, TQKV__(load)(to) * factor);
+        }
+    }
+}
+
+/* Finds scores[row][j] (+)= query[row] . key j over the dimensions [begin, end), for four keys, which are halves or
+   floats; rows and halves are constants.
+   Eight of the 16 sums are in registers where these hold no more. */
+TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, int begin, int end,
+                                         const uint8_t *const *keys, const float *q, bool add, float *scores)
 {
     enum { ALL = 16 / TQKV__INTEGER_LANES, NOW = TQKV__INTEGER_LANES == 4 ? 2 : 1 };
     TQKV__VECTOR sums[TQKV__HALF_KEY_ROWS][4][ALL];
@@ -20,7 +43,7 @@ TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int 
         TQKV__VECTOR now[TQKV__HALF_KEY_ROWS][4][NOW];
         TQKV__UNROLL
         for (int i = 0; i < rows * 4 * NOW; i++) now[i / NOW / 4][i / NOW % 4][i % NOW] = TQKV__(set1)(0.0f);
-        for (int d = first * TQKV__INTEGER_LANES; d < dim; d += 16) {
+        for (int d = begin + first * TQKV__INTEGER_LANES; d < end; d += 16) {
             TQKV__UNROLL
             for (int i = 0; i < NOW; i++) {
                 const int at = d + i * TQKV__INTEGER_LANES;
@@ -44,67 +67,80 @@ TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int 
     for (int r = 0; r < rows; r++) TQKV__(add_sums_of_16)(&sums[r][0][0], add, scores + r * TQKV__TILE);
 }
 
-/* The same for n keys, `stride` bytes apart; past the end the last one again. */
+/* Does the same for n keys, `stride` bytes apart; past the end the last one again. ahead: bytes to those that are read
+   next, 0: they are not prefetched */
 TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
-                                       int n, const float *q, bool add, float *scores)
+                                       int n, ptrdiff_t ahead, const float *q, bool add, float *scores)
 {
     for (int j = 0; j < n; j += 4) {
         const uint8_t *keys[4];
+        if (ahead) tqkv__prefetch(TQKV__L2, codes + (size_t)j * stride + ahead, 4 * stride);
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) keys[i] = codes + (size_t)(j + i < n ? j + i : n - 1) * stride;
-        TQKV__S(score_four_halves)(rows, halves, dim, keys, q, add, scores + j);
+        for (int d = 0; d < dim; d += TQKV__MOST_PRODUCTS) {
+            const int end = dim - d < TQKV__MOST_PRODUCTS ? dim : d + TQKV__MOST_PRODUCTS;
+            TQKV__S(score_four_halves)(rows, halves, dim, d, end, keys, q, add || d > 0, scores + j);
+        }
     }
 }
 
-/* Many rows read keys that have become floats, a few at a time. */
-TQKV__TARGET static TQKV__NOINLINE int TQKV__S(score_many_halves)(const tqkv__stream *s, const uint8_t *codes, int n,
-                                                                  const float *q, int n_rows, bool add, float *scores)
+/* Scores n keys that have become floats; keys: [n][dim] */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_decoded)(const float *keys, int dim, int n, const float *q,
+                                                               int n_rows, bool add, float *scores)
 {
-    enum { ROOM = 4096 }; /* 16 KiB: a fraction of an L1 cache, and of the stack */
-    TQKV__ALIGNED float keys[ROOM];
-    const int dim = s->head_dim, fit = ROOM / dim / 4 * 4, most = fit > 16 ? 16 : fit;
-    const int rows = TQKV__HALF_KEY_ROWS, many = n_rows / rows * rows;
-    for (int j = 0; j < n; j += most) {
-        const int now = n - j < most ? n - j : most;
-        for (int i = 0; i < now * dim; i += TQKV__INTEGER_LANES)
-            TQKV__(store)(keys + i, TQKV__(load_f16)(codes + (size_t)j * s->row_bytes + 2 * i));
-        for (int row = 0; row < many; row += rows) TQKV__S(score_half_rows)
-        (TQKV__HALF_KEY_ROWS, false, dim, (const uint8_t *)(const void *)keys, (size_t)dim * sizeof *keys, now,
-         q + row * dim, add, scores + row * TQKV__TILE + j);
+    const uint8_t *codes = (const uint8_t *)(const void *)keys;
+    const size_t stride = (size_t)dim * sizeof *keys;
+    for (int left = n_rows, now; left > 0; left -= now, q += now * dim, scores += now * TQKV__TILE) {
+        now = left >= TQKV__HALF_KEY_ROWS ? TQKV__HALF_KEY_ROWS : left >= 2 ? 2 : 1;
+        if (now == 1)
+            TQKV__S(score_half_rows)(1, false, dim, codes, stride, n, 0, q, add, scores);
+        else if (now == 2)
+            TQKV__S(score_half_rows)(2, false, dim, codes, stride, n, 0, q, add, scores);
+        else
+            TQKV__S(score_half_rows)(TQKV__HALF_KEY_ROWS, false, dim, codes, stride, n, 0, q, add, scores);
     }
-    return many;
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_halves)(const tqkv__stream *s, const uint8_t *codes,
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream *s, int kv_head,
                                                               const tqkv__segment *segment, const float *q, int n_rows,
                                                               bool add, float *scores)
 {
-    const int dim = s->head_dim, n = segment->n;
-    int row = 0;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
-    if (n_rows > 2) row = TQKV__S(score_many_halves)(s, codes, n, q, n_rows, add, scores);
-    for (int now; row < n_rows; row += now) {
-        now = row + 2 <= n_rows ? 2 : 1;
-        if (now == 2) TQKV__S(score_half_rows)
-        (2, true, dim, codes, s->row_bytes, n, q + row * dim, add, scores + row * TQKV__TILE);
-        else TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, q + row * dim, add,
-                                      scores + row * TQKV__TILE);
-    }
+    TQKV__ALIGNED float keys[TQKV__DECODED_FLOATS];
+    const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
+    const int dim = s->head_dim, n = segment->n, fit = TQKV__DECODED_FLOATS / dim / 4 * 4, most = fit > 16 ? 16 : fit;
+    const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
+    if (s->kind == TQKV__HALF && n_rows == 1)
+        TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, ahead, q, add, scores);
+    else if (s->kind == TQKV__HALF && n_rows == 2)
+        TQKV__S(score_half_rows)(2, true, dim, codes, s->row_bytes, n, ahead, q, add, scores);
+    else
+        for (int j = 0; j < n; j += most) {
+            const int now = n - j < most ? n - j : most;
+            tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
+            TQKV__S(decode_floats)
+            (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, true, keys);
+            TQKV__S(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
+        }
 }
 
-/* out[row][d] += weights[row][j] * value j for `width` vectors of dimensions; rows and width are constants. */
-TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const tqkv__stream *s, const uint8_t *codes,
-                                        int n, const float *weights, float *out)
+/* Adds: out[row][d] += weights[row][j] * value j, for `width` vectors of dimensions; rows, width and halves are
+   constants. */
+TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const bool halves, int dim,
+                                        const uint8_t *codes, size_t stride, int n, ptrdiff_t ahead,
+                                        const float *weights, float *out)
 {
-    const int dim = s->head_dim;
     TQKV__VECTOR sums[TQKV__HALF_ROWS][8];
     TQKV__UNROLL
     for (int i = 0; i < rows * width; i++)
         sums[i / width][i % width] = TQKV__(load)(out + i / width * dim + i % width * TQKV__INTEGER_LANES);
-    for (int j = 0; j < n; j++, codes += s->row_bytes) {
+    for (int j = 0; j < n; j++, codes += stride) {
         TQKV__VECTOR x[8];
+        if (ahead) tqkv__prefetch(TQKV__L2, codes + ahead, stride);
         TQKV__UNROLL
-        for (int i = 0; i < width; i++) x[i] = TQKV__(load_f16)(codes + 2 * i * TQKV__INTEGER_LANES);
+        for (int i = 0; i < width; i++)
+            x[i] = halves ? TQKV__(load_f16)(codes + 2 * i * TQKV__INTEGER_LANES)
+                          : TQKV__(load)((const float *)(const void *)codes + i * TQKV__INTEGER_LANES);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) {
             const TQKV__VECTOR weight = TQKV__(set1)(weights[r * TQKV__TILE + j]);
@@ -117,32 +153,63 @@ TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const t
         TQKV__(store)(out + i / width * dim + i % width * TQKV__INTEGER_LANES, sums[i / width][i % width]);
 }
 
-/* The same for all dimensions, 32 or, for few rows on wide vectors, 64 at a time. */
-TQKV__OP void TQKV__S(add_half_rows)(const int rows, const tqkv__stream *s, const uint8_t *codes, int n,
-                                     const float *weights, float *out)
+/* Does the same for all dimensions, 32 or, for few rows on wide vectors, 64 at a time. */
+TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
+                                     int n, ptrdiff_t ahead, const float *weights, float *out)
 {
     const int sixteen = 16 / TQKV__INTEGER_LANES, most = TQKV__INTEGER_LANES == 16 && rows <= 2 ? 4 : 2;
+    const int bytes = halves ? 2 : 4; /* of a value */
     const bool wide = TQKV__INTEGER_LANES == 16 || rows <= 2;
     int d = 0;
-    for (; wide && d + 16 * most <= s->head_dim; d += 16 * most)
-        TQKV__S(add_half_vectors)(rows, most * sixteen, s, codes + 2 * d, n, weights, out + d);
-    for (; d < s->head_dim; d += 16) TQKV__S(add_half_vectors)(rows, sixteen, s, codes + 2 * d, n, weights, out + d);
+    for (; wide && d + 16 * most <= dim; d += 16 * most)
+        TQKV__S(add_half_vectors)
+        (rows, most * sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
+    for (; d < dim; d += 16)
+        TQKV__S(add_half_vectors)
+        (rows, sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_halves)(const tqkv__stream *s, const uint8_t *codes,
+/* Does the same for all rows; halves is a constant. */
+TQKV__OP void TQKV__S(add_to_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
+                                  ptrdiff_t ahead, const float *weights, int n_rows, float *out)
+{
+    for (int left = n_rows, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * dim) {
+        now = left >= TQKV__HALF_ROWS ? TQKV__HALF_ROWS : left >= 2 ? 2 : 1;
+        if (now == 1)
+            TQKV__S(add_half_rows)(1, halves, dim, codes, stride, n, ahead, weights, out);
+        else if (now == 2)
+            TQKV__S(add_half_rows)(2, halves, dim, codes, stride, n, ahead, weights, out);
+        else
+            TQKV__S(add_half_rows)(TQKV__HALF_ROWS, halves, dim, codes, stride, n, ahead, weights, out);
+        ahead = 0;
+    }
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_decoded)(const float *values, int dim, int n, const float *weights,
+                                                             int n_rows, float *out)
+{
+    TQKV__S(add_to_all)
+    (false, dim, (const uint8_t *)(const void *)values, (size_t)dim * sizeof *values, n, 0, weights, n_rows, out);
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *s, int kv_head,
                                                             const tqkv__segment *segment, const float *weights,
                                                             int n_rows, float *out)
 {
-    const int n = segment->n;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
-    for (int left = n_rows, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * s->head_dim) {
-        now = left >= TQKV__HALF_ROWS ? TQKV__HALF_ROWS : left >= 2 ? 2 : 1;
-        if (now == 1)
-            TQKV__S(add_half_rows)(1, s, codes, n, weights, out);
-        else if (now == 2)
-            TQKV__S(add_half_rows)(2, s, codes, n, weights, out);
-        else
-            TQKV__S(add_half_rows)(TQKV__HALF_ROWS, s, codes, n, weights, out);
+    TQKV__ALIGNED float values[TQKV__DECODED_FLOATS];
+    const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
+    const int dim = s->head_dim, n = segment->n, most = TQKV__DECODED_FLOATS / dim;
+    const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
+    if (s->kind == TQKV__HALF) {
+        TQKV__S(add_to_all)(true, dim, codes, s->row_bytes, n, ahead, weights, n_rows, out);
+        return;
+    }
+    for (int j = 0; j < n; j += most) {
+        const int now = n - j < most ? n - j : most;
+        tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
+        TQKV__S(decode_floats)(s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, false, values);
+        TQKV__S(add_decoded)(values, dim, now, weights + j, n_rows, out);
     }
 }
 #endif

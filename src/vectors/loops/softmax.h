@@ -137,19 +137,15 @@ TQKV__TARGET static void TQKV__(sum_heads)(const float *scores, const float *wei
     }
 }
 
-/* Finds the factors of a tile's codes, per panel and position. Those of keys that are infinite become NaN: a score of
-   -infinity would leave the position out. norms: NULL for halves, whose factors are all 1; factors:
-   [n_blocks][TQKV__TILE], of others zero beyond n */
+/* Finds the factors of a tile's codes, per panel and position; of keys see tqkv__norm_of_key. factors:
+   [n_panels][TQKV__TILE], zero beyond n */
 TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__segment *segment,
                                          bool keys, float *factors)
 {
-    const TQKV__VECTOR zero = TQKV__(set1)(0.0f), same = TQKV__(set1)(1.0f);
+    const TQKV__VECTOR zero = TQKV__(set1)(0.0f);
     const int dim = s->head_dim, per_row = s->norms_per_row, n = segment->n;
-    for (int d = 0; !norms && d < dim; d += s->panel_dim, factors += TQKV__TILE)
-        for (int j = 0; j < TQKV__TILE; j += TQKV__LANES) TQKV__(store)(factors + j, same);
-    if (!norms) return;
     const bool divided = per_row > 1 && s->kind == TQKV__BOOK && s->block_scale != 1.0f;
-    const TQKV__VECTOR factor = divided ? same : TQKV__(set1)(tqkv__factor(s, 1.0f));
+    const TQKV__VECTOR factor = TQKV__(set1)(divided ? 1.0f : tqkv__factor(s, 1.0f));
     for (int d = 0; d < dim; d += s->panel_dim, factors += TQKV__TILE) {
         const float *norm = per_row > 1 ? norms + d / s->norm_dim : norms;
         if (per_row > 1 || n < TQKV__TILE) {

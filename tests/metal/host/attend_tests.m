@@ -69,8 +69,7 @@ static void run_attend(const void *parameters)
 {
     attend_problem problem;
     attend_buffers buffers;
-    attend_set_up(&problem, parameters);
-    attend_expect_processors(&problem, parameters);
+    attend_set_up_floats(&problem, parameters);
     open_buffers(&buffers, &problem);
     CHECK_RESULT(attend(&buffers), TQKV_OK);
     attend_check(&problem, host_contents(buffers.out), "attend");
@@ -124,7 +123,7 @@ static void run_slices(const void *parameters)
 {
     attend_problem problem;
     attend_buffers b;
-    attend_set_up(&problem, parameters);
+    attend_set_up_floats(&problem, parameters);
     open_buffers(&b, &problem);
     slice_buffers slices[2] = {open_slice(&problem), open_slice(&problem)};
     CHECK_RESULT(attend_in_slices(&b, &problem, slices), TQKV_OK);
@@ -156,7 +155,7 @@ static void run_slice_refusals(const void *parameters)
     tqkv_metal *m = test_host.metal;
     attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
     (void)parameters;
-    attend_set_up(&problem, &row);
+    attend_set_up_floats(&problem, &row);
     open_buffers(&b, &problem);
     slice_buffers s = open_slice(&problem), other = open_slice(&problem);
     const tqkv_metal_attention *a = &b.attention;
@@ -199,7 +198,7 @@ static void run_scratch_grows(const void *parameters)
     attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 32);
     (void)parameters;
     row.end = row.key_capacity = row.value_capacity = 4000;
-    attend_set_up(&problem, &row);
+    attend_set_up_floats(&problem, &row);
     open_buffers(&b, &problem);
     const size_t most = b.scratch_size;
     b.attention.attention.end = 0;
@@ -240,7 +239,7 @@ static void run_refusals(const void *parameters)
     attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
     (void)parameters;
     row.sinks = SINKS_SOME;
-    attend_set_up(&problem, &row);
+    attend_set_up_floats(&problem, &row);
     open_buffers(&whole, &problem);
     refuse_buffers(whole);
     b = whole, b.attention.attention.end = row.key_capacity + 1;
@@ -286,7 +285,7 @@ static void run_kernel_wanted(const void *parameters)
     attend_buffers b;
     attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
     row.group = c->group;
-    attend_set_up(&problem, &row);
+    attend_set_up_floats(&problem, &row);
     open_buffers(&b, &problem);
     b.attention.matrix_group = c->matrix_group;
     host_work work = host_begin(false);

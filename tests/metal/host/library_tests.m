@@ -1,6 +1,7 @@
 /* Where the shaders come from: every kind of library, a source in the place of one that is refused, GPUs that take not
    all kernels. */
 #include "host.h"
+#include "tests/reference.h"
 #include <math.h>
 #ifdef STANDIN
 #include "tests/metal/standin/standin.h"
@@ -241,17 +242,19 @@ static void run_without_matrices(const void *parameters)
     char text[400];
     tqkv_metal *m = host_context();
     tqkv_store s = test_store(TQKV_TQ4, 64, 1, 64, false);
-    float *x = host_floats(5, 64 * 64), expected[8 * 64];
+    float *x = host_floats(5, 64 * 64);
+    double expected[8 * 64];
     const tqkv_attention own = {.keys = &s, .values = &s, .n_heads = 8, .n_queries = 1, .end = 64};
     const tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 8};
     REQUIRE(m, "no context");
     CHECK_RESULT(tqkv_encode(&s, x, 64, 0), TQKV_OK);
-    CHECK_RESULT(tqkv_attend(&own, x, expected), TQKV_OK);
+    reference_attend_as(REFERENCE_FLOATS, &own, x, expected);
     tqkv_metal_store gpu = host_store(&s);
     const tqkv_metal_attention a = {
         .keys = &gpu, .values = &gpu, .attention = {.n_heads = 8, .n_queries = 1, .end = 64}};
-    const tqkv_metal_buffer q = host_buffer(x, sizeof expected), out = host_zeros(sizeof expected),
-                            scratch = host_zeros(65536), arguments = host_zeros(1024);
+    const size_t size = 8 * 64 * sizeof(float);
+    const tqkv_metal_buffer q = host_buffer(x, size), out = host_zeros(size), scratch = host_zeros(65536),
+                            arguments = host_zeros(1024);
     standin_refuse("attend_matrix", true);
     if (way == 0) CHECK_RESULT(tqkv_metal_self_test(m, &desc), TQKV_OK);
     if (way == 1) CHECK_RESULT(tqkv_metal_prepare(m, &a, 2, TQKV_METAL_BATCHES), TQKV_OK);
@@ -265,7 +268,7 @@ static void run_without_matrices(const void *parameters)
     tqkv_metal_error(m, text, sizeof text);
     CHECK(strstr(text, "refused by name; attention without matrices"), "the text is \"%s\"", text);
     for (int i = 0; i < 8 * 64; i++)
-        CHECK(fabs((double)((float *)host_contents(out))[i] - (double)expected[i]) < 1e-4, "value %d", i);
+        CHECK(fabs((double)((float *)host_contents(out))[i] - expected[i]) < 1e-4, "value %d", i);
     const tqkv_metal_buffer all[] = {q, out, scratch, arguments};
     for (int i = 0; i < 4; i++) host_release(all[i]);
     host_store_release(&gpu);

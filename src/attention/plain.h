@@ -1,4 +1,4 @@
-/* >>integer: attention in integers, with the same bits on every processor
+/* >>plain: attention in plain C, the specification of what every instruction set computes, bit for bit
 
    A rotated query becomes integers of 16 bits against its largest value, and the weights of a tile, times the norms,
    integers of 15 bits against the largest. Codes stand for integer centroids of 8 bits, I8's for themselves. T = 32639:
@@ -8,21 +8,23 @@
      p_j = exp(s_j - max),  W = max_j |p_j f_j|,  w_j = round(p_j f_j T/W)
      out_d += (sum_j w_j c_jd) * (step W/T)                                in each tile
 
-   A query whose largest value stands far above the others has a second digit, the same again of what the first leaves:
-   rest_d = query_d - q_d Q/T, whose products are added to the scores. See tqkv__round_rest.
+   The sums in brackets are exact, so their order is free. Floats have one order everywhere: a product that a sum follows
+   is an fma or is rounded first, a quotient is a division, exp and tanh are those of >>exact.
 
-   The sums in brackets are exact, so their order is free. No such sum leaves 32 bits: |q_d|, |w_j| <= 32639 and
-   |c| <= 128, so a score of a panel of 256 dimensions stays below 1.07e9, and the 64 positions of a tile below 2.7e8.
-   Floats have one order everywhere: products that a sum follows are an fma or rounded first, quotients are divisions,
-   exp and tanh are those of the kernels, and 16 partial sums are added by halves. F16 streams are multiplied as floats.
-   T = 127*256 + 127, so that a set may split an integer into two signed bytes. */
+   F16 and TQ8 are multiplied as floats: the products of each 512 dimensions with fma in 16 sums, dimension d in sum
+   d % 16, which are added by halves; values by one fma after the other, in the order of positions. */
 
+/* 127*256 + 127, so that a set may split an integer into two signed bytes. No sum in brackets leaves 32 bits: |c| <= 128
+   keeps a score of a panel of 256 dimensions below 1.07e9, and 64 positions of a tile below 2.7e8. */
 #define TQKV__INTEGER_TOP 32639
 /* Smaller largest values count as this one, 2^-100: T over it is a float. */
 #define TQKV__INTEGER_LEAST 7.888609052210118e-31f
 
-/* The stream's integer centroids, repeated, and their step. The books are symmetric; these are the upper halves. Each
-   has the step that adds the least distortion: 0.000, 0.003, 0.11, 1.4 and 7.3% with 2 to 6 bits. */
+/* Whether a stream is multiplied as floats. The centroids of TQ8 do not fit 8 bits. */
+static bool tqkv__in_floats(const tqkv__stream *s) { return s->kind == TQKV__HALF || s->book_bits == 8; }
+
+/* Finds the stream's integer centroids, repeated to 64, and their step. Books are symmetric: these are upper halves, each
+   with the step that adds the least distortion. docs/formats.md says how much that is. */
 static void tqkv__fill_integers(tqkv__stream *s)
 {
     static const float steps[5] = {0.0251706206f, 0.0244347833f, 0.0261686062f, 0.0276549527f, 0.0319480885f};
@@ -33,7 +35,7 @@ static void tqkv__fill_integers(tqkv__stream *s)
                                         {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 26, 28, 30,  33,
                                          35, 38, 41, 44, 47, 50, 53, 57, 61, 65, 70, 76, 82, 90, 100, 116}};
     s->step = 1.0f;
-    if (s->kind != TQKV__BOOK) return;
+    if (s->kind != TQKV__BOOK || tqkv__in_floats(s)) return;
     const int half = 1 << (s->book_bits - 1);
     s->step = steps[s->book_bits - 2];
     for (int i = 0; i < 64; i++) {
@@ -84,7 +86,7 @@ static float tqkv__to_integers(const float *x, int n, float step, int16_t *to)
     return tqkv__integer_unit(largest, step);
 }
 
-/* An integer query has room for a float a value; its unit is in the last of them. query: [head_dim] */
+/* Rounds a query to integers, whose unit takes the place of the last float. query, to: [head_dim] */
 static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, float *to)
 {
     int16_t integers[TQKV_MAX_HEAD_DIM];
@@ -92,9 +94,8 @@ static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, 
     memcpy(to, integers, (size_t)s->head_dim * sizeof *integers);
 }
 
-/* Turns a query into what its integers leave of it, and says whether that is worth a second digit: if fewer than 19 of
-   32 values reach an eighth of the largest. Of Gaussian rows that are those whose largest is above 4.3 times their
-   deviation: one in 400 at head_dim 128. One coordinate a thousand times the others would leave these five bits. */
+/* Replaces a query by what its integers leave of it. Returns whether that is worth a second digit, whose products are
+   added to the scores: fewer than 19 of 32 values reach an eighth of the largest, as in one Gaussian row of 400. */
 static bool tqkv__round_rest(float *query, int n)
 {
     uint32_t largest = 0;
@@ -112,7 +113,7 @@ static bool tqkv__round_rest(float *query, int n)
     return true;
 }
 
-/* Results that are NaN have one pattern of bits, whatever the processor makes of them. */
+/* Gives NaN one pattern of bits: processors differ in those that they make. */
 static float tqkv__one_nan(float x) { return x != x ? tqkv__float(0x7fc00000u) : x; }
 
 /* Returns the factor of panel `panel` of panel_dim values of a row. */
@@ -121,11 +122,30 @@ static float tqkv__panel_factor(const tqkv__stream *s, const float *norms, int p
     return tqkv__factor(s, norms[panel * s->panel_dim / s->norm_dim]);
 }
 
-static float tqkv__score_half(const tqkv__stream *s, const float *key, const float *query)
+/* An infinite norm of a key counts as NaN: its score could be -infinity, which would leave the position out. */
+static float tqkv__norm_of_key(float norm) { return norm + norm * 0.0f; }
+
+/* Decodes a key that is multiplied as floats. to: [head_dim] */
+static void tqkv__decode_key(const tqkv__stream *s, const uint8_t *codes, const float *norms, float *to)
 {
-    float lanes[16] = {0};
-    for (int d = 0; d < s->head_dim; d++) lanes[d % 16] = tqkv__fma(query[d], key[d], lanes[d % 16]);
-    return tqkv__sum_16(lanes);
+    float checked[TQKV_MAX_HEAD_DIM / 256];
+    for (int b = 0; b < s->norms_per_row; b++) checked[b] = tqkv__norm_of_key(norms[b]);
+    tqkv__decode_row(s, codes, checked, to);
+}
+
+/* Products that 16 sums take. With equal products all roundings fall to one side: 1024 in a row would give keys of
+   constant halves an error of 3.4e-5. */
+#define TQKV__MOST_PRODUCTS 512
+
+static float tqkv__score_floats(const tqkv__stream *s, const float *key, const float *query, float score)
+{
+    for (int first = 0; first < s->head_dim; first += TQKV__MOST_PRODUCTS) {
+        const int left = s->head_dim - first, end = first + (left < TQKV__MOST_PRODUCTS ? left : TQKV__MOST_PRODUCTS);
+        float lanes[16] = {0};
+        for (int d = first; d < end; d++) lanes[d % 16] = tqkv__fma(query[d], key[d], lanes[d % 16]);
+        score = TQKV__AS_FLOAT(score + tqkv__sum_16(lanes));
+    }
+    return score;
 }
 
 static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, const float *norms, const float *query,
@@ -133,8 +153,8 @@ static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, cons
 {
     const int16_t *q = (const int16_t *)(const void *)query;
     for (int b = 0; b < s->head_dim / s->panel_dim; b++) {
-        const float norm = tqkv__panel_factor(s, norms, b), factor_or_nan = norm + norm * 0.0f; /* see `factors` */
-        const float factor = TQKV__AS_FLOAT(factor_or_nan * query[s->head_dim - 1]);
+        const float norm = tqkv__norm_of_key(tqkv__panel_factor(s, norms, b));
+        const float factor = TQKV__AS_FLOAT(norm * query[s->head_dim - 1]);
         int32_t sum = 0;
         for (int d = b * s->panel_dim; d < (b + 1) * s->panel_dim; d++) sum += q[d] * key[d];
         score = tqkv__fma(TQKV__AS_FLOAT((float)sum), factor, score);
@@ -142,31 +162,36 @@ static float tqkv__score_integers(const tqkv__stream *s, const int8_t *key, cons
     return score;
 }
 
-static void tqkv__integer_score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                            const float *q, int n_rows, bool add, float *scores)
+static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q,
+                                    int n_rows, bool add, float *scores)
 {
-    float half[TQKV_MAX_HEAD_DIM];
-    int8_t key[TQKV_MAX_HEAD_DIM];
+    float key[TQKV_MAX_HEAD_DIM];
+    int8_t integers[TQKV_MAX_HEAD_DIM];
+    const bool in_floats = tqkv__in_floats(s);
     for (int j = 0; j < segment->n; j++) {
         const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot + j);
         const float *norms = tqkv__norms_at(s, kv_head, segment->slot + j);
-        if (s->kind == TQKV__HALF)
-            tqkv__decode_row(s, codes, norms, half);
+        if (in_floats)
+            tqkv__decode_key(s, codes, norms, key);
         else
-            tqkv__integers_at(s, codes, 0, s->head_dim, key);
+            tqkv__integers_at(s, codes, 0, s->head_dim, integers);
         for (int row = 0; row < n_rows; row++) {
             const float *query = q + (size_t)row * (size_t)s->head_dim;
             float *score = &scores[row * TQKV__TILE + j];
             const float before = add ? *score : 0.0f;
-            *score = s->kind == TQKV__HALF ? TQKV__AS_FLOAT(before + tqkv__score_half(s, half, query))
-                                           : tqkv__score_integers(s, key, norms, query, before);
+            *score = in_floats ? tqkv__score_floats(s, key, query, before)
+                               : tqkv__score_integers(s, integers, norms, query, before);
         }
     }
 }
 
-/* Does what softmax_tile of the kernels does. */
-static void tqkv__integer_softmax_row(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores,
-                                      float *max, float *sum, float *out)
+static bool tqkv__span_has(const tqkv__span *span, int j)
+{
+    return j >= span->from && j < span->to && !(span->hidden >> j & 1);
+}
+
+static void tqkv__softmax_row(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores, float *max,
+                              float *sum, float *out)
 {
     float largest = *max, lanes[16] = {0};
     const float softcap = a->call.softcap;
@@ -195,26 +220,27 @@ static void tqkv__integer_softmax_row(const tqkv__attention *a, const tqkv__span
     *sum = TQKV__AS_FLOAT(*sum + tqkv__sum_16(lanes));
 }
 
-static void tqkv__integer_softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, const float *offsets,
-                                              int n_rows, float *scores, float *max, float *sum, float *out)
+static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, const float *offsets,
+                                      int n_rows, float *scores, float *max, float *sum, float *out)
 {
     for (int row = 0; row < n_rows; row++)
-        tqkv__integer_softmax_row(a, &spans[row], offsets[row], scores + row * TQKV__TILE, &max[row], &sum[row],
-                                  out + (size_t)row * (size_t)a->value_dim);
+        tqkv__softmax_row(a, &spans[row], offsets[row], scores + row * TQKV__TILE, &max[row], &sum[row],
+                          out + (size_t)row * (size_t)a->value_dim);
 }
 
-/* Adds: out += sum_j weights[j] * value j for values of halves, one position after the other. out: [head_dim] */
-static void tqkv__add_halves(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
+/* Adds: out += sum_j weights[j] * value j, for values that are multiplied as floats. out: [head_dim] */
+static void tqkv__add_floats(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
                              float *out)
 {
     float value[TQKV_MAX_HEAD_DIM];
     for (int j = 0; j < segment->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j), NULL, value);
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
+                         tqkv__norms_at(s, kv_head, segment->slot + j), value);
         for (int d = 0; d < s->head_dim; d++) out[d] = tqkv__fma(weights[j], value[d], out[d]);
     }
 }
 
-/* Adds one panel of integers in the same way; integers: [n][panel_dim], out: [panel_dim] */
+/* Adds one panel of integers; integers: [n][panel_dim], out: [panel_dim] */
 static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int panel,
                                const int8_t *integers, const float *weights, float *out)
 {
@@ -231,35 +257,58 @@ static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__s
     for (int d = 0; d < s->panel_dim; d++) out[d] = tqkv__fma(TQKV__AS_FLOAT((float)sums[d]), unit, out[d]);
 }
 
-static void tqkv__integer_value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                            const float *weights, int n_rows, float *scaled, float *out)
+static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                    const float *weights, int n_rows, float *scaled, float *out)
 {
     int8_t integers[TQKV__TILE * TQKV__PANEL];
     (void)scaled; /* for vectors */
-    if (s->kind == TQKV__HALF)
+    if (tqkv__in_floats(s)) {
         for (int row = 0; row < n_rows; row++)
-            tqkv__add_halves(s, kv_head, segment, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
-    if (s->kind != TQKV__HALF)
-        for (int b = 0; b < s->head_dim / s->panel_dim; b++) {
-            for (int j = 0; j < segment->n; j++)
-                tqkv__integers_at(s, tqkv__codes_at(s, kv_head, segment->slot + j), b * s->panel_dim, s->panel_dim,
-                                  integers + j * s->panel_dim);
-            for (int row = 0; row < n_rows; row++)
-                tqkv__add_integers(s, kv_head, segment, b, integers, weights + row * TQKV__TILE,
-                                   out + (size_t)row * (size_t)s->head_dim + b * s->panel_dim);
+            tqkv__add_floats(s, kv_head, segment, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
+        return;
+    }
+    for (int b = 0; b < s->head_dim / s->panel_dim; b++) {
+        for (int j = 0; j < segment->n; j++)
+            tqkv__integers_at(s, tqkv__codes_at(s, kv_head, segment->slot + j), b * s->panel_dim, s->panel_dim,
+                              integers + j * s->panel_dim);
+        for (int row = 0; row < n_rows; row++)
+            tqkv__add_integers(s, kv_head, segment, b, integers, weights + row * TQKV__TILE,
+                               out + (size_t)row * (size_t)s->head_dim + b * s->panel_dim);
+    }
+}
+
+/* Returns what the sum of a stretch loses to the maximum of a piece of it, as the exponent of a factor. */
+static inline float tqkv__loss(float max, float piece_max)
+{
+    return piece_max > max ? TQKV__AS_FLOAT(max - piece_max) : 0.0f;
+}
+
+static void tqkv__end_piece_scalar(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums)
+{
+    for (int row = 0; row < n_rows; row++) {
+        if (piece->sum[row] == 0.0f) continue;
+        const float factor = tqkv__exp(tqkv__loss(sums->max[row], piece->max[row]));
+        float *added = piece->out + (size_t)row * (size_t)value_dim, *to = sums->out + (size_t)row * (size_t)value_dim;
+        for (int d = 0; d < value_dim; d++) to[d] = tqkv__fma(to[d], factor, added[d]);
+        memset(added, 0, (size_t)value_dim * sizeof(float));
+        sums->sum[row] = tqkv__fma(sums->sum[row], factor, piece->sum[row]);
+        sums->max[row] = piece->max[row];
+        piece->sum[row] = 0.0f;
+    }
+}
+
+static void tqkv__sum_heads_scalar(const float *scores, const float *weights, const float *offsets, bool relu,
+                                   int n_rows, float *sums)
+{
+    for (int row = 0; row < n_rows; row++, scores += TQKV__TILE)
+        for (int j = 0; j < TQKV__TILE; j++) {
+            const float score = TQKV__AS_FLOAT(scores[j] + offsets[row]);
+            sums[j] = tqkv__fma(weights[row], relu && score < 0.0f ? 0.0f : score, sums[j]);
         }
 }
 
-/* Integer arithmetic of an instruction set, and that of floats beside which it is used. */
-typedef struct tqkv__integers {
-    const tqkv__isa *floats;
-    void (*round_query)(const tqkv__stream *s, const float *query, float *to); /* query, to: [head_dim] */
-    tqkv__isa isa;
-} tqkv__integers;
+static const tqkv__kernels tqkv__kernels_scalar = {tqkv__round_query_scalar,  tqkv__score_tile_scalar,
+                                                   tqkv__softmax_tile_scalar, tqkv__end_piece_scalar,
+                                                   tqkv__value_tile_scalar,   tqkv__sum_heads_scalar};
 
-static const tqkv__integers tqkv__integers_scalar = {&tqkv__isa_scalar,
-                                                     tqkv__round_query_scalar,
-                                                     {"scalar", 1, 1, &tqkv__codec_scalar, tqkv__reorder_scalar,
-                                                      tqkv__integer_score_tile_scalar,
-                                                      tqkv__integer_softmax_tile_scalar, tqkv__end_piece_scalar,
-                                                      tqkv__integer_value_tile_scalar, tqkv__sum_heads_scalar}};
+static const tqkv__isa tqkv__isa_scalar = {"scalar", 1, &tqkv__codec_scalar};
