@@ -59,13 +59,14 @@ is_format_version = $(CLANG_FORMAT) --version | grep -q 'version $(FORMAT_VERSIO
 help:
 	@awk '/^[a-z0-9.-]+:.* ## / && !seen[$$1]++ { \
 			text = $$0; sub(/.* ## /, "", text); sub(/:.*/, ""); \
-			group = /^(bench|model|quality|mac-)/ ? "Measure it" : \
+			group = /metal|gpu|shaders|mac|apinotes|mca|^model$$/ ? "Macs and GPUs" : /^(bench|model|quality|size)/ ? "Measure it" : \
 				/^(tqkv|apinotes|deps-|format|goldens|charts|clean|fuzz-)/ ? "Work on it" : \
 				/^(test|coverage|fuzz|lint|check|compare)/ ? "Test it" : "Use it"; \
 			targets[group] = targets[group] sprintf("  %-17s %s\n", $$0, text) \
 		} \
 		END { \
-			n = split("Use it/Test it/Measure it/Work on it", groups, "/"); \
+			print "Start here: make -j2 deps demo, then README.md; to change something: make -j2 deps test-gcc, then CONTRIBUTING.md\n"; \
+			n = split("Use it/Test it/Measure it/Work on it/Macs and GPUs", groups, "/"); \
 			for (i = 1; i <= n; i++) printf "%s%s\n%s", (i > 1 ? "\n" : ""), groups[i], targets[groups[i]] \
 		}' $(MAKEFILE_LIST)
 
@@ -89,7 +90,7 @@ install = missing=; for package in $(sort $(1)); do \
 endif
 
 .PHONY: deps deps-test deps-more
-deps: ## start here: install what the library and the examples need
+deps: ## install what the library and the examples need
 	@$(call install,$(if $(filter Darwin,$(SYSTEM)),$(BREW),$(DEB)))
 
 deps-test: ## install what the tests need
@@ -131,6 +132,7 @@ $(BUILD)/tqkv.o: examples/make/tqkv.c $(TQKV_FILES)
 IMPLEMENTED := -DTQKV_NO_IMPLEMENTATION
 # FLAGS_name, CC_name: of one example, not of the object that it shares.
 FLAGS_encode_attend := $(IMPLEMENTED)
+FLAGS_pages := $(IMPLEMENTED)
 
 # $(1) folder, $(2) the implementation. `make test` builds them with objects that it has anyway.
 define example_programs
@@ -143,9 +145,16 @@ $(eval $(call example_programs,$(BUILD),$(BUILD)/tqkv.o))
 DEMOS := encode_attend real_kv
 -include examples/rules.mk
 
-.PHONY: demo
-demo: $(DEMOS:%=$(BUILD)/%) ## build and run the examples
-	@for demo in $(DEMOS); do echo "== $$demo"; ./$(BUILD)/$$demo || exit 1; done
+# The most important last, as the end of the output is what one sees.
+DEMOS_FIRST := engine tinylm encode_attend
+run_demos = for demo in $(1); do echo "== examples/$$demo.c"; ./$(BUILD)/$$demo || exit 1; done
+
+.PHONY: demo demo-all
+demo: $(DEMOS_FIRST:%=$(BUILD)/%) ## start here: build and run three examples, the code to copy last
+	@$(call run_demos,$(DEMOS_FIRST))
+
+demo-all: $(DEMOS:%=$(BUILD)/%) ## build and run all examples of docs/examples.md that need neither MPI, ggml nor a GPU
+	@$(call run_demos,$(DEMOS))
 
 # ---- Installation; CMakeLists.txt installs the same files ----
 

@@ -51,7 +51,7 @@
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
                             fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles the implementation
                             decides: a library that others link has no reasons for them
-     TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/integrating.md)
+     TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/building.md)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
      TQKV_WINDOWS_AVX       puts both in with gcc on Windows, where they are left out otherwise: gcc does not align the
                             stack there as its own AVX code needs (GCC bug 54412), and a thread of two crashes. Define
@@ -1207,10 +1207,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>k-search       the factor whose codes are best for a row
      >>k-quantise     codes, packed, of whole rows
      >>k-table        all of these as a table of functions
-     >>k-integer      the loops of integers
      >>k-halves       F16 and TQ8, which are multiplied as floats
-     >>k-integer-few  one and two rows of them
-     >>k-integer-tiles  the scores and the sums of a tile
+     >>k-rows         scores and sums of all other formats, in integers
      >>set-avx2, >>set-avx512, >>set-neon
                       what a set brings to the loops
      >>integer-avx512, >>integer-avx2, >>integer-neon
@@ -1672,8 +1670,10 @@ typedef char tqkv__compiled_with_fshort_enums_or_fpack_struct
 #define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a step of a loop, in the current instruction set */
 #ifdef __clang__
 #define TQKV__UNROLL _Pragma("clang loop unroll(full)")
+#define TQKV__ROLLED _Pragma("clang loop unroll(disable)")
 #else
 #define TQKV__UNROLL _Pragma("GCC unroll 16")
+#define TQKV__ROLLED _Pragma("GCC unroll 1")
 #endif
 
 /* >>exact: arithmetic that gives the same bits for every compiler, flag and floating-point mode of the caller */
@@ -5432,482 +5432,6 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME, TQKV__LANES, &TQKV__(codec
 
 #ifdef TQKV__INTEGER_LANES
 
-/* >>k-integer: the loops of >>integer, written once. Codes become bytes, in the order of their dimensions. A lane of
-   32 bits adds up TQKV__PRODUCTS products: two of words, to which the bytes are widened, or four or eight of bytes with
-   the high and the low bytes of an integer, in two sums. What a set brings besides its floats, with TQKV__(codes) for a
-   vector of TQKV__INTEGER_LANES lanes, as TQKV__S(name) if it has nothing to do with products, else as TQKV__I(name):
-
-     load_books, look_up        codes to bytes, TQKV__STEP of them
-     open, dot, whole           bytes of a key as dot takes them; products added to a sum; the sum in one integer a lane
-     interleave                 bytes of TQKV__PRODUCTS values to lanes, a dimension of all in each
-     round_codes, store_words   floats to integers, lanes to the 16 bits in which products find them, from `i` on
-     load_row, repeat           those of a vector of dimensions, those of TQKV__PRODUCTS positions in each lane
-     transpose                  16 bytes of TQKV__INTEGER_LANES positions to lanes, as repeat has integers
-     lanes, repeated, dot_lanes, whole_lanes   as codes, row, dot, whole, for lanes of eight products
-     TQKV__LOOKED_UP            whether few rows multiply codes without storing their bytes first: with load_nibbles,
-                                or with load_quarters, order_fields and look_up_fields, and with dot_bytes         */
-
-#define TQKV__VECTOR TQKV__(vector)
-/* Integers that decode_codes writes and that interleave reads of a row; rows of integers are padded to that. */
-#define TQKV__STEP        (4 * TQKV__INTEGER_LANES)
-#define TQKV__PADDED(dim) (((dim) + TQKV__STEP - 1) / TQKV__STEP * TQKV__STEP)
-#define TQKV__BYTES       (4 * TQKV__INTEGER_LANES) /* of a vector, of lanes: */
-#define TQKV__LANE_BYTES  ((int)sizeof(TQKV__I(lanes)))
-#define TQKV__WORDS       ((TQKV__PRODUCTS == 2 ? 2 : 4) * TQKV__INTEGER_LANES) /* multiplied with a vector of codes */
-/* Keys that are decoded together. */
-#define TQKV__KEYS_AT_ONCE 16
-#define TQKV__MOST_KEYS_AT_ONCE                                                                                        \
-    (2 * TQKV__INTEGER_LANES > TQKV__KEYS_AT_ONCE ? 2 * TQKV__INTEGER_LANES : TQKV__KEYS_AT_ONCE)
-#ifndef TQKV__LANES_ROWS
-#define TQKV__LANES_ROWS 8
-#endif
-
-TQKV__OP TQKV__I(sum) TQKV__I(no_sum)(void)
-{
-    TQKV__I(sum) zero;
-    memset(&zero, 0, sizeof zero);
-    return zero;
-}
-
-TQKV__OP TQKV__(codes) TQKV__I(load_codes)(const void *p)
-{
-    TQKV__(codes) x;
-    memcpy(&x, p, sizeof x);
-    return x;
-}
-
-#if TQKV__PRODUCTS < 8
-typedef TQKV__(codes) TQKV__I(lanes);
-typedef TQKV__I(row) TQKV__I(repeated);
-#define TQKV__DOT_LANES   TQKV__I(dot)
-#define TQKV__WHOLE_LANES TQKV__I(whole)
-#else
-#define TQKV__DOT_LANES   TQKV__I(dot_lanes)
-#define TQKV__WHOLE_LANES TQKV__I(whole_lanes)
-#endif
-
-TQKV__OP TQKV__I(lanes) TQKV__I(load_lanes)(const void *p)
-{
-    TQKV__I(lanes) x;
-    memcpy(&x, p, sizeof x);
-    return x;
-}
-
-#ifndef TQKV__DECODED /* true: another set of the same name has the decoders, and what takes floats */
-
-/* Decodes `left` of the integers of n rows, at most TQKV__STEP; p, upper: the fields of the first row, to: as wide as
-   `stride` */
-TQKV__OP void TQKV__S(decode_step)(const tqkv_format format, const TQKV__(codes) * books, int left, size_t row_bytes,
-                                   const uint8_t *p, const uint8_t *upper, int n, int8_t *to, int stride)
-{
-    for (int j = 0; j < n; j++, p += row_bytes, upper += row_bytes, to += stride) {
-        const TQKV__(codes) bytes = TQKV__S(look_up)(format, books, left, p, upper);
-        memcpy(to, &bytes, sizeof bytes);
-    }
-}
-
-/* Decodes the integers [first, first + dim) of n rows; row: the first one, to: [n][TQKV__PADDED(dim)] */
-TQKV__OP void TQKV__S(decode_integers)(const tqkv_format format, const tqkv__stream *s, const uint8_t *row, int first,
-                                       int n, int dim, int8_t *to)
-{
-    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    const uint8_t *p = row + first * main / 8, *upper = row + (s->head_dim * main + first * upper_bits) / 8;
-    TQKV__(codes) books[4];
-    TQKV__S(load_books)(TQKV__BOOK_BITS(format), s->centroids, books);
-    for (int d = 0; d < dim; d += TQKV__STEP) {
-        const uint8_t *at = p + d * main / 8, *upper_at = upper + d * upper_bits / 8;
-        const int left = dim - d, padded = TQKV__PADDED(dim);
-        if (left >= TQKV__STEP)
-            TQKV__S(decode_step)(format, books, TQKV__STEP, s->row_bytes, at, upper_at, n, to + d, padded);
-        else if (left == 16 || TQKV__STEP <= 32)
-            TQKV__S(decode_step)(format, books, 16, s->row_bytes, at, upper_at, n, to + d, padded);
-        else
-            TQKV__S(decode_step)(format, books, left, s->row_bytes, at, upper_at, n, to + d, padded);
-    }
-}
-
-#define TQKV__DECODE_INTEGERS(unused, format, name, kind, main, upper, book, plain)                                    \
-    TQKV__TARGET static void TQKV__S(integers_##format)(const tqkv__stream *s, const uint8_t *row, int first, int n,   \
-                                                        int dim, int8_t *to)                                           \
-    {                                                                                                                  \
-        if ((kind) == TQKV__BOOK && (book) <= 6) /* others are not called */                                           \
-            TQKV__S(decode_integers)(format, s, row, first, n, dim, to);                                               \
-    }
-TQKV__FORMATS(TQKV__DECODE_INTEGERS, )
-
-typedef void (*TQKV__S(decoder))(const tqkv__stream *, const uint8_t *, int, int, int, int8_t *);
-#define TQKV__DECODER_OF(unused, format, ...) TQKV__S(integers_##format),
-static const TQKV__S(decoder) TQKV__S(decoders)[] = {NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
-
-/* Where products find the integers of positions. */
-typedef struct TQKV__S(source) {
-    const int8_t *codes;
-    size_t stride;   /* of positions */
-    ptrdiff_t ahead; /* to those of the next tile, if they are read in place */
-} TQKV__S(source);
-
-/* Copies dim integers of a row, and zeros behind them; to: [padded]. Sizes that the compiler knows take no calls. */
-TQKV__OP void TQKV__S(copy_integers)(const uint8_t *row, int dim, int padded, int8_t *to)
-{
-    for (int d = 0; d < dim; d += 16) memcpy(to + d, row + d, 16);
-    for (int d = dim; d < padded; d += 16) memset(to + d, 0, 16);
-}
-
-/* Returns the integers [first, first + dim) of `n` slots from that of the segment's position j on. I8 is read in place
-   where that goes. room: [n rounded up to slices][TQKV__PADDED(dim)] */
-TQKV__TARGET static TQKV__S(source)
-    TQKV__S(open_integers)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int j, int n, int first,
-                           int dim, int8_t *room)
-{
-    const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot + j);
-    const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    const int padded = TQKV__PADDED(dim), rows = (n + TQKV__KEYS_AT_ONCE - 1) / TQKV__KEYS_AT_ONCE * TQKV__KEYS_AT_ONCE;
-    const TQKV__S(source) in_place = {(const int8_t *)row + first, s->row_bytes, ahead};
-    const TQKV__S(source) decoded = {room, (size_t)padded, 0};
-    if (s->kind == TQKV__GRID && n == rows) return in_place;
-    for (int i = 0; i < n; i += TQKV__KEYS_AT_ONCE, row += TQKV__KEYS_AT_ONCE * s->row_bytes) {
-        const int now = n - i < TQKV__KEYS_AT_ONCE ? n - i : TQKV__KEYS_AT_ONCE;
-        int8_t *to = room + i * padded;
-        if (first == 0) tqkv__prefetch(TQKV__L2, row + ahead, (size_t)now * s->row_bytes);
-        if (s->kind != TQKV__GRID) TQKV__S(decoders)[s->format](s, row, first, now, dim, to);
-        if (s->kind == TQKV__GRID)
-            for (int k = 0; k < now; k++)
-                TQKV__S(copy_integers)(row + (size_t)k * s->row_bytes + first, dim, padded, to + k * padded);
-    }
-    if (n < rows) memset(room + n * padded, 0, (size_t)((rows - n) * padded)); /* their products are not used */
-    return decoded;
-}
-
-/* Returns the largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
-TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
-{
-    TQKV__(codes) largest;
-    memset(&largest, 0, sizeof largest);
-    for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
-    return TQKV__S(largest_code)(largest);
-}
-#endif
-
-/* Integers of a panel of a query, padded to whole vectors */
-#define TQKV__QUERY_PANEL(dim) (((dim) + TQKV__WORDS - 1) / TQKV__WORDS * TQKV__WORDS)
-#define TQKV__WEIGHTS_UNIT     (TQKV__TILE / 2)
-
-#ifndef TQKV__ROUNDED /* true: the integers of another set lie in the same order */
-
-/* Rounds n floats times scale to integers; a scale of 0 gives 0, whatever the floats are. to: [n] */
-TQKV__OP void TQKV__I(round_floats)(const float *x, int n, float scale, int16_t *to)
-{
-    if (!(scale > 0.0f)) memset(to, 0, (size_t)n * sizeof *to);
-    if (scale > 0.0f)
-        for (int i = 0; i < n; i += TQKV__INTEGER_LANES)
-            TQKV__I(store_words)(to, i, TQKV__S(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale)));
-}
-
-/* Rounds a query to integers, each panel's padded with zeros to whole vectors. Its unit stands where the last value
-   would. query, to: [head_dim] */
-TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float *query, float *to)
-{
-    const int dim = s->panel_dim, size = TQKV__QUERY_PANEL(dim);
-    const uint32_t largest = TQKV__S(largest_bits)(query, s->head_dim);
-    int16_t *words = (int16_t *)(void *)to;
-    for (int d = 0; d < s->head_dim; d += dim, words += size) {
-        TQKV__I(round_floats)(query + d, dim, tqkv__integer_scale(largest), words);
-        memset(words + dim, 0, (size_t)(size - dim) * sizeof *words);
-    }
-    to[s->head_dim - 1] = tqkv__integer_unit(largest, s->step);
-}
-
-/* Rounds the weights of a row times the norms of a panel as integers; behind them, at TQKV__WEIGHTS_UNIT, their unit.
-   Weights from n on are another row's. */
-TQKV__TARGET static void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights, const float *factors,
-                                                int n, float *to)
-{
-    enum { VECTORS = TQKV__TILE / TQKV__INTEGER_LANES };
-    TQKV__ALIGNED float room[TQKV__TILE];
-    TQKV__VECTOR x[VECTORS];
-    TQKV__(codes) largest_of;
-    memset(&largest_of, 0, sizeof largest_of);
-    if (n < TQKV__TILE) {
-        memset(room, 0, sizeof room);
-        memcpy(room, weights, (size_t)n * sizeof *room);
-        weights = room;
-    }
-    TQKV__UNROLL
-    for (int i = 0; i < VECTORS; i++) {
-        const int j = i * TQKV__INTEGER_LANES;
-        x[i] = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
-        largest_of = TQKV__(larger_bits)(largest_of, x[i]);
-    }
-    const uint32_t largest = TQKV__S(largest_code)(largest_of);
-    const float scale = tqkv__integer_scale(largest);
-    if (scale > 0.0f) {
-        TQKV__UNROLL
-        for (int i = 0; i < VECTORS; i++) {
-            const TQKV__(codes) rounded = TQKV__S(round_codes)(x[i] * TQKV__(set1)(scale));
-            TQKV__I(store_words)((int16_t *)(void *)to, i * TQKV__INTEGER_LANES, rounded);
-        }
-    } else {
-        memset(to, 0, TQKV__TILE * sizeof(int16_t));
-    }
-    to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
-}
-#endif
-
-/* A product of a tile: integers of positions, and the rows that they are multiplied with. */
-typedef struct TQKV__I(product) {
-    TQKV__S(source) at;
-    int n, dim;
-    const int16_t *rows; /* integers of the first row, and its unit; those of the next are row_floats floats apart */
-    const float *units;
-    int row_floats;
-    float *results; /* scores or sums, result_floats apart */
-    int result_floats;
-    const float *factors; /* of positions, scores only */
-    bool add;             /* to the scores */
-} TQKV__I(product);
-
-/* Finds fours[row]: the products of four positions with a row, summed over the lanes. rows: a constant */
-TQKV__OP void TQKV__I(score_four)(const int rows, const TQKV__I(product) * p, const int8_t *codes,
-                                  TQKV__(codes) * fours, int distance)
-{
-    const int16_t *q = p->rows;
-    const size_t stride = p->at.stride;
-    TQKV__I(sum) sums[TQKV__PRODUCT_ROWS][4];
-    TQKV__(codes) x[4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++) sums[i / 4][i % 4] = TQKV__I(no_sum)();
-    for (int d = 0; d < p->dim; d += TQKV__WORDS, q += TQKV__WORDS) {
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++)
-            if (d % 64 == 0)
-                tqkv__prefetch(TQKV__L2, (const uint8_t *)codes + d + (ptrdiff_t)((size_t)i * stride) + p->at.ahead, 1);
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++) x[i] = TQKV__I(open)(codes + d + (size_t)i * stride, p->dim - d);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            const TQKV__I(row) y = TQKV__I(load_row)(q + 2 * r * p->row_floats);
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++) sums[r][i] = TQKV__I(dot)(sums[r][i], x[i], y);
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++) x[i] = TQKV__I(whole)(sums[r][i]);
-        fours[r * distance] = TQKV__S(sum_four_codes)(x);
-    }
-}
-
-/* Writes scores of row r and the positions from j on, from the sums of their products */
-TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV__(codes) sum)
-{
-    float *to = p->results + r * TQKV__TILE + j;
-    const TQKV__VECTOR factor = TQKV__(load)(p->factors + j) * TQKV__(set1)(p->units[r * p->row_floats]);
-    const TQKV__VECTOR before = p->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
-    TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(sum), factor, before));
-}
-
-/* Finds results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row, LANES positions at a
-   time */
-TQKV__OP void TQKV__I(score_rows_of)(const int rows, const TQKV__I(product) * p)
-{
-    for (int j = 0; j < p->n; j += TQKV__INTEGER_LANES) {
-        TQKV__(codes) fours[TQKV__PRODUCT_ROWS * TQKV__INTEGER_LANES / 4];
-        for (int i = 0; i < TQKV__INTEGER_LANES / 4; i++) {
-            const int8_t *codes = p->at.codes + (size_t)(j + 4 * i) * p->at.stride;
-            TQKV__I(score_four)(rows, p, codes, fours + i, TQKV__INTEGER_LANES / 4);
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++)
-            TQKV__I(add_scores)(p, r, j, TQKV__S(sum_codes_across)(fours + r * TQKV__INTEGER_LANES / 4));
-    }
-}
-
-/* Goes on to the next rows. */
-TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
-{
-    p->rows += 2 * rows * p->row_floats;
-    p->units += rows * p->row_floats;
-    p->results += rows * p->result_floats;
-}
-
-TQKV__TARGET static void TQKV__I(score_integers)(TQKV__I(product) p, int n_rows)
-{
-    for (int left = n_rows, now; left > 0; left -= now) {
-        now = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
-        if (now == 1)
-            TQKV__I(score_rows_of)(1, &p);
-        else if (now == 2)
-            TQKV__I(score_rows_of)(2, &p);
-        else
-            TQKV__I(score_rows_of)(TQKV__PRODUCT_ROWS, &p);
-        TQKV__I(advance)(&p, now);
-    }
-}
-
-/* Does what score_rows_of does for the positions of two vectors, which are lanes of tile: [dim /
-   TQKV__PRODUCTS][2][TQKV__LANE_BYTES] */
-TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p, const int8_t *tile)
-{
-    const int size = 2 * p->row_floats, half = rows > 4 ? rows / 2 : rows; /* two addresses need fewer offsets */
-    const int16_t *q[2] = {p->rows, p->rows + (rows - half) * size};
-    TQKV__I(sum) sums[2 * TQKV__PRODUCT_ROWS][2];
-    TQKV__UNROLL
-    for (int i = 0; i < 2 * rows; i++) sums[i / 2][i % 2] = TQKV__I(no_sum)();
-    for (int d = 0; d < p->dim; d += TQKV__PRODUCTS, tile += 2 * TQKV__LANE_BYTES) {
-        const TQKV__I(lanes) a = TQKV__I(load_lanes)(tile), b = TQKV__I(load_lanes)(tile + TQKV__LANE_BYTES);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            const TQKV__I(repeated) y = TQKV__I(repeat)(q[r / half] + (ptrdiff_t)(r % half) * size + d);
-            sums[r][0] = TQKV__DOT_LANES(sums[r][0], a, y);
-            sums[r][1] = TQKV__DOT_LANES(sums[r][1], b, y);
-        }
-    }
-    TQKV__UNROLL
-    for (int i = 0; i < 2 * rows; i++)
-        TQKV__I(add_scores)(p, i / 2, i % 2 * TQKV__INTEGER_LANES, TQKV__WHOLE_LANES(sums[i / 2][i % 2]));
-}
-
-/* Does what score_integers does for many rows: turning the positions into lanes takes less time than adding up the
-   lanes of each sum. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p, int n_rows)
-{
-    TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
-    for (int v = 0; v < 2; v++) {
-        const int first = v * TQKV__INTEGER_LANES < p.n ? v * TQKV__INTEGER_LANES : 0;
-        for (int d = 0; d < p.dim; d += 16) {
-            TQKV__I(lanes) x[16 / TQKV__PRODUCTS];
-            const int8_t *at = p.at.codes + (size_t)first * p.at.stride + d;
-            if (p.at.ahead && d % 64 == 0)
-                for (int j = 0; j < TQKV__INTEGER_LANES; j++)
-                    tqkv__prefetch(TQKV__L2, (const uint8_t *)at + (ptrdiff_t)j * (ptrdiff_t)p.at.stride + p.at.ahead,
-                                   1);
-            TQKV__I(transpose)(at, p.at.stride, x);
-            TQKV__UNROLL
-            for (int i = 0; i < 16 / TQKV__PRODUCTS; i++)
-                memcpy(tile + (2 * (d / TQKV__PRODUCTS + i) + v) * TQKV__LANE_BYTES, &x[i], sizeof x[i]);
-        }
-    }
-    for (int left = n_rows, rows; left > 0; left -= rows) {
-        rows = left >= 2 * TQKV__PRODUCT_ROWS ? 2 * TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
-        if (rows == 1)
-            TQKV__I(score_lanes_of)(1, &p, tile);
-        else if (rows == 2)
-            TQKV__I(score_lanes_of)(2, &p, tile);
-        else
-            TQKV__I(score_lanes_of)(2 * TQKV__PRODUCT_ROWS, &p, tile);
-        TQKV__I(advance)(&p, rows);
-    }
-}
-
-/* Opens the scores of panel b, but for its codes and the number of positions. factors: [panels][TQKV__TILE] */
-TQKV__OP void TQKV__I(open_scores)(const tqkv__stream *s, int b, const float *q, bool add, const float *factors,
-                                   float *scores, TQKV__I(product) * p)
-{
-    p->dim = s->panel_dim;
-    p->rows = (const int16_t *)(const void *)q + b * TQKV__QUERY_PANEL(s->panel_dim);
-    p->units = q + s->head_dim - 1;
-    p->row_floats = s->head_dim;
-    p->results = scores;
-    p->result_floats = TQKV__TILE;
-    p->factors = factors + b * TQKV__TILE;
-    p->add = add || b > 0;
-}
-
-/* Opens TQKV__STEP dimensions of TQKV__PRODUCTS positions, interleaved; asks for those of the next tile. */
-TQKV__OP void TQKV__I(open_group)(const int8_t *at, size_t stride, ptrdiff_t ahead, int left, TQKV__I(lanes) * x)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < TQKV__PRODUCTS; i++)
-        tqkv__prefetch(TQKV__L2, (const uint8_t *)at + i * (ptrdiff_t)stride + ahead, 1);
-    TQKV__I(interleave)(at, stride, left, x);
-}
-
-/* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for TQKV__STEP dimensions from `first`
-   on, or only for the half of them that the first two vectors hold. ready: it is interleaved in tile. rows, ready,
-   vectors: constants */
-TQKV__OP void TQKV__I(add_vectors_of)(const int rows, const bool ready, const int vectors, const TQKV__I(product) * p,
-                                      int first, const int8_t *tile)
-{
-    const int16_t *w = p->rows;
-    const int8_t *at = p->at.codes + first;
-    TQKV__I(sum) sums[TQKV__PRODUCT_ROWS][4];
-    TQKV__I(lanes) x[4];
-    TQKV__(codes) whole[4];
-    TQKV__UNROLL
-    for (int i = 0; i < vectors * rows; i++) sums[i / vectors][i % vectors] = TQKV__I(no_sum)();
-    for (int j = 0; j < p->n; j += TQKV__PRODUCTS, w += TQKV__PRODUCTS, at += TQKV__PRODUCTS * p->at.stride) {
-        if (ready) {
-            TQKV__UNROLL
-            for (int v = 0; v < vectors; v++) x[v] = TQKV__I(load_lanes)(tile + v * TQKV__LANE_BYTES);
-            tile += 4 * TQKV__LANE_BYTES;
-        } else {
-            TQKV__I(open_group)(at, p->at.stride, p->at.ahead, p->dim - first, x);
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            const TQKV__I(repeated) y = TQKV__I(repeat)(w + 2 * r * p->row_floats);
-            TQKV__UNROLL
-            for (int v = 0; v < vectors; v++) sums[r][v] = TQKV__DOT_LANES(sums[r][v], x[v], y);
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        float *to = p->results + r * p->result_floats + first;
-        const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-        TQKV__UNROLL
-        for (int v = 0; v < 4; v++) whole[v] = TQKV__WHOLE_LANES(v < vectors ? sums[r][v] : TQKV__I(no_sum)());
-        TQKV__S(natural_order)(whole);
-        TQKV__UNROLL
-        for (int v = 0; v < vectors; v++, to += TQKV__INTEGER_LANES)
-            if (first + v * TQKV__INTEGER_LANES < p->dim)
-                TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(whole[v]), unit, TQKV__(load)(to)));
-    }
-}
-
-TQKV__OP void TQKV__I(add_rows_of)(const int rows, const bool ready, const TQKV__I(product) * p, int first,
-                                   const int8_t *tile)
-{
-    if (TQKV__STEP > 16 && p->dim - first <= TQKV__STEP / 2)
-        TQKV__I(add_vectors_of)(rows, ready, 2, p, first, tile);
-    else
-        TQKV__I(add_vectors_of)(rows, ready, 4, p, first, tile);
-}
-
-/* Adds to the sums of all rows for TQKV__STEP dimensions from d on, whose positions they share interleaved. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_interleaved)(TQKV__I(product) p, int d, int n_rows)
-{
-    TQKV__ALIGNED int8_t tile[TQKV__TILE / TQKV__PRODUCTS * 4 * TQKV__LANE_BYTES];
-    for (int j = 0; j < p.n; j += TQKV__PRODUCTS) {
-        TQKV__I(lanes) x[4];
-        TQKV__I(open_group)(p.at.codes + (size_t)j * p.at.stride + d, p.at.stride, p.at.ahead, p.dim - d, x);
-        memcpy(tile + j / TQKV__PRODUCTS * 4 * TQKV__LANE_BYTES, x, sizeof x);
-    }
-    for (int left = n_rows, rows; left > 0; left -= rows) {
-        rows = left >= TQKV__PRODUCT_ROWS ? TQKV__PRODUCT_ROWS : left >= 2 ? 2 : 1;
-        if (rows == 1)
-            TQKV__I(add_rows_of)(1, true, &p, d, tile);
-        else if (rows == 2)
-            TQKV__I(add_rows_of)(2, true, &p, d, tile);
-        else
-            TQKV__I(add_rows_of)(TQKV__PRODUCT_ROWS, true, &p, d, tile);
-        TQKV__I(advance)(&p, rows);
-    }
-}
-
-/* Adds a panel; few rows interleave the positions for themselves. */
-TQKV__TARGET static void TQKV__I(add_integers)(const TQKV__I(product) * p, int n_rows)
-{
-    for (int d = 0; d < p->dim; d += TQKV__STEP) {
-        if (n_rows == 1)
-            TQKV__I(add_rows_of)(1, false, p, d, NULL);
-        else if (n_rows == 2)
-            TQKV__I(add_rows_of)(2, false, p, d, NULL);
-        else
-            TQKV__I(add_interleaved)(*p, d, n_rows);
-    }
-}
-
 /* >>k-halves: keys and values that are multiplied as floats, see >>plain. Halves are read where they lie while few rows
    need them; else, as TQ8 always, rows become floats first. */
 
@@ -6115,578 +5639,668 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
 }
 #endif
 
-/* >>k-integer-few: one and two rows of integers, straight from the codes; a set with tables of bytes in registers has
-   them. */
+/* >>k-rows: the loops of >>integer. A vector of codes is bytes: 16 dimensions, in their order, of each of
+   TQKV__POSITIONS positions. A lane of 32 bits adds up TQKV__PRODUCTS products, either of words or of bytes; bytes are
+   multiplied with the high and with the low byte of an integer. What a set brings, as TQKV__S(name) if it has nothing
+   to do with products, else as TQKV__I(name):
 
-#if TQKV__LOOKED_UP
-/* Few rows multiply codes that become bytes only in registers. An integer of a row is 256 times its high byte plus its
-   low one, both signed, and has two sums. Codes are c + 128, because the products want one factor unsigned; sums begin
-   with -128 times that of the other. A vector has 64 bytes in one of three orders, where p are positions and d
-   dimensions:
+     open, look_up        the codes of up to 64 dimensions; sixteen k of them, plus TQKV__CODE_OFFSET, as a vector
+     transpose            a matrix of 4 by 4 lanes in each 16 bytes of four vectors
+     load_row, dot        16 integers of a row, in each 16 bytes; their products with a vector, added to a sum
+     key_lanes            16 bytes of each position to lanes of TQKV__PRODUCTS dimensions
+     value_lanes          vectors of TQKV__PRODUCTS positions to lanes of a dimension each
+     repeat, dot_lanes    TQKV__PRODUCTS integers of a row in each lane; their products with lanes, added to a sum
+     store_integers       lanes to integers as products find them
+     whole, whole_lanes   a sum in one integer a lane                                                              */
 
-     nibbles: one position, as its fields are stored. Nibble 0 is the lower code of each byte, nibble 1 the upper one.
-       byte         0     1     2  ...    63
-       nibble 0    d0    d2    d4  ...  d126
-       nibble 1    d1    d3    d5  ...  d127
+#define TQKV__VECTOR        TQKV__(vector)
+#define TQKV__BYTES         (4 * TQKV__INTEGER_LANES)
+#define TQKV__POSITIONS     (TQKV__INTEGER_LANES / 4)
+#define TQKV__CHUNK         64 /* dimensions that are opened together */
+#define TQKV__LANE_BYTES    ((int)sizeof(TQKV__I(lanes)))
+#define TQKV__KEY_LANES     (16 / TQKV__PRODUCTS)      /* vectors of lanes for 16 dimensions: of keys, */
+#define TQKV__DIM_LANES     (16 / TQKV__INTEGER_LANES) /* and of values */
+#define TQKV__MANY_SIXTEENS TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS)
+#define TQKV__UNITS         (TQKV__PRODUCTS > TQKV__POSITIONS ? TQKV__PRODUCTS / TQKV__POSITIONS : 1)
+/* Where a row of integers has what multiplies it, and -TQKV__CODE_OFFSET times its sum: in floats. */
+#define TQKV__QUERY_OFFSET(head_dim) ((head_dim) / 2)
+#define TQKV__QUERY_UNIT(head_dim)   ((head_dim)-1)
+#define TQKV__WEIGHTS_OFFSET         (TQKV__TILE / 2)
+#define TQKV__WEIGHTS_UNIT           (TQKV__TILE / 2 + 1)
 
-     quarters, for scores: sixteen k of 64 dimensions, d16k to d16k+15, of four positions
-       byte         0 to 15   16 to 31   32 to 47   48 to 63
-                    p0        p1         p2         p3
+/* The format of what is decoded already; no store has it. */
+#define TQKV__READY TQKV_FORMAT_DEFAULT
 
-     quarters, for sums ("lanes"): the same 64 codes, the positions of a dimension side by side
-       byte         0 to 3    4 to 7     ...        60 to 63
-                    p0 to p3 of d16k     ...        of d16k+15     */
+#ifndef TQKV__DECODED /* true: another set of the same name has what does not depend on products */
 
-/* -- Nibbles -- */
-
-/* Dimensions in both nibbles of a vector of codes */
-#define TQKV__NIBBLES (2 * TQKV__BYTES)
-
-/* Nibbles are for TQ4 with fewer rows than take lanes, two at a time, for TQ5 with two and TQ6 with one, where they
-   fill more than half a vector. Four rows of 80 dimensions take less time in quarters. */
-static bool TQKV__I(takes_nibbles)(const tqkv__stream *s, int n, int n_rows)
-{
-    const int most = s->upper_bits ? 3 - s->upper_bits : s->panel_dim > 80 ? TQKV__LANES_ROWS - 1 : 2;
-    return n_rows <= most && n % TQKV__KEYS_AT_ONCE == 0 && s->main_bits == 4 && s->panel_dim > TQKV__BYTES;
-}
-
-/* The integers of a row of queries by nibbles: bytes[][0] their high bytes, [1] their low ones; starts: the first sums
-   of both */
-typedef struct TQKV__I(nibble_query) {
-    int8_t bytes[TQKV__PANEL / TQKV__BYTES][2][TQKV__BYTES];
-    TQKV__(codes) starts[2];
-} TQKV__I(nibble_query);
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_nibble_query)(const int16_t *words, int dim,
-                                                                   TQKV__I(nibble_query) * to)
-{
-    to->starts[0] = to->starts[1] = TQKV__I(no_sum)();
-    for (int d = 0; d < dim; d += TQKV__NIBBLES)
-        for (int nibble = 0; nibble < 2; nibble++) {
-            TQKV__(codes) a[2], b[2];
-            TQKV__I(split)(words + d, dim - d, a);
-            TQKV__I(split)(words + d + TQKV__BYTES, dim - d - TQKV__BYTES, b);
-            TQKV__UNROLL
-            for (int i = 0; i < 2; i++) {
-                const TQKV__(codes) x = TQKV__I(nibbles_of)(nibble, a[i], b[i]);
-                memcpy(to->bytes[d / TQKV__BYTES + nibble][i], &x, sizeof x);
-                to->starts[i] = TQKV__I(less_bytes)(to->starts[i], x);
-            }
-        }
-}
-
-/* The stored codes of a tile's positions, for all dimensions of a panel or for 64 of them or what is left */
-typedef struct TQKV__I(stored) {
-    const uint8_t *fields[2]; /* main ones, upper ones */
-    uint32_t masks[2];        /* a bit for each 16 bits of 64 fields */
+/* The codes of a panel of a tile. Rows from `whole` on lie at `rest`: loops take 16 of them at a time. */
+typedef struct TQKV__S(panel) {
+    const uint8_t *fields[2], *rest[2]; /* main ones, upper ones */
     size_t stride;
-    ptrdiff_t ahead; /* to the next tile, 0: not asked for */
+    ptrdiff_t ahead; /* to the rows that will be read next; 0: not asked for */
     const int8_t *centroids;
-    int n, left; /* positions, dimensions */
-} TQKV__I(stored);
+    tqkv_format format;
+    int n, whole, dim;
+} TQKV__S(panel);
 
-/* Opens the codes of dimensions [first + d, first + dim), at most 64 of them. */
-TQKV__OP TQKV__I(stored)
-    TQKV__I(open_stored)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first, int d, int dim)
+/* Copies the last rows of a tile, less than 16. room: [16][row_bytes] */
+static void TQKV__S(copy_rest)(const tqkv__stream *s, const uint8_t *row, int n, uint8_t *room)
 {
-    const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
-    const int left = dim - d < 64 ? dim - d : 64, main = s->main_bits, upper = s->upper_bits;
-    const TQKV__I(stored) p = {{row + (first + d) * main / 8, row + (s->head_dim * main + (first + d) * upper) / 8},
-                               {((uint32_t)1 << left * main / 16) - 1, ((uint32_t)1 << left * upper / 16) - 1},
-                               s->row_bytes,
-                               first + d == 0 ? (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes : 0,
-                               s->centroids,
-                               segment->n,
-                               left};
-    return p;
+    const size_t whole = (size_t)(n / 16 * 16), size = (size_t)(n % 16) * s->row_bytes;
+    if (!size) return;
+    memcpy(room, row + whole * s->row_bytes, size);
+    memset(room + size, 0, 16 * s->row_bytes - size);
 }
 
-/* Opens all dimensions of a panel: its packed codes are walked by lines, each of which asks for that of the next
-   tile. */
-TQKV__OP TQKV__I(stored)
-    TQKV__I(open_stored_panel)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int first)
+/* Opens the panel of the dimensions from `first` on; row: of the tile's first position */
+static TQKV__S(panel) TQKV__S(open_panel)(const tqkv__stream *s, const uint8_t *row, const tqkv__segment *segment,
+                                          int first, const uint8_t *room)
 {
-    TQKV__I(stored) p = TQKV__I(open_stored)(s, kv_head, segment, first, 0, s->panel_dim);
-    p.ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    p.left = s->panel_dim;
-    return p;
+    const int main_at = first * s->main_bits / 8, upper_at = (s->head_dim * s->main_bits + first * s->upper_bits) / 8;
+    const ptrdiff_t ahead = first ? 0 : (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
+    const TQKV__S(panel) panel = {{row + main_at, row + upper_at},
+                                  {room + main_at, room + upper_at},
+                                  s->row_bytes,
+                                  ahead,
+                                  s->centroids,
+                                  s->format == TQKV_TQ5_BYTES ? TQKV_TQ6_BYTES : s->format,
+                                  (segment->n + 15) / 16 * 16,
+                                  segment->n / 16 * 16,
+                                  s->panel_dim};
+    return panel;
 }
 
-/* Asks for the codes of four positions that lie as far ahead as the panel says. */
-TQKV__OP void TQKV__I(ask_ahead)(const tqkv_format format, const TQKV__I(stored) * p, const uint8_t *main_at,
-                                 const uint8_t *upper_at)
+/* Where the codes of some positions are: main fields, upper ones */
+typedef struct TQKV__S(cursor) {
+    const uint8_t *fields[2];
+} TQKV__S(cursor);
+
+/* Returns where the positions from j on are, up to 16, from the panel's dimension d on. Asks for as many of those that
+   will be read next, if d is the first dimension. */
+TQKV__OP TQKV__S(cursor)
+    TQKV__S(cursor_at)(const tqkv_format format, const TQKV__S(panel) * a, int j, int positions, int d)
 {
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        tqkv__prefetch(TQKV__L2, main_at + (ptrdiff_t)((size_t)i * p->stride) + p->ahead, 1);
-        if (TQKV__UPPER_BITS(format))
-            tqkv__prefetch(TQKV__L2, upper_at + (ptrdiff_t)((size_t)i * p->stride) + p->ahead, 1);
+    const uint8_t *const *fields = j < a->whole ? a->fields : a->rest;
+    const size_t at = (size_t)(j < a->whole ? j : j - a->whole) * a->stride;
+    const TQKV__S(cursor) cursor = {
+        {fields[0] + at + d * TQKV__MAIN_BITS(format) / 8, fields[1] + at + d * TQKV__UPPER_BITS(format) / 8}};
+    if (a->ahead && d == 0 && format != TQKV__READY) {
+        const uint8_t *next = a->fields[0] + (size_t)j * a->stride + a->ahead;
+        for (size_t i = 0; i < (size_t)positions * a->stride; i += 128) tqkv__prefetch(TQKV__L2, next + i, 128);
     }
+    return cursor;
 }
 
-/* Finds sums[row][i]: the products of four positions from 4 i on with one or two rows, in the lanes that
-   sum_codes_across adds up */
-TQKV__OP void TQKV__I(dot_nibbles)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
-                                   const TQKV__I(nibble_query) * query, TQKV__(codes) (*sums)[TQKV__TILE / 4])
+/* Goes on by so many positions. */
+TQKV__OP void TQKV__S(move)(const TQKV__S(panel) * a, int positions, TQKV__S(cursor) * cursor)
 {
-    const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
-    const size_t stride = p->stride;
-    const uint8_t *row = p->fields[0], *upper = p->fields[1];
-    for (int four = 0; four < p->n / 4; four++, row += 4 * stride, upper += 4 * stride) {
-        TQKV__(codes) high[2][4], low[2][4];
-        TQKV__UNROLL
-        for (int i = 0; i < 4 * rows; i++) {
-            high[i / 4][i % 4] = query[i / 4].starts[0];
-            low[i / 4][i % 4] = query[i / 4].starts[1];
-        }
-        for (int d = 0; d < p->left; d += TQKV__NIBBLES) {
-            const uint8_t *main_at = row + d / 2, *upper_at = upper + d * TQKV__UPPER_BITS(format) / 8;
-            TQKV__I(ask_ahead)(format, p, main_at, upper_at);
-            TQKV__UNROLL
-            for (int nibble = 0; nibble < 2; nibble++) {
-                TQKV__UNROLL
-                for (int i = 0; i < 4; i++) {
-                    const TQKV__(codes) x = TQKV__I(load_nibbles)(
-                        format, nibble, book, p->left - d, main_at + (size_t)i * stride, upper_at + (size_t)i * stride);
-                    TQKV__UNROLL
-                    for (int r = 0; r < rows; r++) {
-                        const int8_t(*y)[TQKV__BYTES] = query[r].bytes[d / TQKV__BYTES + nibble];
-                        high[r][i] = TQKV__I(dot_bytes)(high[r][i], x, TQKV__I(load_codes)(y[0]));
-                        low[r][i] = TQKV__I(dot_bytes)(low[r][i], x, TQKV__I(load_codes)(y[1]));
-                    }
-                }
-            }
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            TQKV__UNROLL
-            for (int i = 0; i < 4; i++) high[r][i] = TQKV__I(join)(high[r][i], low[r][i]);
-            sums[r][four] = TQKV__S(sum_four_codes)(high[r]);
-        }
-    }
+    cursor->fields[0] += (size_t)positions * a->stride;
+    cursor->fields[1] += (size_t)positions * a->stride;
 }
 
-/* The pairs macro(format, rows) are those where this takes less time than words, or than storing the bytes first
-   (D=128, one core of a Zen 5: TQ4 0.78 of it, TQ5 0.77, with one row TQ6 0.68; two rows of TQ4 after two 0.88 of four
-   at once) */
-#define TQKV__BY_NIBBLES(macro)                                                                                        \
-    macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2) macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2) macro(TQKV_TQ6, 1)
-
-/* Functions of their own, because loops that share one spill. The copy tells the compiler that sums lie elsewhere. */
-#define TQKV__DOT_NIBBLES(format, rows)                                                                                \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(dot_nibbles_##format##_##rows)(                                    \
-        const TQKV__I(stored) * p, const TQKV__I(nibble_query) * query, TQKV__(codes)(*sums)[TQKV__TILE / 4])          \
-    {                                                                                                                  \
-        const TQKV__I(stored) copy = *p;                                                                               \
-        TQKV__I(dot_nibbles)(format, rows, &copy, query, sums);                                                        \
-    }
-TQKV__BY_NIBBLES(TQKV__DOT_NIBBLES)
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_nibbles)(const tqkv__stream *s, int kv_head,
-                                                               const tqkv__segment *segment, int first, int rows,
-                                                               const TQKV__I(product) * p)
+/* Returns the largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
+TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
 {
-    const TQKV__I(stored) panel = TQKV__I(open_stored_panel)(s, kv_head, segment, first);
-    TQKV__I(nibble_query) query[2];
-    TQKV__(codes) sums[2][TQKV__TILE / 4];
-    for (int r = 0; r < rows; r++) TQKV__I(open_nibble_query)(p->rows + 2 * r * p->row_floats, p->dim, &query[r]);
-#define TQKV__SCORE_NIBBLES(which, n)                                                                                  \
-    if (s->format == which && rows == n) TQKV__I(dot_nibbles_##which##_##n)(&panel, query, sums);
-    TQKV__BY_NIBBLES(TQKV__SCORE_NIBBLES)
-    for (int j = 0; j < p->n; j += 16)
-        for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_codes_across)(sums[r] + j / 4));
-}
-
-/* -- Quarters: no size leaves lanes empty. -- */
-
-/* Quarters are for TQ2 and TQ4 with fewer rows than take lanes, for TQ3 and TQ5 with two, where nibbles are not. More
-   rows of more dimensions share bytes. */
-static bool TQKV__I(takes_quarters)(const tqkv__stream *s, int n, int n_rows)
-{
-    int most = 0;
-    if (s->format == TQKV_TQ2 || s->format == TQKV_TQ4) most = s->panel_dim > 80 ? 2 : TQKV__LANES_ROWS - 1;
-    if (s->format == TQKV_TQ3 || s->format == TQKV_TQ5) most = s->panel_dim > 128 ? 1 : 2;
-    return n_rows <= most && n % TQKV__KEYS_AT_ONCE == 0;
-}
-
-/* The integers of a row of queries, 16 of them in each quarter: bytes[][0] their high bytes, [1] their low ones; start:
-   the first sums */
-typedef struct TQKV__I(quarter_query) {
-    int8_t bytes[TQKV__PANEL / 16][2][TQKV__BYTES];
-    TQKV__(codes) start;
-} TQKV__I(quarter_query);
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_quarter_query)(const int16_t *words, int dim,
-                                                                    TQKV__I(quarter_query) * to)
-{
-    TQKV__(codes) starts[2] = {TQKV__I(no_sum)(), TQKV__I(no_sum)()};
-    for (int d = 0; d < dim; d += TQKV__BYTES) {
-        TQKV__(codes) bytes[2];
-        TQKV__I(split)(words + d, dim - d, bytes);
-        TQKV__UNROLL
-        for (int i = 0; i < 8; i++) {
-            const TQKV__(codes) x = TQKV__I(repeat_quarter)(bytes[i % 2], i / 2);
-            memcpy(to->bytes[d / 16 + i / 2][i % 2], &x, sizeof x);
-            starts[i % 2] = TQKV__I(less_bytes)(starts[i % 2], x);
-        }
-    }
-    to->start = TQKV__I(join)(starts[0], starts[1]);
-}
-
-/* Looks up a sixteen of four positions; raw, fields: what was loaded with an earlier one. */
-TQKV__OP TQKV__(codes) TQKV__I(look_up_sixteen)(const tqkv_format format, const bool lanes, const int sixteen,
-                                                TQKV__(codes) book, const TQKV__I(stored) * p, size_t at, size_t stride,
-                                                TQKV__(codes) (*raw)[2], TQKV__(codes) * fields)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < 2; i++) {
-        const int bits = i ? TQKV__UPPER_BITS(format) : TQKV__MAIN_BITS(format);
-        if (!bits) break;
-        if (sixteen == 0) TQKV__I(load_quarters)(bits, p->masks[i], p->fields[i] + at, stride, raw[i]);
-        if (sixteen == 0 || (sixteen == 2 && (lanes || bits == 4)))
-            fields[i] = TQKV__I(order_fields)(bits, lanes, sixteen, raw[i]);
-    }
-    return TQKV__I(look_up_fields)(format, lanes, sixteen, fields, book);
-}
-
-/* Finds sums[row][v]: the products of the positions v, v + 4, v + 8 and v + 12 of 16 with a row, in a quarter each, for
-   64 dimensions */
-TQKV__OP void TQKV__I(dot_quarters)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
-                                    const TQKV__I(quarter_query) * query, int d, TQKV__(codes) (*sums)[TQKV__TILE / 4])
-{
-    const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
-    for (int v = 0; v < p->n / 4; v++) {
-        const size_t at = (size_t)(v / 4 * 16 + v % 4) * p->stride;
-        TQKV__(codes) high[4], low[4], raw[2][2], fields[2];
-        if (p->ahead)
-            tqkv__prefetch(TQKV__L2, p->fields[0] + (ptrdiff_t)((size_t)v * 4 * p->stride) + p->ahead, 4 * p->stride);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            high[r] = TQKV__I(no_sum)();
-            low[r] = sums[r][v];
-        }
-        TQKV__UNROLL
-        for (int k = 0; k < 4; k++) {
-            if (k * 16 >= p->left) break;
-            const TQKV__(codes) x = TQKV__I(look_up_sixteen)(format, false, k, book, p, at, 4 * p->stride, raw, fields);
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) {
-                const int8_t(*y)[TQKV__BYTES] = query[r].bytes[d / 16 + k];
-                high[r] = TQKV__I(dot_bytes)(high[r], x, TQKV__I(load_codes)(y[0]));
-                low[r] = TQKV__I(dot_bytes)(low[r], x, TQKV__I(load_codes)(y[1]));
-            }
-        }
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) sums[r][v] = TQKV__I(join)(high[r], low[r]);
-    }
-}
-
-/* macro(format, rows) */
-#define TQKV__BY_QUARTERS(macro)                                                                                       \
-    macro(TQKV_TQ2, 1) macro(TQKV_TQ2, 2) macro(TQKV_TQ3, 1) macro(TQKV_TQ3, 2) macro(TQKV_TQ4, 1) macro(TQKV_TQ4, 2)  \
-        macro(TQKV_TQ5, 1) macro(TQKV_TQ5, 2)
-#define TQKV__BY_FOUR_ROWS(macro) macro(TQKV_TQ2, 4) macro(TQKV_TQ4, 4) /* scores alone: values have four sums a row */
-
-#define TQKV__DOT_QUARTERS(format, rows)                                                                               \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(dot_quarters_##format##_##rows)(                                   \
-        const TQKV__I(stored) * p, const TQKV__I(quarter_query) * query, int d, TQKV__(codes)(*sums)[TQKV__TILE / 4])  \
-    {                                                                                                                  \
-        const TQKV__I(stored) copy = *p;                                                                               \
-        TQKV__I(dot_quarters)(format, rows, &copy, query, d, sums);                                                    \
-    }
-TQKV__BY_QUARTERS(TQKV__DOT_QUARTERS)
-TQKV__BY_FOUR_ROWS(TQKV__DOT_QUARTERS)
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_quarters)(const tqkv__stream *s, int kv_head,
-                                                                const tqkv__segment *segment, int first, int rows,
-                                                                const TQKV__I(product) * p)
-{
-    TQKV__I(quarter_query) query[4];
-    TQKV__(codes) sums[4][TQKV__TILE / 4];
-    for (int r = 0; r < rows; r++) {
-        TQKV__I(open_quarter_query)(p->rows + 2 * r * p->row_floats, p->dim, &query[r]);
-        for (int v = 0; v < p->n / 4; v++) sums[r][v] = query[r].start;
-    }
-    for (int d = 0; d < p->dim; d += 64) {
-        const TQKV__I(stored) stored = TQKV__I(open_stored)(s, kv_head, segment, first, d, p->dim);
-#define TQKV__SCORE_QUARTERS(which, n)                                                                                 \
-    if (s->format == which && rows == n) TQKV__I(dot_quarters_##which##_##n)(&stored, query, d, sums);
-        TQKV__BY_QUARTERS(TQKV__SCORE_QUARTERS)
-        TQKV__BY_FOUR_ROWS(TQKV__SCORE_QUARTERS)
-    }
-    for (int j = 0; j < p->n; j += 16)
-        for (int r = 0; r < rows; r++) TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / 4));
-}
-
-/* Finds the scores of a panel with few rows. p: without positions */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_few)(const tqkv__stream *s, int kv_head,
-                                                           const tqkv__segment *segment, int first, int n_rows,
-                                                           TQKV__I(product) * p)
-{
-    const bool nibbles = TQKV__I(takes_nibbles)(s, segment->n, n_rows);
-    p->n = segment->n;
-    for (int left = n_rows, now; left > 0; left -= now) {
-        now = !nibbles && left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        if (nibbles)
-            TQKV__I(score_nibbles)(s, kv_head, segment, first, now, p);
-        else
-            TQKV__I(score_quarters)(s, kv_head, segment, first, now, p);
-        TQKV__I(advance)(p, now);
-    }
-}
-
-/* The weights of a row as bytes, and -128 times their sum */
-typedef struct TQKV__I(byte_weights) {
-    int8_t bytes[2][TQKV__TILE];
-    int32_t start;
-} TQKV__I(byte_weights);
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(open_byte_weights)(const int16_t *words, TQKV__I(byte_weights) * to)
-{
-    to->start = TQKV__I(split_weights)(words, to->bytes);
-}
-
-/* Finds the sums of one nibble of a vector of codes: dword i of quarter l of results[t] is that of byte 16 l + 4 t +
-   i. */
-TQKV__OP void TQKV__I(sum_nibbles)(const tqkv_format format, const int nibble, const int rows,
-                                   const TQKV__I(stored) * p, const TQKV__I(byte_weights) * weights,
-                                   TQKV__(codes) (*results)[4])
-{
-    const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
-    const uint8_t *row = p->fields[0], *upper = p->fields[1];
-    TQKV__(codes) high[2][4], low[2][4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++) {
-        high[i / 4][i % 4] = TQKV__I(no_sum)();
-        low[i / 4][i % 4] = TQKV__I(set_lanes)(weights[i / 4].start);
-    }
-    for (int j = 0; j < p->n; j += 4) {
-        TQKV__(codes) x[4];
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++) {
-            const size_t at = (size_t)(j + i) * p->stride;
-            if (nibble == 0) tqkv__prefetch(TQKV__L2, row + at + p->ahead, 1);
-            if (nibble == 0 && TQKV__UPPER_BITS(format)) tqkv__prefetch(TQKV__L2, upper + at + p->ahead, 1);
-            x[i] = TQKV__I(load_nibbles)(format, nibble, book, p->left, row + at, upper + at);
-        }
-        TQKV__I(interleave_four)(x);
-        TQKV__UNROLL
-        for (int r = 0; r < rows; r++) {
-            const TQKV__(codes) y = TQKV__I(repeat_four)(weights[r].bytes[0] + j);
-            const TQKV__(codes) z = TQKV__I(repeat_four)(weights[r].bytes[1] + j);
-            TQKV__UNROLL
-            for (int t = 0; t < 4; t++) {
-                high[r][t] = TQKV__I(dot_bytes)(high[r][t], x[t], y);
-                low[r][t] = TQKV__I(dot_bytes)(low[r][t], x[t], z);
-            }
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        TQKV__UNROLL
-        for (int t = 0; t < 4; t++) results[r][t] = TQKV__I(join)(high[r][t], low[r][t]);
-    }
-}
-
-/* Adds the sums of both nibbles of a vector of codes to row r. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibble_sums)(const TQKV__I(product) * p, int r, int d,
-                                                                 const TQKV__(codes) * even, const TQKV__(codes) * odd)
-{
-    TQKV__(codes) x[8];
-    float *to = p->results + r * p->result_floats + d;
-    const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-    TQKV__I(order_nibbles)(even, odd, x);
-    TQKV__UNROLL
-    for (int i = 0; i < 8; i++, to += TQKV__INTEGER_LANES)
-        if (d + i * TQKV__INTEGER_LANES < p->dim)
-            TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(x[i]), unit, TQKV__(load)(to)));
-}
-
-/* sums[nibble][row]: of the first vector of codes of p */
-#define TQKV__SUM_NIBBLES(format, rows)                                                                                \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(sum_nibbles_##format##_##rows)(                                    \
-        const TQKV__I(stored) * p, const TQKV__I(byte_weights) * weights, TQKV__(codes)(*sums)[2][4])                  \
-    {                                                                                                                  \
-        const TQKV__I(stored) copy = *p;                                                                               \
-        TQKV__I(sum_nibbles)(format, 0, rows, &copy, weights, sums[0]);                                                \
-        TQKV__I(sum_nibbles)(format, 1, rows, &copy, weights, sums[1]);                                                \
-    }
-TQKV__BY_NIBBLES(TQKV__SUM_NIBBLES)
-
-/* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_nibbles)(const tqkv__stream *s, int kv_head,
-                                                             const tqkv__segment *segment, int first, int rows,
-                                                             const TQKV__I(product) * p)
-{
-    TQKV__I(stored) panel = TQKV__I(open_stored_panel)(s, kv_head, segment, first);
-    TQKV__I(byte_weights) weights[2];
-    TQKV__(codes) sums[2][2][4];
-    for (int r = 0; r < rows; r++) TQKV__I(open_byte_weights)(p->rows + 2 * r * p->row_floats, &weights[r]);
-    for (int d = 0; d < p->dim; d += TQKV__NIBBLES, panel.left -= TQKV__NIBBLES) {
-#define TQKV__ADD_NIBBLES(which, n)                                                                                    \
-    if (s->format == which && rows == n) TQKV__I(sum_nibbles_##which##_##n)(&panel, weights, sums);
-        TQKV__BY_NIBBLES(TQKV__ADD_NIBBLES)
-        for (int r = 0; r < rows; r++) TQKV__I(add_nibble_sums)(p, r, d, sums[0][r], sums[1][r]);
-        panel.fields[0] += TQKV__NIBBLES / 2;
-        panel.fields[1] += TQKV__NIBBLES * s->upper_bits / 8;
-    }
-}
-
-/* Finds sums[row][k] = sum_j weights[row][j] * codes[j][d], for the 16 dimensions of sixteen k */
-TQKV__OP void TQKV__I(sum_quarters)(const tqkv_format format, const int rows, const TQKV__I(stored) * p,
-                                    const TQKV__I(byte_weights) * weights, TQKV__(codes) (*sums)[4])
-{
-    const TQKV__(codes) book = TQKV__I(load_book)(p->centroids);
-    TQKV__(codes) high[2][4], low[2][4], raw[2][2], fields[2];
-    TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++) {
-        high[i / 4][i % 4] = TQKV__I(no_sum)();
-        low[i / 4][i % 4] = TQKV__I(set_lanes)(weights[i / 4].start);
-    }
-    for (int j = 0; j < p->n; j += 4) {
-        const size_t at = (size_t)j * p->stride;
-        if (p->ahead) tqkv__prefetch(TQKV__L2, p->fields[0] + (ptrdiff_t)at + p->ahead, 4 * p->stride);
-        TQKV__UNROLL
-        for (int k = 0; k < 4; k++) {
-            if (k * 16 >= p->left) break;
-            const TQKV__(codes) x = TQKV__I(look_up_sixteen)(format, true, k, book, p, at, p->stride, raw, fields);
-            TQKV__UNROLL
-            for (int r = 0; r < rows; r++) {
-                high[r][k] = TQKV__I(dot_bytes)(high[r][k], x, TQKV__I(repeat_four)(weights[r].bytes[0] + j));
-                low[r][k] = TQKV__I(dot_bytes)(low[r][k], x, TQKV__I(repeat_four)(weights[r].bytes[1] + j));
-            }
-        }
-    }
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        TQKV__UNROLL
-        for (int k = 0; k < 4; k++) sums[r][k] = TQKV__I(join)(high[r][k], low[r][k]);
-    }
-}
-
-#define TQKV__SUM_QUARTERS(format, rows)                                                                               \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(sum_quarters_##format##_##rows)(                                   \
-        const TQKV__I(stored) * p, const TQKV__I(byte_weights) * weights, TQKV__(codes)(*sums)[4])                     \
-    {                                                                                                                  \
-        const TQKV__I(stored) copy = *p;                                                                               \
-        TQKV__I(sum_quarters)(format, rows, &copy, weights, sums);                                                     \
-    }
-TQKV__BY_QUARTERS(TQKV__SUM_QUARTERS)
-
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_quarters)(const tqkv__stream *s, int kv_head,
-                                                              const tqkv__segment *segment, int first, int rows,
-                                                              const TQKV__I(product) * p)
-{
-    TQKV__I(byte_weights) weights[2];
-    TQKV__(codes) sums[2][4];
-    for (int r = 0; r < rows; r++) TQKV__I(open_byte_weights)(p->rows + 2 * r * p->row_floats, &weights[r]);
-    for (int d = 0; d < p->dim; d += 64) {
-        const TQKV__I(stored) stored = TQKV__I(open_stored)(s, kv_head, segment, first, d, p->dim);
-#define TQKV__ADD_QUARTERS(which, n)                                                                                   \
-    if (s->format == which && rows == n) TQKV__I(sum_quarters_##which##_##n)(&stored, weights, sums);
-        TQKV__BY_QUARTERS(TQKV__ADD_QUARTERS)
-        for (int r = 0; r < rows; r++) {
-            float *to = p->results + r * p->result_floats + d;
-            const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-            for (int k = 0; k * 16 < stored.left; k++, to += 16)
-                TQKV__(store)(to, TQKV__(fma)(TQKV__S(to_floats)(sums[r][k]), unit, TQKV__(load)(to)));
-        }
-    }
-}
-
-/* Adds to the sums of a panel with few rows. p: without p.at */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_few)(const tqkv__stream *s, int kv_head,
-                                                         const tqkv__segment *segment, int first, int n_rows,
-                                                         TQKV__I(product) * p)
-{
-    const bool nibbles = TQKV__I(takes_nibbles)(s, segment->n, n_rows);
-    for (int left = n_rows, now; left > 0; left -= now) {
-        now = left >= 2 ? 2 : 1;
-        if (nibbles)
-            TQKV__I(add_nibbles)(s, kv_head, segment, first, now, p);
-        else
-            TQKV__I(add_quarters)(s, kv_head, segment, first, now, p);
-        TQKV__I(advance)(p, now);
-    }
+    TQKV__(codes) largest;
+    memset(&largest, 0, sizeof largest);
+    for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
+    return TQKV__S(largest_code)(largest);
 }
 #endif
 
-/* >>k-integer-tiles: the scores and the sums of a tile. */
+/* Rounds n floats to integers against the one whose bits are `largest`, and returns -TQKV__CODE_OFFSET times their sum.
+   Without a finite one all are 0. to: [n] */
+TQKV__OP int32_t TQKV__I(round_floats)(const float *x, int n, uint32_t largest, void *to)
+{
+    const float scale = tqkv__integer_scale(largest);
+    TQKV__(codes) sum;
+    memset(&sum, 0, sizeof sum);
+    if (!(scale > 0.0f)) memset(to, 0, (size_t)n * sizeof(int16_t));
+    if (!(scale > 0.0f)) return 0;
+    for (int i = 0; i < n; i += TQKV__INTEGER_LANES) {
+        const TQKV__(codes) rounded = TQKV__S(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale));
+        TQKV__I(store_integers)(to, i, n, rounded);
+        if (TQKV__CODE_OFFSET) sum = TQKV__S(add_codes)(sum, rounded);
+    }
+    return TQKV__CODE_OFFSET ? -TQKV__CODE_OFFSET * TQKV__S(sum_codes)(sum) : 0;
+}
+
+TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float *query, float *to)
+{
+    const int dim = s->panel_dim;
+    const uint32_t largest = TQKV__S(largest_bits)(query, s->head_dim);
+    int16_t *integers = (int16_t *)(void *)to;
+    int32_t *offset = (int32_t *)(void *)(to + TQKV__QUERY_OFFSET(s->head_dim));
+    for (int d = 0; d < s->head_dim; d += dim) *offset++ = TQKV__I(round_floats)(query + d, dim, largest, integers + d);
+    to[TQKV__QUERY_UNIT(s->head_dim)] = tqkv__integer_unit(largest, s->step);
+}
+
+/* Rounds the weights of a row times the norms of a panel. Weights from n on are another row's. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights,
+                                                               const float *factors, int n, float *to)
+{
+    TQKV__ALIGNED float x[TQKV__TILE];
+    TQKV__(codes) largest_of;
+    memset(&largest_of, 0, sizeof largest_of);
+    if (n < TQKV__TILE) {
+        memset(x, 0, sizeof x);
+        memcpy(x, weights, (size_t)n * sizeof *x);
+        weights = x;
+    }
+    TQKV__UNROLL
+    for (int j = 0; j < TQKV__TILE; j += TQKV__INTEGER_LANES) {
+        const TQKV__VECTOR scaled = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
+        largest_of = TQKV__(larger_bits)(largest_of, scaled);
+        TQKV__(store)(x + j, scaled);
+    }
+    const uint32_t largest = TQKV__S(largest_code)(largest_of);
+    const int32_t offset = TQKV__I(round_floats)(x, TQKV__TILE, largest, to);
+    memcpy(to + TQKV__WEIGHTS_OFFSET, &offset, sizeof offset);
+    to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
+}
+
+/* The rows that are multiplied with a panel: their integers, and results. */
+typedef struct TQKV__I(product) {
+    const int8_t *rows; /* of the first row; the next ones are row_floats floats on, like their units and offsets */
+    const float *units, *offsets; /* offsets: NULL if codes are what they are */
+    int row_floats;
+    float *results; /* scores or sums, result_floats apart */
+    int result_floats;
+    const float *factors; /* of positions, scores only */
+    bool add;             /* to the scores */
+} TQKV__I(product);
+
+/* Goes on to the next rows. */
+TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
+{
+    p->rows += rows * p->row_floats * (int)sizeof(float);
+    p->units += rows * p->row_floats;
+    if (p->offsets) p->offsets += rows * p->row_floats;
+    p->results += rows * p->result_floats;
+}
+
+TQKV__OP TQKV__I(sum) TQKV__I(no_sum)(void)
+{
+    TQKV__I(sum) zero;
+    memset(&zero, 0, sizeof zero);
+    return zero;
+}
+
+TQKV__OP TQKV__I(lane_sum) TQKV__I(no_lanes)(void)
+{
+    TQKV__I(lane_sum) zero;
+    memset(&zero, 0, sizeof zero);
+    return zero;
+}
+
+/* Returns the sums as floats, less what TQKV__CODE_OFFSET added to them. */
+TQKV__OP TQKV__VECTOR TQKV__I(sum_of_row)(const TQKV__I(product) * p, int r, TQKV__(codes) sum)
+{
+    int32_t offset = 0;
+    if (p->offsets) memcpy(&offset, p->offsets + r * p->row_floats, sizeof offset);
+    return TQKV__S(to_floats)(TQKV__CODE_OFFSET ? TQKV__S(add_codes)(sum, TQKV__S(set_codes)(offset)) : sum);
+}
+
+/* Writes the scores of row r and the positions from j on */
+TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV__(codes) sum)
+{
+    float *to = p->results + r * p->result_floats + j;
+    const TQKV__VECTOR factor = TQKV__(load)(p->factors + j) * TQKV__(set1)(p->units[r * p->row_floats]);
+    const TQKV__VECTOR before = p->add ? TQKV__(load)(to) : TQKV__(set1)(0.0f);
+    TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sum), factor, before));
+}
+
+/* -- Codes to vectors, 64 dimensions at a time. A tile is in units of TQKV__POSITIONS positions: for scores LANES
+   positions are four units, where lane i of unit v has position v + 4 i; for sums lane i of a unit has its position i.
+   -- */
+
+#define TQKV__MOST_UNITS (TQKV__TILE / TQKV__POSITIONS)
+
+#ifndef TQKV__DECODED
+/* Looks up n positions from `first` on, in units. room: [units][left / 16][TQKV__BYTES] */
+TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a, const bool keys, int d, int left,
+                              int first, int n, int8_t *room)
+{
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    for (int j = first; j < first + n; j += TQKV__INTEGER_LANES) {
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
+        TQKV__ROLLED
+        for (int v = 0; v < 4; v++, TQKV__S(move)(a, keys ? 1 : TQKV__POSITIONS, &cursor)) {
+            const TQKV__S(raw) raw =
+                TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], (keys ? 4 : 1) * a->stride);
+            TQKV__UNROLL
+            for (int k = 0; k < 4; k++) {
+                if (16 * k >= left) continue;
+                const TQKV__S(unit) x = TQKV__S(look_up)(format, k, &chunk, &raw);
+                TQKV__S(store_unit)(format, x, room + k * TQKV__BYTES);
+            }
+            room += left / 16 * TQKV__BYTES;
+        }
+    }
+}
+
+#define TQKV__HAS_INTEGERS(kind, book) ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (book) <= 6))
+#define TQKV__DECODER(unused, format, name, kind, main, upper, book, plain)                                            \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__S(decode_##format)(const TQKV__S(panel) * panel, bool keys, int d,   \
+                                                                     int left, int first, int n, int8_t *room)         \
+    {                                                                                                                  \
+        const TQKV__S(panel) a = *panel;                                                                               \
+        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__S(decode)(format, &a, keys, d, left, first, n, room);                \
+    }
+TQKV__FORMATS(TQKV__DECODER, )
+#define TQKV__DECODER_OF(unused, format, ...) TQKV__S(decode_##format),
+static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int, int, int,
+                                         int8_t *) = {NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
+#endif
+
+/* -- Scores of few rows -- */
+
+/* Loads 64 integers of each row. */
+TQKV__OP void TQKV__I(load_rows)(const tqkv_format format, const int rows, const TQKV__I(product) * p, int dim, int d,
+                                 TQKV__I(row) (*q)[4])
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 4 * rows; i++)
+        q[i / 4][i % 4] =
+            TQKV__I(load_row)(format, p->rows + (size_t)(i / 4 * p->row_floats) * sizeof(float), dim, d + i % 4 * 16);
+}
+
+/* Adds the products of a unit of positions with up to 64 dimensions. format and rows are constants. */
+TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const TQKV__S(chunk) * chunk,
+                                const TQKV__S(raw) * raw, int left, TQKV__I(row) (*q)[4], TQKV__I(sum) * sums)
+{
+    TQKV__UNROLL
+    for (int k = 0; k < 4; k++) {
+        if (16 * k >= left) continue;
+        const TQKV__S(unit) x = TQKV__S(look_up)(format, k, chunk, raw);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(format, sums[r], x, q[r][k]);
+    }
+}
+
+/* Adds the products of up to 64 dimensions from d on: sums[row][u] for each unit. Four units are LANES positions; lane
+   i of unit v has position v + 4 i. */
+TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
+                                   const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
+{
+    const int left = a->dim - d;
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    TQKV__I(row) q[TQKV__FEW_ROWS][4];
+    TQKV__I(load_rows)(format, rows, p, a->dim, d, q);
+    for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
+        TQKV__ROLLED
+        for (int v = 0; v < 4; v++, u++, TQKV__S(move)(a, 1, &cursor)) {
+            const TQKV__S(raw) raw = TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
+            TQKV__I(sum) now[TQKV__FEW_ROWS];
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) now[r] = TQKV__I(no_sum)();
+            TQKV__I(dot_unit)(format, rows, &chunk, &raw, left, q, now);
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++) {
+                const TQKV__(codes) whole = TQKV__I(whole)(format, now[r]);
+                sums[r][u] = d ? TQKV__S(add_codes)(sums[r][u], whole) : whole;
+            }
+        }
+    }
+}
+
+/* results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(finish_scores)(const TQKV__I(product) * p, int rows, int n,
+                                                               TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
+{
+    for (int r = 0; r < rows; r++)
+        for (int j = 0; j < n; j += TQKV__INTEGER_LANES)
+            TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / TQKV__POSITIONS));
+}
+
+TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
+                                  const TQKV__I(product) * p)
+{
+    TQKV__(codes) sums[TQKV__FEW_ROWS][TQKV__MOST_UNITS];
+    const TQKV__S(panel) a = *panel; /* sums lie elsewhere */
+    for (int d = 0; d < a.dim; d += TQKV__CHUNK) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
+    TQKV__I(finish_scores)(p, rows, a.n, sums);
+}
+
+/* -- Scores of many rows: a lane is a position. -- */
+
+/* Turns two vectors of lanes of positions from j on. tile: [dim / TQKV__PRODUCTS][2][TQKV__LANE_BYTES] */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_keys)(const TQKV__S(panel) * a, int j, int8_t *tile)
+{
+    TQKV__ALIGNED int8_t room[2 * TQKV__INTEGER_LANES * TQKV__CHUNK];
+    const int n = a->n - j > TQKV__INTEGER_LANES ? 2 : 1; /* vectors */
+    for (int d = 0; d < a->dim; d += TQKV__CHUNK) {
+        const int left = a->dim - d < TQKV__CHUNK ? a->dim - d : TQKV__CHUNK, sixteens = left / 16;
+        TQKV__S(decoders)[a->format](a, true, d, left, j, n * TQKV__INTEGER_LANES, room);
+        for (int k = 0; k < sixteens; k++, tile += 2 * TQKV__KEY_LANES * TQKV__LANE_BYTES)
+            for (int lanes = 0; lanes < n; lanes++) {
+                TQKV__(codes) x[4];
+                TQKV__I(lanes) y[TQKV__KEY_LANES];
+                TQKV__UNROLL
+                for (int v = 0; v < 4; v++)
+                    memcpy(&x[v], room + ((4 * lanes + v) * sixteens + k) * TQKV__BYTES, sizeof x[v]);
+                TQKV__I(key_lanes)(x, y);
+                TQKV__UNROLL
+                for (int i = 0; i < TQKV__KEY_LANES; i++)
+                    memcpy(tile + (2 * i + lanes) * TQKV__LANE_BYTES, &y[i], sizeof y[i]);
+            }
+    }
+}
+
+/* Does what score_rows does for the positions of the tile, from j on. rows is a constant. */
+TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p, int dim, int j, const int8_t *tile)
+{
+    const int8_t *q = p->rows;
+    const int size = p->row_floats * (int)sizeof(float);
+    TQKV__I(lane_sum) sums[TQKV__MANY_ROWS][2];
+    TQKV__UNROLL
+    for (int i = 0; i < 2 * rows; i++) sums[i / 2][i % 2] = TQKV__I(no_lanes)();
+    for (int d = 0; d < dim; d += TQKV__PRODUCTS, tile += 2 * TQKV__LANE_BYTES) {
+        TQKV__I(lanes) x[2];
+        memcpy(x, tile, sizeof x);
+        TQKV__UNROLL
+        for (int r = 0; r < rows; r++) {
+            const TQKV__I(repeated) y = TQKV__I(repeat)(q + (ptrdiff_t)r * size, dim, d);
+            sums[r][0] = TQKV__I(dot_lanes)(sums[r][0], x[0], y);
+            sums[r][1] = TQKV__I(dot_lanes)(sums[r][1], x[1], y);
+        }
+    }
+    TQKV__UNROLL
+    for (int i = 0; i < 2 * rows; i++)
+        TQKV__I(add_scores)(p, i / 2, j + i % 2 * TQKV__INTEGER_LANES, TQKV__I(whole_lanes)(sums[i / 2][i % 2]));
+}
+
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p, int dim, int j, const int8_t *tile,
+                                                             int n_rows)
+{
+    for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
+        rows = left >= TQKV__MANY_ROWS ? TQKV__MANY_ROWS : left >= 2 ? 2 : 1;
+        if (rows == 1)
+            TQKV__I(score_lanes_of)(1, &p, dim, j, tile);
+        else if (rows == 2)
+            TQKV__I(score_lanes_of)(2, &p, dim, j, tile);
+        else
+            TQKV__I(score_lanes_of)(TQKV__MANY_ROWS, &p, dim, j, tile);
+    }
+}
+
+/* -- Sums of values: a lane is a dimension. -- */
+
+/* Sixteens of dimensions whose sums fit in registers */
+#define TQKV__SIXTEENS(rows)                                                                                           \
+    ((rows)*TQKV__MOST_SIXTEENS <= TQKV__SUM_SIXTEENS ? TQKV__MOST_SIXTEENS : TQKV__SUM_SIXTEENS / (rows))
+
+/* Whether a pass may have less than its sixteens. */
+#define TQKV__ARE_PARTIAL(rows) (TQKV__PARTIAL && (rows) <= 2)
+
+/* Adds n of the sums of a pass, sums: [rows][vectors], to results[row][d] and on. Not inlined, because all loops have one. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors, int n,
+                                                          int d, const TQKV__(codes) * sums)
+{
+    for (int r = 0; r < rows; r++, sums += vectors) {
+        float *to = p->results + r * p->result_floats + d;
+        const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
+        for (int i = 0; i < n; i++, to += TQKV__INTEGER_LANES)
+            TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sums[i]), unit, TQKV__(load)(to)));
+    }
+}
+
+/* Adds the products of TQKV__PRODUCTS positions, from the cursor or from lanes in tile. */
+TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, const int sixteens, int left,
+                                     const TQKV__S(panel) * a, const TQKV__S(chunk) * chunk,
+                                     const TQKV__S(cursor) * cursor, const int8_t *tile, const TQKV__I(repeated) * y,
+                                     TQKV__I(lane_sum) (*sums)[4 * TQKV__DIM_LANES])
+{
+    TQKV__S(raw) raw[TQKV__UNITS];
+    const ptrdiff_t plane = (ptrdiff_t)(a->n / TQKV__PRODUCTS) * (TQKV__DIM_LANES * TQKV__LANE_BYTES);
+    TQKV__UNROLL
+    for (int i = 0; i < TQKV__UNITS; i++) {
+        if (format == TQKV__READY) break;
+        const size_t at = (size_t)(i * TQKV__POSITIONS) * a->stride;
+        raw[i] = TQKV__S(open)(format, chunk, cursor->fields[0] + at, cursor->fields[1] + at, a->stride);
+    }
+    TQKV__UNROLL
+    for (int k = 0; k < sixteens; k++) {
+        TQKV__S(unit) x[TQKV__UNITS];
+        TQKV__I(lanes) lanes[TQKV__DIM_LANES];
+        if (TQKV__ARE_PARTIAL(rows) && 16 * k >= left) continue;
+        if (format == TQKV__READY) {
+            memcpy(lanes, tile + k * plane, sizeof lanes);
+        } else {
+            TQKV__UNROLL
+            for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, chunk, &raw[i]);
+            TQKV__I(value_lanes)(format, x, lanes);
+        }
+        TQKV__UNROLL
+        for (int i = 0; i < rows * TQKV__DIM_LANES; i++) {
+            TQKV__I(lane_sum) *sum = &sums[i / TQKV__DIM_LANES][k * TQKV__DIM_LANES + i % TQKV__DIM_LANES];
+            *sum = TQKV__I(dot_lanes)(*sum, lanes[i % TQKV__DIM_LANES], y[i / TQKV__DIM_LANES]);
+        }
+    }
+}
+
+/* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
+   on, straight from the codes or from lanes in tile: [sixteens][n / TQKV__PRODUCTS][lanes]. format, rows and sixteens
+   are constants. */
+TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const int sixteens, const TQKV__S(panel) * a,
+                                 int d, const TQKV__I(product) * p, const int8_t *tile)
+{
+    const int all = sixteens * TQKV__DIM_LANES, step = format == TQKV__READY ? a->n : 16;
+    const int left = TQKV__ARE_PARTIAL(rows) && a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens;
+    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    TQKV__I(lane_sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
+    const int8_t *w = p->rows;
+    TQKV__UNROLL
+    for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_lanes)();
+    for (int first = 0; first < a->n; first += step) {
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, first, 16, d);
+        TQKV__ROLLED
+        for (int j = first; j < first + step; j += TQKV__PRODUCTS, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
+            TQKV__I(repeated) y[TQKV__FEW_ROWS];
+            TQKV__UNROLL
+            for (int r = 0; r < rows; r++)
+                y[r] = TQKV__I(repeat)(w + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
+            TQKV__I(add_positions)(format, rows, sixteens, left, a, &chunk, &cursor, tile, y, sums);
+            TQKV__S(move)(a, TQKV__PRODUCTS, &cursor);
+        }
+    }
+    TQKV__(codes) whole[TQKV__FEW_ROWS * 4 * TQKV__DIM_LANES];
+    TQKV__UNROLL
+    for (int i = 0; i < rows * all; i++) whole[i] = TQKV__I(whole_lanes)(sums[i / all][i % all]);
+    TQKV__I(add_sums)(p, rows, all, left / 16 * TQKV__DIM_LANES, d, whole);
+}
+
+TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
+                                const TQKV__I(product) * p)
+{
+    const int step = 16 * TQKV__SIXTEENS(rows);
+    const TQKV__S(panel) a = *panel; /* results lie elsewhere */
+    int d = 0;
+    for (; d + (TQKV__ARE_PARTIAL(rows) ? 16 : step) <= a.dim; d += step)
+        TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p, NULL);
+    if (!TQKV__ARE_PARTIAL(rows) && d < a.dim) TQKV__I(add_chunk)(format, rows, 1, &a, d, p, NULL);
+}
+
+/* Finds the lanes of the dimensions [d, d + left) for all positions. tile: as add_chunk has it */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_values)(const TQKV__S(panel) * a, int d, int left, int8_t *tile)
+{
+    TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__CHUNK];
+    const int sixteens = left / 16, units = a->n / TQKV__POSITIONS;
+    TQKV__S(decoders)[a->format](a, false, d, left, 0, a->n, room);
+    for (int k = 0; k < sixteens; k++)
+        for (int u = 0; u < units; u += TQKV__UNITS, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
+            TQKV__S(unit) x[TQKV__UNITS];
+            TQKV__I(lanes) lanes[TQKV__DIM_LANES];
+            TQKV__UNROLL
+            for (int i = 0; i < TQKV__UNITS; i++)
+                x[i] = TQKV__S(load_unit)(room + ((u + i) * sixteens + k) * TQKV__BYTES);
+            TQKV__I(value_lanes)(TQKV__READY, x, lanes);
+            memcpy(tile, lanes, sizeof lanes);
+        }
+}
+
+#define TQKV__ADD_LANES(rows)                                                                                          \
+    (whole ? TQKV__I(add_chunk)(TQKV__READY, rows, TQKV__MANY_SIXTEENS, &a, d, &p, tile)                               \
+           : TQKV__I(add_chunk)(TQKV__READY, rows, 1, &a, d, &p, tile))
+TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) * panel, TQKV__I(product) p, int d,
+                                                           bool whole, const int8_t *tile, int n_rows)
+{
+    const TQKV__S(panel) a = *panel;
+    for (int rows; n_rows > 0; n_rows -= rows, TQKV__I(advance)(&p, rows)) {
+        rows = n_rows >= TQKV__MANY_VALUE_ROWS ? TQKV__MANY_VALUE_ROWS : n_rows >= 2 ? 2 : 1;
+        if (rows == 1)
+            TQKV__ADD_LANES(1);
+        else if (rows == 2)
+            TQKV__ADD_LANES(2);
+        else
+            TQKV__ADD_LANES(TQKV__MANY_VALUE_ROWS);
+    }
+}
+
+/* -- The loops of each format, for one and two rows -- */
+
+typedef struct TQKV__I(loops) {
+    void (*score)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
+    void (*add)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
+} TQKV__I(loops);
+
+/* Codes of 5 bits in bytes take the loops of 6 bits: the codebook is repeated. */
+#define TQKV__FEW_LOOPS(format, kind, book) (TQKV__HAS_INTEGERS(kind, book) && (format) != TQKV_TQ5_BYTES)
+#define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain)                                    \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a,                          \
+                                                                    const TQKV__I(product) * product, int rows)        \
+    {                                                                                                                  \
+        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind);                              \
+    }                                                                                                                  \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a,                            \
+                                                                  const TQKV__I(product) * product, int rows)          \
+    {                                                                                                                  \
+        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format, kind);                                \
+    }
+TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const TQKV__I(product) * p)
+{
+    TQKV__I(product) product = *p;
+    (void)format;
+    if (!TQKV__OFFSET_OF(format)) product.offsets = NULL;
+    return product;
+}
+
+#define TQKV__BY_ROWS(loop, format, kind)                                                                              \
+    (rows == 1   ? TQKV__I(loop)(format, 1, a, p)                                                                      \
+     : rows == 2 ? TQKV__I(loop)(format, 2, a, p)                                                                      \
+     : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || TQKV__LANES_ROWS_OF_BOOKS > 3)                                   \
+         ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, p)                                                                 \
+         : (void)0)
+TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
+
+#define TQKV__LOOPS_ENTRY(unused, format, ...) {TQKV__I(score_##format), TQKV__I(add_##format)},
+static const TQKV__I(loops) TQKV__I(loops_by_format)[] = {{NULL, NULL}, TQKV__FORMATS(TQKV__LOOPS_ENTRY, )};
+
+/* Whether so many rows are multiplied straight from the codes. */
+static bool TQKV__I(are_few)(tqkv_format format, int n_rows)
+{
+    return n_rows < (tqkv__format_of(format)->kind == TQKV__GRID ? TQKV__LANES_ROWS : TQKV__LANES_ROWS_OF_BOOKS);
+}
+
+/* Calls a loop for few rows. */
+TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, const TQKV__I(product) *, int),
+                                const TQKV__S(panel) * panel, TQKV__I(product) p, int n_rows)
+{
+    for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
+        rows = left >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : left >= 2 ? 2 : 1;
+        loop(panel, &p, rows);
+    }
+}
+
+/* -- A tile -- */
+
+/* Finds the scores of a panel. */
+TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
+{
+    TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
+    if (TQKV__I(are_few)(panel->format, n_rows)) {
+        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].score, panel, *p, n_rows);
+        return;
+    }
+    for (int j = 0; j < panel->n; j += 2 * TQKV__INTEGER_LANES) {
+        TQKV__I(turn_keys)(panel, j, tile);
+        TQKV__I(score_lanes)(*p, panel->dim, j, tile, n_rows);
+    }
+}
 
 TQKV__TARGET static void TQKV__I(score_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
                                              const float *q, int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__ALIGNED int8_t room[TQKV__MOST_KEYS_AT_ONCE * TQKV__PANEL];
-    const bool lanes = n_rows >= TQKV__LANES_ROWS;
-    const int step = lanes ? 2 * TQKV__INTEGER_LANES : TQKV__KEYS_AT_ONCE;
-    const int dim = s->panel_dim, head_dim = s->head_dim;
+    TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
+    const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
     if (tqkv__in_floats(s)) {
         TQKV__S(score_floats)(s, kv_head, segment, q, n_rows, add, scores);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
-    for (int b = 0; b < head_dim / dim; b++) {
-        TQKV__I(product) p;
-#if TQKV__LOOKED_UP
-        if (TQKV__I(takes_nibbles)(s, segment->n, n_rows) || TQKV__I(takes_quarters)(s, segment->n, n_rows)) {
-            TQKV__I(open_scores)(s, b, q, add, factors, scores, &p);
-            TQKV__I(score_few)(s, kv_head, segment, b * dim, n_rows, &p);
-            continue;
-        }
-#endif
-        for (int j = 0; j < segment->n; j += step) {
-            p.n = segment->n - j < step ? segment->n - j : step;
-            TQKV__I(open_scores)(s, b, q, add, factors + j, scores + j, &p);
-            p.at = TQKV__S(open_integers)(s, kv_head, segment, j, p.n, b * dim, dim, room);
-            if (lanes)
-                TQKV__I(score_lanes)(p, n_rows);
-            else
-                TQKV__I(score_integers)(p, n_rows);
-        }
+    TQKV__S(copy_rest)(s, row, segment->n, room);
+    for (int d = 0, b = 0; d < s->head_dim; d += s->panel_dim, b++) {
+        const TQKV__S(panel) panel = TQKV__S(open_panel)(s, row, segment, d, room);
+        const TQKV__I(product) p = {(const int8_t *)(q) + 2 * d,
+                                    q + TQKV__QUERY_UNIT(s->head_dim),
+                                    q + TQKV__QUERY_OFFSET(s->head_dim) + b,
+                                    s->head_dim,
+                                    scores,
+                                    TQKV__TILE,
+                                    factors + b * TQKV__TILE,
+                                    add || b > 0};
+        TQKV__I(score_panel)(&panel, &p, n_rows);
     }
 }
 
-/* Opens the sums of panel b, but for its codes. */
-TQKV__OP void TQKV__I(open_sums)(const tqkv__stream *s, int b, int n, const float *weights, int n_rows,
-                                 const float *factors, float *scaled, float *out, TQKV__I(product) * p)
+/* Adds to the sums of a panel. */
+TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
 {
-    if (b * s->panel_dim % s->norm_dim == 0)
-        for (int at = 0; at < n_rows * TQKV__TILE; at += TQKV__TILE)
-            TQKV__I(round_weights)(s, weights + at, factors + b * TQKV__TILE, n, scaled + at);
-    p->n = n;
-    p->dim = s->panel_dim;
-    p->rows = (const int16_t *)(const void *)scaled;
-    p->units = scaled + TQKV__WEIGHTS_UNIT;
-    p->row_floats = TQKV__TILE;
-    p->results = out + b * s->panel_dim;
-    p->result_floats = s->head_dim;
-    p->factors = NULL;
-    p->add = true;
+    enum { STEP = 16 * TQKV__MANY_SIXTEENS, PLANE = TQKV__TILE / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES };
+    TQKV__ALIGNED int8_t tile[TQKV__CHUNK / 16 * PLANE];
+    const int plane = panel->n / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES;
+    if (TQKV__I(are_few)(panel->format, n_rows)) {
+        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, *p, n_rows);
+        return;
+    }
+    for (int d = 0, left; d < panel->dim; d += left) {
+        left = panel->dim - d < TQKV__CHUNK ? panel->dim - d : TQKV__CHUNK;
+        TQKV__I(turn_values)(panel, d, left, tile);
+        for (int e = 0; e < left; e += STEP)
+            TQKV__I(add_lanes)(panel, *p, d + e, left - e >= STEP, tile + e / 16 * plane, n_rows);
+    }
 }
 
 TQKV__TARGET static void TQKV__I(value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
                                              const float *weights, int n_rows, float *scaled, float *out)
 {
     TQKV__ALIGNED float factors[TQKV_MAX_HEAD_DIM / 128 * TQKV__TILE];
-    TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__PANEL];
-    const int dim = s->panel_dim, head_dim = s->head_dim;
+    TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
+    const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
     if (tqkv__in_floats(s)) {
         TQKV__S(add_floats)(s, kv_head, segment, weights, n_rows, out);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, false, factors);
-    for (int b = 0; b < head_dim / dim; b++) {
-        TQKV__I(product) p;
-        TQKV__I(open_sums)(s, b, segment->n, weights, n_rows, factors, scaled, out, &p);
-#if TQKV__LOOKED_UP
-        if (TQKV__I(takes_nibbles)(s, segment->n, n_rows) || TQKV__I(takes_quarters)(s, segment->n, n_rows)) {
-            TQKV__I(add_few)(s, kv_head, segment, b * dim, n_rows, &p);
-            continue;
-        }
-#endif
-        p.at = TQKV__S(open_integers)(s, kv_head, segment, 0, segment->n, b * dim, dim, room);
-        TQKV__I(add_integers)(&p, n_rows);
+    TQKV__S(copy_rest)(s, row, segment->n, room);
+    for (int d = 0, b = 0; d < s->head_dim; d += s->panel_dim, b++) {
+        const TQKV__S(panel) panel = TQKV__S(open_panel)(s, row, segment, d, room);
+        const TQKV__I(product) p = {(const int8_t *)(scaled),
+                                    scaled + TQKV__WEIGHTS_UNIT,
+                                    scaled + TQKV__WEIGHTS_OFFSET,
+                                    TQKV__TILE,
+                                    out + d,
+                                    s->head_dim,
+                                    NULL,
+                                    true};
+        if (d % s->norm_dim == 0)
+            for (int at = 0; at < n_rows * TQKV__TILE; at += TQKV__TILE)
+                TQKV__I(round_weights)(s, weights + at, factors + b * TQKV__TILE, segment->n, scaled + at);
+        TQKV__I(add_panel)(&panel, &p, n_rows);
     }
 }
 
@@ -6696,23 +6310,27 @@ static const tqkv__kernels TQKV__I(kernels) = {TQKV__I(round_query), TQKV__I(sco
 #endif /* TQKV__INTEGER_LANES */
 
 #if defined(TQKV__LANES) || defined(TQKV__INTEGER_LANES)
-/* The macros that a set defines, and two that depend on it. Those of the loops are the same for all. */
+/* The macros that a set defines. Those of the loops are the same for all. */
 #undef TQKV__
+#undef TQKV__CODE_OFFSET
 #undef TQKV__DECODED
-#undef TQKV__DOT_LANES
 #undef TQKV__ENCODES
+#undef TQKV__FEW_ROWS
 #undef TQKV__I
 #undef TQKV__INTEGER_LANES
 #undef TQKV__ISA_NAME
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
-#undef TQKV__LOOKED_UP
+#undef TQKV__LANES_ROWS_OF_BOOKS
+#undef TQKV__MANY_ROWS
+#undef TQKV__MANY_VALUE_ROWS
+#undef TQKV__MOST_SIXTEENS
+#undef TQKV__OFFSET_OF
+#undef TQKV__PARTIAL
 #undef TQKV__PRODUCTS
-#undef TQKV__PRODUCT_ROWS
-#undef TQKV__ROUNDED
 #undef TQKV__S
+#undef TQKV__SUM_SIXTEENS
 #undef TQKV__TARGET
-#undef TQKV__WHOLE_LANES
 #undef TQKV__WIDTH
 #endif
 
@@ -7324,160 +6942,121 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 #include "tqkv.h"
 #endif
 
-/* >>integer-avx512: what AVX-512 brings to >>k-integer, with the products of VNNI */
+/* >>integer-avx512: what AVX-512 brings to >>k-rows, with the products of VNNI. A product wants one factor unsigned: codes
+   are 128 more than they are. An integer is 256 times its high byte plus its low one, both signed. */
 
 #ifdef TQKV__AVX512
 
 #define TQKV__TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx2,fma,f16c")))
 
-typedef __m512i tqkv__i_sum_avx512, tqkv__i_row_avx512;
+/* Codes of four positions, in 16 bytes of each: up to two vectors of main fields and one of upper ones. Codes of a byte
+   are loaded where they are looked up, from `at`. */
+typedef struct tqkv__i_raw_avx512 {
+    __m512i main[2], upper;
+    const uint8_t *at;
+    size_t stride;
+} tqkv__i_raw_avx512;
+/* What is left of a chunk: a bit for each byte of a vector's 16; and the codebook */
+typedef struct tqkv__i_chunk_avx512 {
+    __mmask16 main[2], upper;
+    __m512i book;
+} tqkv__i_chunk_avx512;
+typedef struct tqkv__i_bytes_avx512 {
+    __m512i high, low;
+} tqkv__i_sum_avx512, tqkv__i_lane_sum_avx512, tqkv__i_row_avx512, tqkv__i_repeated_avx512;
+typedef __m512i tqkv__i_unit_avx512, tqkv__i_lanes_avx512;
 
-TQKV__OP void tqkv__i_load_books_avx512(const int bits, const int8_t *centroids, __m512i *books)
+/* Returns the first 16 bits set of so many bytes of codes. */
+TQKV__OP __mmask16 tqkv__i_bytes_left_avx512(int bytes)
 {
-    (void)bits; /* 64 entries are one register */
-    books[0] = _mm512_loadu_si512((const void *)centroids);
+    return (__mmask16)(bytes >= 16 ? 0xffff : bytes <= 0 ? 0 : (1 << bytes) - 1);
 }
-/* Byte i: eight bits from bit i * bits - low of a field on, which has `left` codes. */
-TQKV__OP __m512i tqkv__i_field_avx512(const int bits, const int low, int left, const uint8_t *p)
-{
-    const uint64_t mask = ~(uint64_t)0 >> (64 - (left < 64 ? left : 64) * bits / 8);
-    const uint64_t at = (uint64_t)bits * 0x0706050403020100u + (uint64_t)(64 - low) * 0x0101010101010101u;
-    __m512i words;
-    if (bits == 8) return _mm512_maskz_loadu_epi8(mask, (const void *)p);
-    if (bits == 4)
-        words = _mm512_cvtepu32_epi64(_mm256_maskz_loadu_epi8((__mmask32)mask, (const void *)p));
-    else if (bits == 2)
-        words = _mm512_cvtepu16_epi64(_mm_maskz_loadu_epi8((__mmask16)mask, (const void *)p));
-    else
-        words = _mm512_cvtepu8_epi64(_mm_maskz_loadu_epi8((__mmask16)mask, (const void *)p));
-    return _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), words);
-}
-/* Looks codes up. Bits above a code find its copy in the table. */
-TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const __m512i *books, int left, const uint8_t *p,
-                                        const uint8_t *upper)
+TQKV__OP tqkv__i_chunk_avx512 tqkv__i_open_chunk_avx512(const tqkv_format format, int left, const int8_t *centroids)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    __m512i index = tqkv__i_field_avx512(main, 0, left, p);
+    tqkv__i_chunk_avx512 chunk;
+    if (left > 64) left = 64;
+    TQKV__UNROLL
+    for (int i = 0; i < 2; i++) chunk.main[i] = tqkv__i_bytes_left_avx512(left * main / 8 - 16 * i);
+    chunk.upper = tqkv__i_bytes_left_avx512(left * upper_bits / 8);
+    chunk.book = _mm512_set1_epi8(-128);
+    if (TQKV__KIND(format) == TQKV__BOOK)
+        chunk.book = _mm512_xor_si512(_mm512_loadu_si512((const void *)centroids), chunk.book);
+    return chunk;
+}
+/* Loads 16 bytes, or as many as the mask says, of four positions. */
+TQKV__OP __m512i tqkv__i_load_four_avx512(__mmask16 mask, const uint8_t *p, size_t stride)
+{
+    __m256i a = _mm256_castsi128_si256(_mm_maskz_loadu_epi8(mask, (const void *)p));
+    __m256i b = _mm256_castsi128_si256(_mm_maskz_loadu_epi8(mask, (const void *)(p + 2 * stride)));
+    a = _mm256_inserti128_si256(a, _mm_maskz_loadu_epi8(mask, (const void *)(p + stride)), 1);
+    b = _mm256_inserti128_si256(b, _mm_maskz_loadu_epi8(mask, (const void *)(p + 3 * stride)), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+}
+TQKV__OP __m512i tqkv__i_load_bytes_avx512(const uint8_t *p, size_t stride)
+{
+    const __m256i a = _mm256_inserti128_si256(_mm256_castsi128_si256(tqkv__load_128(p)), tqkv__load_128(p + stride), 1);
+    p += 2 * stride;
+    const __m256i b = _mm256_inserti128_si256(_mm256_castsi128_si256(tqkv__load_128(p)), tqkv__load_128(p + stride), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
+}
+/* Orders 16 bytes of a field so that the half h of a sixteen is in its 64-bit word h, `bits` bytes from bits * k on. */
+TQKV__OP __m512i tqkv__i_order_avx512(const int bits, __m512i x)
+{
+    if (bits == 1) x = _mm512_unpacklo_epi64(x, _mm512_srli_epi64(x, 8));
+    if (bits == 1) return x;
+    const __m512i halves = _mm512_set4_epi64(0x0f0e0b0a07060302, 0x0d0c090805040100, 0x0f0e0b0a07060302,
+                                             0x0d0c090805040100); /* of 2 bits */
+    return _mm512_shuffle_epi8(x, halves);
+}
+TQKV__OP tqkv__i_raw_avx512 tqkv__i_open_avx512(const tqkv_format format, const tqkv__i_chunk_avx512 *chunk,
+                                                const uint8_t *p, const uint8_t *upper, size_t stride)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    tqkv__i_raw_avx512 raw;
+    raw.at = p;
+    raw.stride = stride;
+    TQKV__UNROLL
+    for (int i = 0; i < 2; i++)
+        if (main < 8 && i < main / 2) raw.main[i] = tqkv__i_load_four_avx512(chunk->main[i], p + 16 * i, stride);
+    if (main == 2) raw.main[0] = tqkv__i_order_avx512(2, raw.main[0]);
+    if (upper_bits) raw.upper = tqkv__i_order_avx512(upper_bits, tqkv__i_load_four_avx512(chunk->upper, upper, stride));
+    return raw;
+}
+/* Takes eight bits a code of a sixteen from ordered fields of 1 or 2 bits; its first bit comes to bit `low`. */
+TQKV__OP __m512i tqkv__i_take_avx512(const int bits, const int low, const int sixteen, __m512i x)
+{
+    const int first = bits == 1 ? 16 * sixteen : 16 * sixteen;
+    const uint64_t at =
+        (uint64_t)bits * 0x0706050403020100u + (uint64_t)((first + 64 - low) % 64) * 0x0101010101010101u;
+    return _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), x);
+}
+/* Bits above a code find its copy in the table. */
+TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const int k, const tqkv__i_chunk_avx512 *chunk,
+                                        const tqkv__i_raw_avx512 *raw)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    const __m512i x =
+        main == 8 ? tqkv__i_load_bytes_avx512(raw->at + 16 * k, raw->stride) : raw->main[k * main / 8 % 2];
+    __m512i index = x;
+    if (TQKV__KIND(format) == TQKV__GRID) return _mm512_xor_si512(x, chunk->book);
+    if (main == 4) {
+        const __m512i next = _mm512_srli_epi16(x, 4);
+        index = k % 2 ? _mm512_unpackhi_epi8(x, next) : _mm512_unpacklo_epi8(x, next);
+    }
+    if (main == 2) index = tqkv__i_take_avx512(2, 0, k, x);
     if (upper_bits)
         index = _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)((1 << main) - 1)), index,
-                                          tqkv__i_field_avx512(upper_bits, main, left, upper), 0xca);
-    return _mm512_permutexvar_epi8(index, books[0]);
+                                          tqkv__i_take_avx512(upper_bits, main, k, raw->upper), 0xca);
+    return _mm512_permutexvar_epi8(index, chunk->book);
 }
-TQKV__OP __m512i tqkv__i_open_avx512(const int8_t *p, int left)
+TQKV__OP void tqkv__i_store_unit_avx512(const tqkv_format format, __m512i x, int8_t *p)
 {
-    if (left >= 32) return _mm512_cvtepi8_epi16(tqkv__load_256_avx512((const uint8_t *)p));
-    return _mm512_cvtepi8_epi16(_mm256_castsi128_si256(tqkv__load_128((const uint8_t *)p)));
+    (void)format;
+    memcpy(p, &x, sizeof x);
 }
+TQKV__OP __m512i tqkv__i_load_unit_avx512(const int8_t *p) { return _mm512_loadu_si512((const void *)p); }
 /* GCC 12 copies the sums of the intrinsic, and spills them. */
-TQKV__OP __m512i tqkv__i_dot_avx512(__m512i sums, __m512i codes, __m512i integers)
-{
-#ifdef __clang__
-    return _mm512_dpwssd_epi32(sums, codes, integers);
-#else
-    __asm__("vpdpwssd\t{%2, %1, %0|%0, %1, %2}" : "+v"(sums) : "v"(codes), "v"(integers));
-    return sums;
-#endif
-}
-TQKV__OP __m512i tqkv__i_whole_avx512(__m512i sum) { return sum; }
-#define tqkv__i_load_row_avx512 tqkv__i_load_codes_avx512
-TQKV__OP __m512i tqkv__i_repeat_avx512(const int16_t *p)
-{
-    int32_t lane;
-    memcpy(&lane, p, sizeof lane);
-    return _mm512_set1_epi32(lane);
-}
-TQKV__OP void tqkv__i_transpose_avx512(const int8_t *p, size_t stride, __m512i *x)
-{
-    __m512i rows[4]; /* quarter l of rows[i]: position 4 l + i */
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        const uint8_t *at = (const uint8_t *)p + (size_t)i * stride;
-        rows[i] = _mm512_castsi128_si512(tqkv__load_128(at));
-        rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(at + 4 * stride), 1);
-        rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(at + 8 * stride), 2);
-        rows[i] = _mm512_inserti32x4(rows[i], tqkv__load_128(at + 12 * stride), 3);
-    }
-    TQKV__UNROLL
-    for (int half = 0; half < 2; half++) {
-        const __m512i a = half ? _mm512_unpackhi_epi16(rows[0], rows[1]) : _mm512_unpacklo_epi16(rows[0], rows[1]);
-        const __m512i b = half ? _mm512_unpackhi_epi16(rows[2], rows[3]) : _mm512_unpacklo_epi16(rows[2], rows[3]);
-        const __m512i low = _mm512_unpacklo_epi32(a, b), high = _mm512_unpackhi_epi32(a, b);
-        x[4 * half] = _mm512_srai_epi16(_mm512_unpacklo_epi8(low, low), 8);
-        x[4 * half + 1] = _mm512_srai_epi16(_mm512_unpackhi_epi8(low, low), 8);
-        x[4 * half + 2] = _mm512_srai_epi16(_mm512_unpacklo_epi8(high, high), 8);
-        x[4 * half + 3] = _mm512_srai_epi16(_mm512_unpackhi_epi8(high, high), 8);
-    }
-}
-TQKV__OP __m512i tqkv__i_load_left_avx512(const int8_t *p, int left)
-{
-    if (left >= 64) return _mm512_loadu_si512((const void *)p);
-    return _mm512_maskz_loadu_epi8(((uint64_t)1 << left) - 1, (const void *)p);
-}
-/* Interleaves rows. Half h of vector v: dimensions 16 h + 8 v on, of v + 2 from 32 on */
-TQKV__OP void tqkv__i_interleave_avx512(const int8_t *p, size_t stride, int left, __m512i *x)
-{
-    const __m512i a = tqkv__i_load_left_avx512(p, left), b = tqkv__i_load_left_avx512(p + stride, left);
-    const __m512i low = _mm512_unpacklo_epi8(a, b), high = _mm512_unpackhi_epi8(a, b);
-    x[0] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(low));
-    x[1] = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(high));
-    x[2] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(low, 1));
-    x[3] = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(high, 1));
-}
-TQKV__OP void tqkv__i_natural_order_avx512(__m512i *x)
-{
-    TQKV__UNROLL
-    for (int v = 0; v < 4; v += 2) {
-        const __m512i a = x[v], b = x[v + 1];
-        x[v] = _mm512_shuffle_i64x2(a, b, 0x44);
-        x[v + 1] = _mm512_shuffle_i64x2(a, b, 0xee);
-    }
-}
-/* Adds up the lanes of four vectors in each quarter: lane i of it is vector i's. */
-TQKV__OP __m512i tqkv__i_sum_four_codes_avx512(const __m512i *x)
-{
-    const __m512i a = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
-    const __m512i b = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
-    return _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
-}
-TQKV__OP __m512i tqkv__i_sum_codes_across_avx512(const __m512i *x)
-{
-    const __m512i a = _mm512_add_epi32(_mm512_shuffle_i32x4(x[0], x[1], 0x88), _mm512_shuffle_i32x4(x[0], x[1], 0xdd));
-    const __m512i b = _mm512_add_epi32(_mm512_shuffle_i32x4(x[2], x[3], 0x88), _mm512_shuffle_i32x4(x[2], x[3], 0xdd));
-    return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
-}
-TQKV__OP __m512 tqkv__i_to_floats_avx512(__m512i x) { return _mm512_cvtepi32_ps(x); }
-TQKV__OP __m512i tqkv__i_round_codes_avx512(__m512 x) { return _mm512_cvtps_epi32(x); }
-TQKV__OP void tqkv__i_store_words_avx512(int16_t *p, int i, __m512i x)
-{
-    _mm256_storeu_si256((__m256i *)(void *)(p + i), _mm512_cvtepi32_epi16(x));
-}
-TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
-
-/* These are what loops for few rows take; see there. */
-
-TQKV__OP __m512i tqkv__i_load_book_avx512(const int8_t *centroids)
-{
-    return _mm512_xor_si512(_mm512_loadu_si512((const void *)centroids), _mm512_set1_epi8(-128));
-}
-/* Splits into the high and the low bytes of 64 integers, of which there are n */
-TQKV__OP void tqkv__i_split_avx512(const int16_t *words, int n, __m512i *bytes)
-{
-    const uint64_t mask = n <= 0 ? 0 : n >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << n) - 1;
-    const __m512i half = _mm512_set1_epi16(128);
-    const __m512i a = _mm512_maskz_loadu_epi16((__mmask32)mask, (const void *)words);
-    const __m512i b = _mm512_maskz_loadu_epi16((__mmask32)(mask >> 32), (const void *)(words + 32));
-    const __m256i high = _mm512_cvtepi16_epi8(_mm512_srai_epi16(_mm512_add_epi16(a, half), 8));
-    const __m256i next = _mm512_cvtepi16_epi8(_mm512_srai_epi16(_mm512_add_epi16(b, half), 8));
-    bytes[0] = _mm512_inserti64x4(_mm512_castsi256_si512(high), next, 1);
-    bytes[1] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a)), _mm512_cvtepi16_epi8(b), 1);
-}
-/* Takes the bytes of one nibble out of those of 128 dimensions. */
-TQKV__OP __m512i tqkv__i_nibbles_of_avx512(int nibble, __m512i a, __m512i b)
-{
-    TQKV__ALIGNED int8_t at[64];
-    for (int i = 0; i < 64; i++) at[i] = (int8_t)(2 * i + nibble);
-    return _mm512_permutex2var_epi8(a, _mm512_load_si512((const void *)at), b);
-}
 TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i bytes)
 {
 #ifdef __clang__
@@ -7487,295 +7066,355 @@ TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i b
     return sums;
 #endif
 }
-/* Returns sums - 128 times the sums of four bytes. */
-TQKV__OP __m512i tqkv__i_less_bytes_avx512(__m512i sums, __m512i bytes)
+TQKV__OP tqkv__i_sum_avx512 tqkv__i_dot_lanes_avx512(tqkv__i_sum_avx512 sums, __m512i codes, tqkv__i_row_avx512 row)
 {
-    return _mm512_sub_epi32(sums,
-                            tqkv__i_dot_bytes_avx512(_mm512_setzero_si512(), _mm512_set1_epi8((char)-128), bytes));
+    sums.high = tqkv__i_dot_bytes_avx512(sums.high, codes, row.high);
+    sums.low = tqkv__i_dot_bytes_avx512(sums.low, codes, row.low);
+    return sums;
 }
-TQKV__OP __m512i tqkv__i_join_avx512(__m512i high, __m512i low)
+TQKV__OP tqkv__i_sum_avx512 tqkv__i_dot_avx512(const tqkv_format format, tqkv__i_sum_avx512 sums, __m512i codes,
+                                               tqkv__i_row_avx512 row)
 {
-    return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+    (void)format;
+    return tqkv__i_dot_lanes_avx512(sums, codes, row);
 }
-TQKV__OP __m512i tqkv__i_set_lanes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
-/* Loads one nibble of each byte. left: dimensions from here on; upper: 8 upper bits a byte of TQ5, 4 of TQ6 */
-TQKV__OP __m512i tqkv__i_load_nibbles_avx512(const tqkv_format format, const int nibble, __m512i book, int left,
-                                             const uint8_t *p, const uint8_t *upper)
+TQKV__OP __m512i tqkv__i_whole_lanes_avx512(tqkv__i_sum_avx512 sum)
 {
-    const int n = left < 128 ? left : 128, upper_bits = TQKV__UPPER_BITS(format);
-    __m512i index = _mm512_maskz_loadu_epi8(~(uint64_t)0 >> (64 - n / 2), (const void *)p);
-    /* other bits find a copy in the table */
-    if (nibble) index = _mm512_srlv_epi16(index, _mm512_set1_epi16(4));
-    if (upper_bits) {
-        const uint64_t step = (uint64_t)(2 * upper_bits), first = (uint64_t)(upper_bits * nibble - 4 + 64) % 64;
-        const uint64_t at = first * 0x0101010101010101u + step * 0x0706050403020100u;
-        const uint64_t mask = ~(uint64_t)0 >> (64 - n * upper_bits / 8);
-        __m512i x;
-        if (upper_bits == 1)
-            x = _mm512_cvtepu16_epi64(_mm_maskz_loadu_epi8((__mmask16)mask, (const void *)upper));
-        else
-            x = _mm512_cvtepu32_epi64(_mm256_maskz_loadu_epi8((__mmask32)mask, (const void *)upper));
-        x = _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), x);
-        index = _mm512_ternarylogic_epi64(_mm512_set1_epi8(15), index, x, 0xca);
-    }
-    return _mm512_permutexvar_epi8(index, book);
+    return _mm512_add_epi32(_mm512_slli_epi32(sum.high, 8), sum.low);
 }
-/* Interleaves four vectors: dword i of quarter l of x[t] is byte 16 l + 4 t + i of four vectors */
-TQKV__OP void tqkv__i_interleave_four_avx512(__m512i *x)
+TQKV__OP __m512i tqkv__i_whole_avx512(const tqkv_format format, tqkv__i_sum_avx512 sum)
 {
-    const __m512i a = _mm512_unpacklo_epi8(x[0], x[1]), b = _mm512_unpacklo_epi8(x[2], x[3]);
-    const __m512i c = _mm512_unpackhi_epi8(x[0], x[1]), d = _mm512_unpackhi_epi8(x[2], x[3]);
-    x[0] = _mm512_unpacklo_epi16(a, b);
-    x[1] = _mm512_unpackhi_epi16(a, b);
-    x[2] = _mm512_unpacklo_epi16(c, d);
-    x[3] = _mm512_unpackhi_epi16(c, d);
+    (void)format;
+    return tqkv__i_whole_lanes_avx512(sum);
 }
-/* Puts four bytes into all lanes. */
-TQKV__OP __m512i tqkv__i_repeat_four_avx512(const int8_t *p)
+/* A register, for loads that repeat 16 bytes are slow. */
+TQKV__OP __m512i tqkv__i_repeat_16_avx512(const int8_t *p)
 {
-    int32_t lane;
-    memcpy(&lane, p, sizeof lane);
-    return _mm512_set1_epi32(lane);
+    __m512i x = _mm512_broadcast_i32x4(tqkv__load_128((const uint8_t *)p));
+    __asm__("" : "+v"(x));
+    return x;
 }
-/* Splits a tile's weights into bytes; returns -128 times the sum of the weights. */
-TQKV__OP int32_t tqkv__i_split_weights_avx512(const int16_t *words, int8_t (*to)[TQKV__TILE])
+TQKV__OP tqkv__i_row_avx512 tqkv__i_load_row_avx512(const tqkv_format format, const int8_t *p, int plane, int i)
 {
-    const __m512i ones = _mm512_set1_epi16(1);
-    __m512i bytes[2];
-    tqkv__i_split_avx512(words, 64, bytes);
-    _mm512_storeu_si512((void *)to[0], bytes[0]);
-    _mm512_storeu_si512((void *)to[1], bytes[1]);
-    return -128 * _mm512_reduce_add_epi32(
-                      _mm512_add_epi32(_mm512_madd_epi16(_mm512_loadu_si512((const void *)words), ones),
-                                       _mm512_madd_epi16(_mm512_loadu_si512((const void *)(words + 32)), ones)));
+    (void)format;
+    const tqkv__i_row_avx512 row = {tqkv__i_repeat_16_avx512(p + i), tqkv__i_repeat_16_avx512(p + plane + i)};
+    return row;
 }
-/* Brings the sums of both nibbles into the order of their dimensions. even, odd: [4], x: [8] */
-TQKV__OP void tqkv__i_order_nibbles_avx512(const __m512i *even, const __m512i *odd, __m512i *x)
+TQKV__OP tqkv__i_repeated_avx512 tqkv__i_repeat_avx512(const int8_t *p, int plane, int i)
 {
+    int32_t high, low;
+    memcpy(&high, p + i, sizeof high);
+    memcpy(&low, p + plane + i, sizeof low);
+    const tqkv__i_repeated_avx512 repeated = {_mm512_set1_epi32(high), _mm512_set1_epi32(low)};
+    return repeated;
+}
+TQKV__OP void tqkv__i_transpose_avx512(__m512i *x)
+{
+    const __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
+    const __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
+    x[0] = _mm512_unpacklo_epi64(a, c);
+    x[1] = _mm512_unpackhi_epi64(a, c);
+    x[2] = _mm512_unpacklo_epi64(b, d);
+    x[3] = _mm512_unpackhi_epi64(b, d);
+}
+TQKV__OP void tqkv__i_key_lanes_avx512(__m512i *x, __m512i *lanes)
+{
+    tqkv__i_transpose_avx512(x);
     TQKV__UNROLL
-    for (int i = 0; i < 4; i += 2) {
-        const __m512i y0 = _mm512_unpacklo_epi32(even[i], odd[i]), y1 = _mm512_unpackhi_epi32(even[i], odd[i]);
-        const __m512i y2 = _mm512_unpacklo_epi32(even[i + 1], odd[i + 1]);
-        const __m512i y3 = _mm512_unpackhi_epi32(even[i + 1], odd[i + 1]);
-        const __m512i a = _mm512_shuffle_i32x4(y0, y1, 0x44), b = _mm512_shuffle_i32x4(y2, y3, 0x44);
-        const __m512i c = _mm512_shuffle_i32x4(y0, y1, 0xee), d = _mm512_shuffle_i32x4(y2, y3, 0xee);
-        x[i / 2] = _mm512_shuffle_i32x4(a, b, 0x88);
-        x[i / 2 + 2] = _mm512_shuffle_i32x4(a, b, 0xdd);
-        x[i / 2 + 4] = _mm512_shuffle_i32x4(c, d, 0x88);
-        x[i / 2 + 6] = _mm512_shuffle_i32x4(c, d, 0xdd);
-    }
+    for (int i = 0; i < 4; i++) lanes[i] = x[i];
 }
+TQKV__OP void tqkv__i_value_lanes_avx512(const tqkv_format format, const __m512i *x, __m512i *lanes)
+{
+    (void)format;
+    const __m512i at = _mm512_set_epi32(0x3f2f1f0f, 0x3e2e1e0e, 0x3d2d1d0d, 0x3c2c1c0c, 0x3b2b1b0b, 0x3a2a1a0a,
+                                        0x39291909, 0x38281808, 0x37271707, 0x36261606, 0x35251505, 0x34241404,
+                                        0x33231303, 0x32221202, 0x31211101, 0x30201000);
+    lanes[0] = _mm512_permutexvar_epi8(at, x[0]);
+}
+/* Adds up the lanes of four vectors in each quarter: lane i of it is vector i's. */
+TQKV__OP __m512i tqkv__i_sum_four_codes_avx512(const __m512i *x)
+{
+    const __m512i a = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
+    const __m512i b = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
+    return _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+}
+TQKV__OP __m512 tqkv__i_to_floats_avx512(__m512i x) { return _mm512_cvtepi32_ps(x); }
+TQKV__OP __m512i tqkv__i_round_codes_avx512(__m512 x) { return _mm512_cvtps_epi32(x); }
+TQKV__OP void tqkv__i_store_integers_avx512(void *to, int i, int n, __m512i x)
+{
+    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
+    _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + i), _mm512_cvtepi32_epi8(high));
+    _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + n + i), _mm512_cvtepi32_epi8(x));
+}
+TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
+TQKV__OP __m512i tqkv__i_add_codes_avx512(__m512i x, __m512i y) { return _mm512_add_epi32(x, y); }
+TQKV__OP __m512i tqkv__i_set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
+TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_epi32(x); }
 
-/* Puts quarter i into all quarters. */
-TQKV__OP __m512i tqkv__i_repeat_quarter_avx512(__m512i x, const int i)
-{
-    const __m512i index = _mm512_set4_epi32(4 * i + 3, 4 * i + 2, 4 * i + 1, 4 * i);
-    return _mm512_permutexvar_epi32(index, x);
-}
-/* Loads fields of 64 codes of four positions, each in a half of a vector or in a quarter of the first one. mask: a bit
-   for 16 bits */
-TQKV__OP void tqkv__i_load_quarters_avx512(const int bits, uint32_t mask, const uint8_t *p, size_t stride, __m512i *x)
-{
-    if (bits == 4) {
-        const __mmask16 halves = (__mmask16)mask;
-        TQKV__UNROLL
-        for (int i = 0; i < 2; i++, p += 2 * stride)
-            x[i] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi16(halves, (const void *)p)),
-                                      _mm256_maskz_loadu_epi16(halves, (const void *)(p + stride)), 1);
-        return;
-    }
-    const __mmask8 quarters = (__mmask8)mask;
-    x[0] = _mm512_castsi128_si512(_mm_maskz_loadu_epi16(quarters, (const void *)p));
-    x[0] = _mm512_inserti32x4(x[0], _mm_maskz_loadu_epi16(quarters, (const void *)(p + stride)), 1);
-    x[0] = _mm512_inserti32x4(x[0], _mm_maskz_loadu_epi16(quarters, (const void *)(p + 2 * stride)), 2);
-    x[0] = _mm512_inserti32x4(x[0], _mm_maskz_loadu_epi16(quarters, (const void *)(p + 3 * stride)), 3);
-}
-/* Orders fields by the words of 64 bits from which tqkv__i_sixteen takes codes. x: of 64 codes of four positions
-
-     scores   word h of quarter p: of position p codes 8 h to 8 h + 7 of this sixteen, `bits` bytes, then of others
-     sums     word w: a byte with codes 2 w and 2 w + 1 of this sixteen of each position, then of the next sixteen  */
-TQKV__OP __m512i tqkv__i_order_fields_avx512(const int bits, const bool lanes, const int sixteen, const __m512i *x)
-{
-    TQKV__ALIGNED int8_t at[64];
-    const int size = bits == 4 ? 32 : 16; /* bytes from one position to the next */
-    for (int i = 0; i < 64 && lanes; i++) {
-        const int word = i / 8, next = i % 8 / 4, position = i % 4;
-        at[i] = (int8_t)(position * size + (16 * (sixteen + next) + 2 * word) * bits / 8 % size);
-    }
-    for (int i = 0; i < 64 && !lanes; i++) {
-        const int position = i / 16, half = i % 16 / 8, next = i % 8 / bits, byte = i % bits;
-        at[i] = (int8_t)(position * size + ((2 * (sixteen + next) + half) * bits + byte) % size);
-    }
-    const __m512i index = _mm512_load_si512((const void *)at);
-    return bits == 4 ? _mm512_permutex2var_epi8(x[0], index, x[1]) : _mm512_permutexvar_epi8(index, x[0]);
-}
-/* Takes eight bits a code of a sixteen from ordered fields; its first bit comes to bit `low`. */
-TQKV__OP __m512i tqkv__i_sixteen_avx512(const int bits, const int low, const bool lanes, const int sixteen,
-                                        __m512i fields)
-{
-    TQKV__ALIGNED int8_t at[64];
-    for (int i = 0; i < 64 && lanes; i++) {
-        const int code = i / 4, position = i % 4;
-        at[i] = (int8_t)((sixteen % 2 * 32 + position * 8 + code * bits % 8 + 64 - low) % 64);
-    }
-    for (int i = 0; i < 64 && !lanes; i++) at[i] = (int8_t)(((8 * sixteen + i % 8) * bits + 64 - low) % 64);
-    return _mm512_multishift_epi64_epi8(_mm512_load_si512((const void *)at), fields);
-}
-/* Looks up a sixteen. fields: the main ones, the upper ones */
-TQKV__OP __m512i tqkv__i_look_up_fields_avx512(const tqkv_format format, const bool lanes, const int sixteen,
-                                               const __m512i *fields, __m512i book)
-{
-    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    __m512i index = tqkv__i_sixteen_avx512(main, 0, lanes, sixteen, fields[0]);
-    if (upper_bits)
-        index = _mm512_ternarylogic_epi64(_mm512_set1_epi8((char)((1 << main) - 1)), index,
-                                          tqkv__i_sixteen_avx512(upper_bits, main, lanes, sixteen, fields[1]), 0xca);
-    return _mm512_permutexvar_epi8(index, book);
-}
-
-#define TQKV__(name)        tqkv__##name##_avx512
-#define TQKV__I(name)       tqkv__i_##name##_avx512
-#define TQKV__S(name)       tqkv__i_##name##_avx512
-#define TQKV__ISA_NAME      "avx512"
-#define TQKV__INTEGER_LANES 16
-#define TQKV__PRODUCTS      2
-#define TQKV__PRODUCT_ROWS  4 /* rows whose sums fit in registers */
-#define TQKV__LOOKED_UP     1
+#define TQKV__(name)              tqkv__##name##_avx512
+#define TQKV__I(name)             tqkv__i_##name##_avx512
+#define TQKV__S(name)             tqkv__i_##name##_avx512
+#define TQKV__ISA_NAME            "avx512"
+#define TQKV__INTEGER_LANES       16
+#define TQKV__PRODUCTS            4
+#define TQKV__CODE_OFFSET         128
+#define TQKV__OFFSET_OF(format)   true
+#define TQKV__FEW_ROWS            4 /* rows of loops straight from the codes, at most */
+#define TQKV__LANES_ROWS          8 /* from so many rows on, tiles are turned */
+#define TQKV__MANY_ROWS           4 /* rows whose sums fit in registers: keys, */
+#define TQKV__MANY_VALUE_ROWS     4 /* and values */
+#define TQKV__SUM_SIXTEENS        8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
+#define TQKV__MOST_SIXTEENS       4 /* of one row */
+#define TQKV__LANES_ROWS_OF_BOOKS 8
+#define TQKV__PARTIAL             1 /* passes of sums may be partial */
 #include "tqkv.h"
 #endif
 
-/* >>integer-avx2: what AVX2 brings to >>k-integer, and AVX-VNNI */
+/* >>integer-avx2: what AVX2 brings to >>k-rows. Products are of words. Bytes are widened with zeros, and codes are 128
+   more than they are; but I8's, straight from the store, are widened with their signs as they are loaded. */
 
 #ifdef TQKV__AVX2
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 
-typedef __m256i tqkv__i_sum_avx2, tqkv__i_row_avx2;
+/* Codes of two positions, in 16 bytes of each: up to two vectors of main fields and one of upper ones. Codes of a byte
+   are loaded where they are looked up, from `at`. */
+typedef struct tqkv__i_raw_avx2 {
+    __m256i main[2], upper;
+    const uint8_t *at;
+    size_t stride;
+} tqkv__i_raw_avx2;
+/* What is left of a chunk: masks of lanes, bytes of 8 that upper codes of one bit do not fill; and the codebook */
+typedef struct tqkv__i_chunk_avx2 {
+    __m128i main[2], upper;
+    int unfilled;
+    __m256i books[4];
+} tqkv__i_chunk_avx2;
+/* 16 dimensions of two positions: all, or one by one */
+typedef struct tqkv__i_unit_avx2 {
+    __m256i both;
+    __m128i first, second;
+} tqkv__i_unit_avx2;
+/* A sum of both positions, in a half each, or of each */
+typedef struct tqkv__i_sum_avx2 {
+    __m256i first, second;
+} tqkv__i_sum_avx2;
+/* 16 words, or their halves twice */
+typedef struct tqkv__i_row_avx2 {
+    __m256i first, last;
+} tqkv__i_row_avx2;
+typedef __m256i tqkv__i_lanes_avx2, tqkv__i_repeated_avx2, tqkv__i_lane_sum_avx2;
 
-TQKV__OP void tqkv__i_load_books_avx2(const int bits, const int8_t *centroids, __m256i *books)
+/* Returns the mask of lanes for so many bytes of codes. */
+TQKV__OP __m128i tqkv__i_lanes_left_avx2(int bytes)
 {
+    return _mm_cmpgt_epi32(_mm_set1_epi32(bytes), _mm_set_epi32(12, 8, 4, 0));
+}
+TQKV__OP tqkv__i_chunk_avx2 tqkv__i_open_chunk_avx2(const tqkv_format format, int left, const int8_t *centroids)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
+    tqkv__i_chunk_avx2 chunk;
+    if (left > 64) left = 64;
+    TQKV__UNROLL
+    for (int i = 0; i < 2; i++) chunk.main[i] = tqkv__i_lanes_left_avx2(left * main / 8 - 16 * i);
+    chunk.upper = tqkv__i_lanes_left_avx2(left * upper_bits / 8);
+    chunk.unfilled = 8 - left / 8;
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
-        if (i == 0 || i < (1 << bits) / 16)
-            books[i] = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i));
+        if (bits && (i == 0 || i < (1 << bits) / 16))
+            chunk.books[i] =
+                _mm256_xor_si256(_mm256_set1_epi8(-128),
+                                 _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i)));
+    return chunk;
 }
-/* 16 bytes of which n come from p; n: a constant. Bytes that are stored to be loaded at once would be waited for. */
-TQKV__OP __m128i tqkv__i_load_first_avx2(const int n, const uint8_t *p)
+/* Loads 16 bytes, or as many as the mask says, of two positions. */
+TQKV__OP __m256i tqkv__i_load_two_avx2(__m128i mask, const uint8_t *p, size_t stride)
 {
-    int32_t word = 0;
-    if (n == 16) return tqkv__load_128(p);
-    if (n == 8) return tqkv__load_64(p);
-    memcpy(&word, p, (size_t)(n == 4 ? 4 : 2));
-    return _mm_cvtsi32_si128(word);
+    const __m128i a = _mm_maskload_epi32((const int *)(const void *)p, mask);
+    return _mm256_set_m128i(_mm_maskload_epi32((const int *)(const void *)(p + stride), mask), a);
 }
-/* Loads the next 32 or 16 codes of a field, a byte each. */
-TQKV__OP __m256i tqkv__i_field_avx2(const int bits, const int left, const uint8_t *p)
+/* Loads the upper bits of 64 dimensions. Of fewer the last 8 bytes of the row, which begin in its main field. */
+TQKV__OP __m256i tqkv__i_load_bits_avx2(int unfilled, const uint8_t *p, size_t stride)
+{
+    const __m256i x = _mm256_set_m128i(tqkv__load_64(p + stride - unfilled), tqkv__load_64(p - unfilled));
+    return _mm256_srl_epi64(x, _mm_cvtsi32_si128(8 * unfilled));
+}
+TQKV__OP tqkv__i_raw_avx2 tqkv__i_open_avx2(const tqkv_format format, const tqkv__i_chunk_avx2 *chunk, const uint8_t *p,
+                                            const uint8_t *upper, size_t stride)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    tqkv__i_raw_avx2 raw;
+    raw.at = p;
+    raw.stride = stride;
+    TQKV__UNROLL
+    for (int i = 0; i < 2; i++)
+        if (main < 8 && i < main / 2) raw.main[i] = tqkv__i_load_two_avx2(chunk->main[i], p + 16 * i, stride);
+    if (upper_bits == 1) raw.upper = tqkv__i_load_bits_avx2(chunk->unfilled, upper, stride);
+    if (upper_bits == 2) raw.upper = tqkv__i_load_two_avx2(chunk->upper, upper, stride);
+    return raw;
+}
+/* Spreads the fields of half a vector's bytes, low ones or high ones: each byte becomes two of `bits` bits. */
+TQKV__OP __m256i tqkv__i_spread_avx2(const int bits, const int half, __m256i x)
+{
+    const __m256i mask = _mm256_set1_epi8((char)((1 << bits) - 1));
+    const __m256i low = _mm256_and_si256(x, mask), high = _mm256_and_si256(_mm256_srli_epi16(x, bits), mask);
+    return half ? _mm256_unpackhi_epi8(low, high) : _mm256_unpacklo_epi8(low, high);
+}
+/* Takes the codes of sixteen k of a field of 2 bits. */
+TQKV__OP __m256i tqkv__i_take_pairs_avx2(const int k, __m256i x)
+{
+    return tqkv__i_spread_avx2(2, k % 2, tqkv__i_spread_avx2(4, k / 2, x));
+}
+/* Returns all ones for a bit of sixteen k. */
+TQKV__OP __m256i tqkv__i_take_bits_avx2(const int k, __m256i x)
 {
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
-    const __m256i at = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-    const __m128i first = tqkv__i_load_first_avx2(bits == 8 ? 16 : left * bits / 8, p);
-    if (bits == 8) return _mm256_set_m128i(left == 32 ? tqkv__load_128(p + 16) : _mm_setzero_si128(), first);
-    if (bits == 4) {
-        const __m256i x = _mm256_cvtepu8_epi16(first);
-        return _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi16(x, 4)), _mm256_set1_epi8(15));
-    }
-    if (bits == 2) {
-        __m256i x = _mm256_cvtepu8_epi32(first);
-        x = _mm256_or_si256(x, _mm256_slli_epi32(x, 12));
-        return _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi32(x, 6)), _mm256_set1_epi8(3));
-    }
-    const __m256i spread = _mm256_shuffle_epi8(_mm256_broadcastd_epi32(first), at);
-    return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit), _mm256_set1_epi8(1));
+    const long long first = 0x0202020202020202 * k, last = first + 0x0101010101010101;
+    const __m256i bytes = _mm256_shuffle_epi8(x, _mm256_setr_epi64x(first, last, first, last));
+    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
 }
-/* Look-ups take the lowest four bits of an index, blends its highest. */
-TQKV__OP __m256i tqkv__i_centroids_avx2(const int bits, const __m256i *books, __m256i index)
+/* Look-ups take the lowest four bits of an index; fifth, sixth: the highest bit of a byte says which half */
+TQKV__OP __m256i tqkv__i_centroids_avx2(const int bits, const __m256i *books, __m256i index, __m256i fifth,
+                                        __m256i sixth)
 {
-    if (bits < 5) return _mm256_shuffle_epi8(books[0], index);
-    const __m256i fifth = _mm256_slli_epi16(index, 3), sixth = _mm256_slli_epi16(index, 2);
-    const __m256i low =
-        _mm256_blendv_epi8(_mm256_shuffle_epi8(books[0], index), _mm256_shuffle_epi8(books[1], index), fifth);
+    const __m256i first = _mm256_shuffle_epi8(books[0], index);
+    if (bits < 5) return first;
+    const __m256i low = _mm256_blendv_epi8(first, _mm256_shuffle_epi8(books[1], index), fifth);
     if (bits == 5) return low;
     const __m256i high =
         _mm256_blendv_epi8(_mm256_shuffle_epi8(books[2], index), _mm256_shuffle_epi8(books[3], index), fifth);
     return _mm256_blendv_epi8(low, high, sixth);
 }
-TQKV__OP __m256i tqkv__i_look_up_avx2(const tqkv_format format, const __m256i *books, int left, const uint8_t *p,
-                                      const uint8_t *upper)
+/* Reads a unit of codes that were decoded before. */
+TQKV__OP tqkv__i_unit_avx2 tqkv__i_load_unit_avx2(const int8_t *p)
+{
+    tqkv__i_unit_avx2 x;
+    memcpy(&x.both, p, sizeof x.both);
+    return x;
+}
+TQKV__OP tqkv__i_unit_avx2 tqkv__i_look_up_avx2(const tqkv_format format, const int k, const tqkv__i_chunk_avx2 *chunk,
+                                                const tqkv__i_raw_avx2 *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
-    __m256i index = tqkv__i_field_avx2(main, left, p);
-    if (upper_bits)
-        index = _mm256_or_si256(index, _mm256_slli_epi16(tqkv__i_field_avx2(upper_bits, left, upper), main));
-    if (main == 8) index = _mm256_and_si256(index, _mm256_set1_epi8((char)((1 << bits) - 1)));
-    return tqkv__i_centroids_avx2(bits, books, index);
+    __m256i x, upper = _mm256_setzero_si256();
+    tqkv__i_unit_avx2 unit;
+    if (main == 8) {
+        unit.first = tqkv__load_128(raw->at + 16 * k);
+        unit.second = tqkv__load_128(raw->at + 16 * k + raw->stride);
+        if (!bits) return unit;
+        x = _mm256_set_m128i(unit.second, unit.first);
+        upper = _mm256_srli_epi16(x, 4);
+        x = _mm256_and_si256(x, _mm256_set1_epi8(15));
+    }
+    if (main == 4) x = tqkv__i_spread_avx2(4, k % 2, raw->main[k / 2]);
+    if (main == 2) x = tqkv__i_take_pairs_avx2(k, raw->main[0]);
+    if (upper_bits == 1) upper = tqkv__i_take_bits_avx2(k, raw->upper);
+    if (upper_bits == 2) upper = tqkv__i_take_pairs_avx2(k, raw->upper);
+    if (bits == 3) x = _mm256_or_si256(x, _mm256_and_si256(upper, _mm256_set1_epi8(4)));
+    unit.both = tqkv__i_centroids_avx2(bits, chunk->books, x, _mm256_slli_epi16(upper, 7), _mm256_slli_epi16(upper, 6));
+    return unit;
 }
-TQKV__OP __m256i tqkv__i_open_avx2(const int8_t *p, int left)
+TQKV__OP void tqkv__i_store_unit_avx2(const tqkv_format format, tqkv__i_unit_avx2 x, int8_t *p)
 {
-    (void)left; /* always 16 or more, as in NEON */
-    return _mm256_cvtepi8_epi16(tqkv__load_128((const uint8_t *)p));
+    if (TQKV__KIND(format) == TQKV__GRID)
+        x.both = _mm256_xor_si256(_mm256_set1_epi8(-128), _mm256_set_m128i(x.second, x.first));
+    memcpy(p, &x.both, sizeof x.both);
 }
-TQKV__OP __m256i tqkv__i_dot_avx2(__m256i sums, __m256i codes, __m256i integers)
+TQKV__OP tqkv__i_row_avx2 tqkv__i_load_row_avx2(const tqkv_format format, const int8_t *p, int plane, int i)
 {
-    const __m256i products = _mm256_madd_epi16(codes, integers);
+    tqkv__i_row_avx2 row;
+    (void)plane; /* of bytes */
+    p += 2 * i;
+    if (TQKV__KIND(format) == TQKV__GRID) {
+        row.first = row.last = _mm256_loadu_si256((const __m256i *)(const void *)p);
+        return row;
+    }
+    row.first = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)p));
+    row.last = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)p + 16));
+    return row;
+}
+/* GCC 12 copies the sums of the intrinsic, and spills them. */
+TQKV__OP __m256i tqkv__i_dot_lanes_avx2(__m256i sums, __m256i words, __m256i integers)
+{
+    const __m256i products = _mm256_madd_epi16(words, integers);
 #ifdef __clang__
     return _mm256_add_epi32(sums, products);
 #else
-    __asm__("vpaddd\t{%1, %0, %0|%0, %0, %1}" : "+x"(sums) : "x"(products));
-    return sums;
+    __m256i sum;
+    __asm__("vpaddd\t{%2, %1, %0|%0, %1, %2}" : "=x"(sum) : "x"(sums), "x"(products));
+    return sum;
 #endif
 }
-TQKV__OP __m256i tqkv__i_whole_avx2(__m256i sum) { return sum; }
-#define tqkv__i_load_row_avx2 tqkv__i_load_codes_avx2
-TQKV__OP __m256i tqkv__i_repeat_avx2(const int16_t *p)
+TQKV__OP tqkv__i_sum_avx2 tqkv__i_dot_avx2(const tqkv_format format, tqkv__i_sum_avx2 sums, tqkv__i_unit_avx2 x,
+                                           tqkv__i_row_avx2 row)
+{
+    const __m256i zero = _mm256_setzero_si256();
+    if (TQKV__KIND(format) == TQKV__GRID) {
+        sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_cvtepi8_epi16(x.first), row.first);
+        sums.second = tqkv__i_dot_lanes_avx2(sums.second, _mm256_cvtepi8_epi16(x.second), row.first);
+        return sums;
+    }
+    sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_unpacklo_epi8(x.both, zero), row.first);
+    sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_unpackhi_epi8(x.both, zero), row.last);
+    return sums;
+}
+TQKV__OP __m256i tqkv__i_whole_avx2(const tqkv_format format, tqkv__i_sum_avx2 sum)
+{
+    if (TQKV__KIND(format) != TQKV__GRID) return sum.first;
+    return _mm256_add_epi32(_mm256_permute2x128_si256(sum.first, sum.second, 0x20),
+                            _mm256_permute2x128_si256(sum.first, sum.second, 0x31));
+}
+TQKV__OP __m256i tqkv__i_whole_lanes_avx2(__m256i sum) { return sum; }
+TQKV__OP __m256i tqkv__i_repeat_avx2(const int8_t *p, int plane, int i)
 {
     int32_t lane;
-    memcpy(&lane, p, sizeof lane);
+    (void)plane;
+    memcpy(&lane, p + 2 * i, sizeof lane);
     return _mm256_set1_epi32(lane);
 }
-/* Interleaves rows. Behind the end of a row come its last bytes again. */
-TQKV__OP void tqkv__i_interleave_avx2(const int8_t *p, size_t stride, int left, __m256i *x)
+TQKV__OP void tqkv__i_transpose_avx2(__m256i *x)
 {
-    const int step = left > 16 ? 16 : 0;
-    TQKV__UNROLL
-    for (int v = 0; v < 4; v += 2, p += step) {
-        const __m128i a = tqkv__load_128((const uint8_t *)p), b = tqkv__load_128((const uint8_t *)p + stride);
-        x[v] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
-        x[v + 1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
-    }
+    const __m256i a = _mm256_unpacklo_epi32(x[0], x[1]), b = _mm256_unpackhi_epi32(x[0], x[1]);
+    const __m256i c = _mm256_unpacklo_epi32(x[2], x[3]), d = _mm256_unpackhi_epi32(x[2], x[3]);
+    x[0] = _mm256_unpacklo_epi64(a, c);
+    x[1] = _mm256_unpackhi_epi64(a, c);
+    x[2] = _mm256_unpacklo_epi64(b, d);
+    x[3] = _mm256_unpackhi_epi64(b, d);
 }
-TQKV__OP void tqkv__i_transpose_avx2(const int8_t *p, size_t stride, __m256i *x)
+/* Two bytes of four become words. */
+TQKV__OP void tqkv__i_key_lanes_avx2(__m256i *x, __m256i *lanes)
 {
-    __m256i rows[4]; /* half l of rows[i]: position 4 l + i */
+    tqkv__i_transpose_avx2(x);
+    const __m256i at = _mm256_setr_epi32((int)0x80018000, (int)0x80058004, (int)0x80098008, (int)0x800d800c,
+                                         (int)0x80018000, (int)0x80058004, (int)0x80098008, (int)0x800d800c);
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        const uint8_t *at = (const uint8_t *)p + (size_t)i * stride;
-        rows[i] = _mm256_set_m128i(tqkv__load_128(at + 4 * stride), tqkv__load_128(at));
-    }
-    TQKV__UNROLL
-    for (int half = 0; half < 2; half++) {
-        const __m256i a = half ? _mm256_unpackhi_epi16(rows[0], rows[1]) : _mm256_unpacklo_epi16(rows[0], rows[1]);
-        const __m256i b = half ? _mm256_unpackhi_epi16(rows[2], rows[3]) : _mm256_unpacklo_epi16(rows[2], rows[3]);
-        const __m256i low = _mm256_unpacklo_epi32(a, b), high = _mm256_unpackhi_epi32(a, b);
-        x[4 * half] = _mm256_srai_epi16(_mm256_unpacklo_epi8(low, low), 8);
-        x[4 * half + 1] = _mm256_srai_epi16(_mm256_unpackhi_epi8(low, low), 8);
-        x[4 * half + 2] = _mm256_srai_epi16(_mm256_unpacklo_epi8(high, high), 8);
-        x[4 * half + 3] = _mm256_srai_epi16(_mm256_unpackhi_epi8(high, high), 8);
-    }
+    for (int i = 0; i < 8; i++)
+        lanes[i] = _mm256_shuffle_epi8(x[i / 2], i % 2 ? _mm256_add_epi8(at, _mm256_set1_epi16(2)) : at);
 }
-TQKV__OP void tqkv__i_natural_order_avx2(__m256i *x) { (void)x; }
+/* A byte of each position becomes a word. */
+TQKV__OP void tqkv__i_value_lanes_avx2(const tqkv_format format, const tqkv__i_unit_avx2 *x, __m256i *lanes)
+{
+    if (TQKV__KIND(format) == TQKV__GRID) {
+        lanes[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x->first, x->second));
+        lanes[1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(x->first, x->second));
+        return;
+    }
+    const __m256i fours = _mm256_permutevar8x32_epi32(x->both, _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7));
+    const __m256i at = _mm256_setr_epi32((int)0x80048000, (int)0x80058001, (int)0x80068002, (int)0x80078003,
+                                         (int)0x80048000, (int)0x80058001, (int)0x80068002, (int)0x80078003);
+    lanes[0] = _mm256_shuffle_epi8(fours, at);
+    lanes[1] = _mm256_shuffle_epi8(fours, _mm256_add_epi8(at, _mm256_set1_epi16(8)));
+}
 TQKV__OP __m256i tqkv__i_sum_four_codes_avx2(const __m256i *x)
 {
     return _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
 }
-TQKV__OP __m256i tqkv__i_sum_codes_across_avx2(const __m256i *x)
-{
-    return _mm256_add_epi32(_mm256_permute2x128_si256(x[0], x[1], 0x20), _mm256_permute2x128_si256(x[0], x[1], 0x31));
-}
 TQKV__OP __m256 tqkv__i_to_floats_avx2(__m256i x) { return _mm256_cvtepi32_ps(x); }
 TQKV__OP __m256i tqkv__i_round_codes_avx2(__m256 x) { return _mm256_cvtps_epi32(x); }
-TQKV__OP void tqkv__i_store_words_avx2(int16_t *p, int i, __m256i x)
+TQKV__OP void tqkv__i_store_integers_avx2(void *to, int i, int n, __m256i x)
 {
-    _mm_storeu_si128((__m128i *)(void *)(p + i),
+    (void)n;
+    _mm_storeu_si128((__m128i *)(void *)((int16_t *)to + i),
                      _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
 }
 TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
@@ -7784,50 +7423,31 @@ TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
     m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4e));
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(m, _mm_shuffle_epi32(m, 0xb1)));
 }
-
-#define TQKV__(name)        tqkv__##name##_avx2
-#define TQKV__I(name)       tqkv__i_##name##_avx2
-#define TQKV__S(name)       tqkv__i_##name##_avx2
-#define TQKV__ISA_NAME      "avx2"
-#define TQKV__INTEGER_LANES 8
-#define TQKV__PRODUCTS      2
-#define TQKV__PRODUCT_ROWS  2
-#define TQKV__LOOKED_UP     0
-#include "tqkv.h"
-
-/* -- AVX2, with a product and a sum in one instruction: AVX-VNNI -- */
-
-#define TQKV__TARGET __attribute__((target("avx2,fma,f16c,avxvnni")))
-
-typedef __m256i tqkv__i_sum_avxvnni, tqkv__i_row_avxvnni;
-TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i integers)
+TQKV__OP __m256i tqkv__i_add_codes_avx2(__m256i x, __m256i y) { return _mm256_add_epi32(x, y); }
+TQKV__OP __m256i tqkv__i_set_codes_avx2(int32_t x) { return _mm256_set1_epi32(x); }
+TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
 {
-#ifdef __clang__
-    return _mm256_dpwssd_avx_epi32(sums, codes, integers);
-#else
-    __asm__("%{vex%} vpdpwssd\t{%2, %1, %0|%0, %1, %2}" : "+x"(sums) : "x"(codes), "x"(integers));
-    return sums;
-#endif
+    const __m128i m = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    const __m128i two = _mm_add_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
-#define tqkv__i_open_avxvnni          tqkv__i_open_avx2
-#define tqkv__i_whole_avxvnni         tqkv__i_whole_avx2
-#define tqkv__i_load_row_avxvnni      tqkv__i_load_codes_avxvnni
-#define tqkv__i_repeat_avxvnni        tqkv__i_repeat_avx2
-#define tqkv__i_interleave_avxvnni    tqkv__i_interleave_avx2
-#define tqkv__i_transpose_avxvnni     tqkv__i_transpose_avx2
-#define tqkv__i_round_query_avxvnni   tqkv__i_round_query_avx2
-#define tqkv__i_round_weights_avxvnni tqkv__i_round_weights_avx2
 
-#define TQKV__(name)        tqkv__##name##_avx2
-#define TQKV__I(name)       tqkv__i_##name##_avxvnni
-#define TQKV__S(name)       tqkv__i_##name##_avx2
-#define TQKV__ISA_NAME      "avx2"
-#define TQKV__INTEGER_LANES 8
-#define TQKV__PRODUCTS      2
-#define TQKV__PRODUCT_ROWS  2
-#define TQKV__LOOKED_UP     0
-#define TQKV__DECODED       1
-#define TQKV__ROUNDED       1
+#define TQKV__(name)              tqkv__##name##_avx2
+#define TQKV__I(name)             tqkv__i_##name##_avx2
+#define TQKV__S(name)             tqkv__i_##name##_avx2
+#define TQKV__ISA_NAME            "avx2"
+#define TQKV__INTEGER_LANES       8
+#define TQKV__PRODUCTS            2
+#define TQKV__CODE_OFFSET         128
+#define TQKV__OFFSET_OF(format)   (TQKV__KIND(format) != TQKV__GRID)
+#define TQKV__FEW_ROWS            4
+#define TQKV__LANES_ROWS          8
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     4
+#define TQKV__SUM_SIXTEENS        4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
+#define TQKV__MOST_SIXTEENS       2 /* of one row */
+#define TQKV__LANES_ROWS_OF_BOOKS 3
+#define TQKV__PARTIAL             0 /* passes of sums may be partial */
 #include "tqkv.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -7840,13 +7460,35 @@ TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i intege
 
 #define TQKV__TARGET
 
-typedef uint32x4_t tqkv__i_sum_neon, tqkv__i_row_neon;
+/* Codes are looked up where they lie. */
+typedef struct tqkv__i_raw_neon {
+    const uint8_t *at, *upper;
+} tqkv__i_raw_neon;
+typedef struct tqkv__i_chunk_neon {
+    uint32x4_t books[4];
+} tqkv__i_chunk_neon;
+typedef struct tqkv__i_row_neon {
+    int16x8_t first, last;
+} tqkv__i_row_neon;
+typedef uint32x4_t tqkv__i_unit_neon, tqkv__i_sum_neon, tqkv__i_lanes_neon, tqkv__i_repeated_neon,
+    tqkv__i_lane_sum_neon;
 
-TQKV__OP void tqkv__i_load_books_neon(const int bits, const int8_t *centroids, uint32x4_t *books)
+TQKV__OP tqkv__i_chunk_neon tqkv__i_open_chunk_neon(const tqkv_format format, int left, const int8_t *centroids)
 {
+    tqkv__i_chunk_neon chunk;
+    (void)left;
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
-        if (i == 0 || i < (1 << bits) / 16) books[i] = vreinterpretq_u32_s8(vld1q_s8(centroids + 16 * i));
+        if (TQKV__KIND(format) == TQKV__BOOK && (i == 0 || i < (1 << TQKV__BOOK_BITS(format)) / 16))
+            chunk.books[i] = vreinterpretq_u32_s8(vld1q_s8(centroids + 16 * i));
+    return chunk;
+}
+TQKV__OP tqkv__i_raw_neon tqkv__i_open_neon(const tqkv_format format, const tqkv__i_chunk_neon *chunk, const uint8_t *p,
+                                            const uint8_t *upper, size_t stride)
+{
+    const tqkv__i_raw_neon raw = {p, upper};
+    (void)format, (void)chunk, (void)stride; /* of one position */
+    return raw;
 }
 /* The next 16 codes of a field, a byte each, from bit `to` of it on; other bits may be set. */
 TQKV__OP uint8x16_t tqkv__i_field_neon(const int bits, const int to, const uint8_t *p)
@@ -7864,18 +7506,19 @@ TQKV__OP uint8x16_t tqkv__i_field_neon(const int bits, const int to, const uint8
     const uint8x16_t spread = vqtbl1q_u8(vcombine_u8(vcreate_u8(bytes), vdup_n_u8(0)), vld1q_u8(at));
     return vshlq_u8(spread, vld1q_s8(shift));
 }
-TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const uint32x4_t *books, int left, const uint8_t *p,
-                                         const uint8_t *upper)
+TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const int k, const tqkv__i_chunk_neon *chunk,
+                                         const tqkv__i_raw_neon *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
-    uint8x16_t index = tqkv__i_field_neon(main, 0, p), found;
+    uint8x16_t index = tqkv__i_field_neon(main, 0, raw->at + 2 * k * main), found;
     uint8x16x4_t book;
-    (void)left; /* always 16 */
+    if (TQKV__KIND(format) == TQKV__GRID) return vreinterpretq_u32_u8(index);
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) book.val[i] = vreinterpretq_u8_u32(books[i < (1 << bits) / 16 ? i : 0]);
+    for (int i = 0; i < 4; i++) book.val[i] = vreinterpretq_u8_u32(chunk->books[i < (1 << bits) / 16 ? i : 0]);
     const uint8x16x2_t half = {{book.val[0], book.val[1]}};
     if (upper_bits)
-        index = vbslq_u8(vdupq_n_u8((uint8_t)((1 << main) - 1)), index, tqkv__i_field_neon(upper_bits, main, upper));
+        index = vbslq_u8(vdupq_n_u8((uint8_t)((1 << main) - 1)), index,
+                         tqkv__i_field_neon(upper_bits, main, raw->upper + 2 * k * upper_bits));
     index = vandq_u8(index, vdupq_n_u8((uint8_t)((1 << bits) - 1)));
     if (bits == 6)
         found = vqtbl4q_u8(book, index);
@@ -7885,73 +7528,116 @@ TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const uint32x
         found = vqtbl1q_u8(book.val[0], index);
     return vreinterpretq_u32_u8(found);
 }
-TQKV__OP uint32x4_t tqkv__i_open_neon(const int8_t *p, int left)
+TQKV__OP void tqkv__i_store_unit_neon(const tqkv_format format, uint32x4_t x, int8_t *p)
 {
-    (void)left;
-    return vreinterpretq_u32_s16(vmovl_s8(vld1_s8(p)));
+    (void)format;
+    memcpy(p, &x, sizeof x);
+}
+TQKV__OP uint32x4_t tqkv__i_load_unit_neon(const int8_t *p) { return vreinterpretq_u32_s8(vld1q_s8(p)); }
+TQKV__OP tqkv__i_row_neon tqkv__i_load_row_neon(const tqkv_format format, const int8_t *p, int plane, int i)
+{
+    const int16_t *words = (const int16_t *)(const void *)p + i;
+    const tqkv__i_row_neon row = {vld1q_s16(words), vld1q_s16(words + 8)};
+    (void)format, (void)plane; /* of bytes */
+    return row;
 }
 /* Lane i adds up the products of words i and i + 4. */
-TQKV__OP uint32x4_t tqkv__i_dot_neon(uint32x4_t sums, uint32x4_t codes, uint32x4_t integers)
+TQKV__OP uint32x4_t tqkv__i_dot_words_neon(uint32x4_t sums, int16x8_t x, int16x8_t y)
 {
-    const int16x8_t x = vreinterpretq_s16_u32(codes), y = vreinterpretq_s16_u32(integers);
     const int32x4_t low = vmlal_s16(vreinterpretq_s32_u32(sums), vget_low_s16(x), vget_low_s16(y));
     return vreinterpretq_u32_s32(vmlal_high_s16(low, x, y));
 }
-TQKV__OP uint32x4_t tqkv__i_whole_neon(uint32x4_t sum) { return sum; }
-#define tqkv__i_load_row_neon tqkv__i_load_codes_neon
-TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int16_t *p)
+TQKV__OP uint32x4_t tqkv__i_dot_neon(const tqkv_format format, uint32x4_t sums, uint32x4_t codes, tqkv__i_row_neon row)
 {
-    return vreinterpretq_u32_s16(vcombine_s16(vld1_dup_s16(p), vld1_dup_s16(p + 1)));
+    const int8x16_t x = vreinterpretq_s8_u32(codes);
+    (void)format;
+    sums = tqkv__i_dot_words_neon(sums, vmovl_s8(vget_low_s8(x)), row.first);
+    return tqkv__i_dot_words_neon(sums, vmovl_high_s8(x), row.last);
 }
-TQKV__OP void tqkv__i_interleave_neon(const int8_t *p, size_t stride, int left, uint32x4_t *x)
+TQKV__OP uint32x4_t tqkv__i_dot_lanes_neon(uint32x4_t sums, uint32x4_t lanes, uint32x4_t integers)
 {
-    (void)left;
-    const uint32x4_t a = vreinterpretq_u32_s8(vld1q_s8(p)), b = vreinterpretq_u32_s8(vld1q_s8(p + stride));
-    const int8x16_t low = vreinterpretq_s8_u32(vzip1q_u32(a, b)), high = vreinterpretq_s8_u32(vzip2q_u32(a, b));
-    x[0] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
-    x[1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
-    x[2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
-    x[3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
+    return tqkv__i_dot_words_neon(sums, vreinterpretq_s16_u32(lanes), vreinterpretq_s16_u32(integers));
 }
-TQKV__OP void tqkv__i_transpose_neon(const int8_t *p, size_t stride, uint32x4_t *x)
+TQKV__OP uint32x4_t tqkv__i_whole_neon(const tqkv_format format, uint32x4_t sum)
 {
-    int8x16_t rows[4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) rows[i] = vld1q_s8(p + (size_t)i * stride);
+    (void)format;
+    return sum;
+}
+TQKV__OP uint32x4_t tqkv__i_whole_lanes_neon(uint32x4_t sum) { return sum; }
+TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int8_t *p, int plane, int i)
+{
+    const int16_t *words = (const int16_t *)(const void *)p + i;
+    (void)plane;
+    return vreinterpretq_u32_s16(vcombine_s16(vld1_dup_s16(words), vld1_dup_s16(words + 1)));
+}
+/* Four positions of four dimensions */
+TQKV__OP void tqkv__i_transpose_neon(const uint32x4_t *x, uint32x4_t *four)
+{
     TQKV__UNROLL
     for (int half = 0; half < 2; half++) {
-        const int8x16_t a = half ? vzip2q_s8(rows[0], rows[1]) : vzip1q_s8(rows[0], rows[1]);
-        const int8x16_t b = half ? vzip2q_s8(rows[2], rows[3]) : vzip1q_s8(rows[2], rows[3]);
-        const uint16x8_t c = vreinterpretq_u16_s8(a), d = vreinterpretq_u16_s8(b);
-        const int8x16_t low = vreinterpretq_s8_u16(vzip1q_u16(c, d)), high = vreinterpretq_s8_u16(vzip2q_u16(c, d));
-        x[4 * half] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
-        x[4 * half + 1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
-        x[4 * half + 2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
-        x[4 * half + 3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
+        const uint32x4_t a = half ? vzip2q_u32(x[0], x[2]) : vzip1q_u32(x[0], x[2]);
+        const uint32x4_t b = half ? vzip2q_u32(x[1], x[3]) : vzip1q_u32(x[1], x[3]);
+        four[2 * half] = vzip1q_u32(a, b);
+        four[2 * half + 1] = vzip2q_u32(a, b);
     }
 }
-TQKV__OP void tqkv__i_natural_order_neon(uint32x4_t *x) { (void)x; }
+/* Four positions of a dimension, then of the next one */
+TQKV__OP void tqkv__i_key_lanes_neon(const uint32x4_t *x, uint32x4_t *lanes)
+{
+    uint32x4_t four[4];
+    tqkv__i_transpose_neon(x, four);
+    const uint32_t columns[4] = {0x0c080400, 0x0d090501, 0x0e0a0602, 0x0f0b0703};
+    const uint8x16_t at = vreinterpretq_u8_u32(vld1q_u32(columns));
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        const int8x16_t ordered = vreinterpretq_s8_u8(vqtbl1q_u8(vreinterpretq_u8_u32(four[i]), at));
+        lanes[2 * i] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(ordered)));
+        lanes[2 * i + 1] = vreinterpretq_u32_s16(vmovl_high_s8(ordered));
+    }
+}
+/* Four dimensions of a position, then of the next one */
+TQKV__OP void tqkv__i_value_lanes_neon(const tqkv_format format, const uint32x4_t *x, uint32x4_t *lanes)
+{
+    const int8x16_t low = vreinterpretq_s8_u32(vzip1q_u32(x[0], x[1]));
+    const int8x16_t high = vreinterpretq_s8_u32(vzip2q_u32(x[0], x[1]));
+    (void)format;
+    lanes[0] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
+    lanes[1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
+    lanes[2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
+    lanes[3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
+}
 TQKV__OP uint32x4_t tqkv__i_sum_four_codes_neon(const uint32x4_t *x)
 {
     return vpaddq_u32(vpaddq_u32(x[0], x[1]), vpaddq_u32(x[2], x[3]));
 }
-TQKV__OP uint32x4_t tqkv__i_sum_codes_across_neon(const uint32x4_t *x) { return *x; }
 TQKV__OP float32x4_t tqkv__i_to_floats_neon(uint32x4_t x) { return vcvtq_f32_s32(vreinterpretq_s32_u32(x)); }
 TQKV__OP uint32x4_t tqkv__i_round_codes_neon(float32x4_t x) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(x)); }
-TQKV__OP void tqkv__i_store_words_neon(int16_t *p, int i, uint32x4_t x)
+TQKV__OP void tqkv__i_store_integers_neon(void *to, int i, int n, uint32x4_t x)
 {
-    vst1_s16(p + i, vmovn_s32(vreinterpretq_s32_u32(x)));
+    (void)n;
+    vst1_s16((int16_t *)to + i, vmovn_s32(vreinterpretq_s32_u32(x)));
 }
+TQKV__OP uint32x4_t tqkv__i_add_codes_neon(uint32x4_t x, uint32x4_t y) { return vaddq_u32(x, y); }
+TQKV__OP uint32x4_t tqkv__i_set_codes_neon(int32_t x) { return vdupq_n_u32((uint32_t)x); }
+TQKV__OP int32_t tqkv__i_sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
 TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); }
 
-#define TQKV__(name)        tqkv__##name##_neon
-#define TQKV__I(name)       tqkv__i_##name##_neon
-#define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
-#define TQKV__INTEGER_LANES 4
-#define TQKV__PRODUCTS      2
-#define TQKV__PRODUCT_ROWS  4
-#define TQKV__LOOKED_UP     0
+#define TQKV__(name)              tqkv__##name##_neon
+#define TQKV__I(name)             tqkv__i_##name##_neon
+#define TQKV__S(name)             tqkv__i_##name##_neon
+#define TQKV__ISA_NAME            "neon"
+#define TQKV__INTEGER_LANES       4
+#define TQKV__PRODUCTS            2
+#define TQKV__CODE_OFFSET         0
+#define TQKV__OFFSET_OF(format)   false
+#define TQKV__LANES_ROWS_OF_BOOKS 3
+#define TQKV__PARTIAL             0
+#define TQKV__MOST_SIXTEENS       2
+#define TQKV__FEW_ROWS            4
+#define TQKV__LANES_ROWS          8
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     4
+#define TQKV__SUM_SIXTEENS        4
 #include "tqkv.h"
 
 /* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed.
@@ -7975,7 +7661,8 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 
 typedef struct tqkv__i_bytes {
     uint32x4_t high, low;
-} tqkv__i_sum_dotprod, tqkv__i_row_dotprod;
+} tqkv__i_sum_dotprod, tqkv__i_lane_sum_dotprod, tqkv__i_row_dotprod, tqkv__i_repeated_dotprod;
+typedef uint32x4_t tqkv__i_lanes_dotprod;
 
 /* sums + the products of each lane's four bytes. Compilers hide the intrinsic where the file is for an older target. */
 TQKV__OP uint32x4_t tqkv__i_dot_bytes(uint32x4_t sums, uint32x4_t x, uint32x4_t y)
@@ -7983,15 +7670,27 @@ TQKV__OP uint32x4_t tqkv__i_dot_bytes(uint32x4_t sums, uint32x4_t x, uint32x4_t 
     __asm__("sdot\t%0.4s, %1.16b, %2.16b" : "+w"(sums) : "w"(x), "w"(y));
     return sums;
 }
-TQKV__OP tqkv__i_sum_dotprod tqkv__i_dot_dotprod(tqkv__i_sum_dotprod sums, uint32x4_t codes, tqkv__i_row_dotprod row)
+TQKV__OP tqkv__i_sum_dotprod tqkv__i_dot_lanes_dotprod(tqkv__i_sum_dotprod sums, uint32x4_t codes,
+                                                       tqkv__i_row_dotprod row)
 {
     sums.high = tqkv__i_dot_bytes(sums.high, codes, row.high);
     sums.low = tqkv__i_dot_bytes(sums.low, codes, row.low);
     return sums;
 }
-TQKV__OP uint32x4_t tqkv__i_whole_dotprod(tqkv__i_sum_dotprod sums)
+TQKV__OP tqkv__i_sum_dotprod tqkv__i_dot_dotprod(const tqkv_format format, tqkv__i_sum_dotprod sums, uint32x4_t codes,
+                                                 tqkv__i_row_dotprod row)
+{
+    (void)format;
+    return tqkv__i_dot_lanes_dotprod(sums, codes, row);
+}
+TQKV__OP uint32x4_t tqkv__i_whole_lanes_dotprod(tqkv__i_sum_dotprod sums)
 {
     return vaddq_u32(vshlq_n_u32(sums.high, 8), sums.low);
+}
+TQKV__OP uint32x4_t tqkv__i_whole_dotprod(const tqkv_format format, tqkv__i_sum_dotprod sums)
+{
+    (void)format;
+    return tqkv__i_whole_lanes_dotprod(sums);
 }
 /* Splits four integers into their high bytes, then their low ones. */
 TQKV__OP int8x8_t tqkv__i_split_dotprod(uint32x4_t x)
@@ -7999,45 +7698,32 @@ TQKV__OP int8x8_t tqkv__i_split_dotprod(uint32x4_t x)
     const int16x4_t words = vmovn_s32(vreinterpretq_s32_u32(x));
     return vmovn_s16(vcombine_s16(vrshr_n_s16(words, 8), words));
 }
-TQKV__OP void tqkv__i_store_words_dotprod(int16_t *p, int i, uint32x4_t x)
+/* The high bytes of n integers, then their low ones */
+TQKV__OP void tqkv__i_store_integers_dotprod(void *to, int i, int n, uint32x4_t x)
 {
-    vst1_s8((int8_t *)(void *)(p + i), tqkv__i_split_dotprod(x));
+    const uint32x2_t bytes = vreinterpret_u32_s8(tqkv__i_split_dotprod(x));
+    vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + i), bytes, 0);
+    vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + n + i), bytes, 1);
 }
-TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const int16_t *p)
+TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const tqkv_format format, const int8_t *p, int plane, int i)
 {
-    const uint32x4x2_t x = vld2q_u32((const uint32_t *)(const void *)p);
-    const tqkv__i_row_dotprod row = {x.val[0], x.val[1]};
+    const tqkv__i_row_dotprod row = {vreinterpretq_u32_s8(vld1q_s8(p + i)),
+                                     vreinterpretq_u32_s8(vld1q_s8(p + plane + i))};
+    (void)format;
     return row;
 }
-TQKV__OP tqkv__i_row_dotprod tqkv__i_repeat_dotprod(const int16_t *p)
+TQKV__OP tqkv__i_row_dotprod tqkv__i_repeat_dotprod(const int8_t *p, int plane, int i)
 {
-    const uint32_t *lanes = (const uint32_t *)(const void *)p;
-    const tqkv__i_row_dotprod row = {vld1q_dup_u32(lanes), vld1q_dup_u32(lanes + 1)};
+    const tqkv__i_row_dotprod row = {vld1q_dup_u32((const uint32_t *)(const void *)(p + i)),
+                                     vld1q_dup_u32((const uint32_t *)(const void *)(p + plane + i))};
     return row;
 }
-TQKV__OP uint32x4_t tqkv__i_open_dotprod(const int8_t *p, int left)
+#define tqkv__i_key_lanes_dotprod tqkv__i_transpose_neon
+TQKV__OP void tqkv__i_value_lanes_dotprod(const tqkv_format format, const uint32x4_t *units, uint32x4_t *x)
 {
-    (void)left;
-    return vreinterpretq_u32_s8(vld1q_s8(p));
-}
-TQKV__OP void tqkv__i_transpose_dotprod(const int8_t *p, size_t stride, uint32x4_t *x)
-{
-    uint32x4_t rows[4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u32_s8(vld1q_s8(p + (size_t)i * stride));
-    TQKV__UNROLL
-    for (int half = 0; half < 2; half++) {
-        const uint32x4_t a = half ? vzip2q_u32(rows[0], rows[2]) : vzip1q_u32(rows[0], rows[2]);
-        const uint32x4_t b = half ? vzip2q_u32(rows[1], rows[3]) : vzip1q_u32(rows[1], rows[3]);
-        x[2 * half] = vzip1q_u32(a, b);
-        x[2 * half + 1] = vzip2q_u32(a, b);
-    }
-}
-TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int left, uint32x4_t *x)
-{
-    (void)left;
-    const int8x16_t a = vld1q_s8(p), b = vld1q_s8(p + stride), c = vld1q_s8(p + 2 * stride),
-                    d = vld1q_s8(p + 3 * stride);
+    const int8x16_t a = vreinterpretq_s8_u32(units[0]), b = vreinterpretq_s8_u32(units[1]),
+                    c = vreinterpretq_s8_u32(units[2]), d = vreinterpretq_s8_u32(units[3]);
+    (void)format;
     const uint16x8_t ab = vreinterpretq_u16_s8(vzip1q_s8(a, b)), cd = vreinterpretq_u16_s8(vzip1q_s8(c, d));
     const uint16x8_t ab_high = vreinterpretq_u16_s8(vzip2q_s8(a, b)), cd_high = vreinterpretq_u16_s8(vzip2q_s8(c, d));
     x[0] = vreinterpretq_u32_u16(vzip1q_u16(ab, cd));
@@ -8046,15 +7732,23 @@ TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int lef
     x[3] = vreinterpretq_u32_u16(vzip2q_u16(ab_high, cd_high));
 }
 
-#define TQKV__(name)        tqkv__##name##_neon
-#define TQKV__I(name)       tqkv__i_##name##_dotprod
-#define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
-#define TQKV__INTEGER_LANES 4
-#define TQKV__PRODUCTS      4
-#define TQKV__PRODUCT_ROWS  2
-#define TQKV__LOOKED_UP     0
-#define TQKV__DECODED       1
+#define TQKV__(name)              tqkv__##name##_neon
+#define TQKV__I(name)             tqkv__i_##name##_dotprod
+#define TQKV__S(name)             tqkv__i_##name##_neon
+#define TQKV__ISA_NAME            "neon"
+#define TQKV__INTEGER_LANES       4
+#define TQKV__PRODUCTS            4
+#define TQKV__DECODED             1
+#define TQKV__CODE_OFFSET         0
+#define TQKV__OFFSET_OF(format)   false
+#define TQKV__LANES_ROWS_OF_BOOKS 3
+#define TQKV__PARTIAL             0
+#define TQKV__MOST_SIXTEENS       2
+#define TQKV__FEW_ROWS            2
+#define TQKV__LANES_ROWS          8
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     2
+#define TQKV__SUM_SIXTEENS        2
 #include "tqkv.h"
 
 #if defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 10
@@ -8069,7 +7763,8 @@ TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int lef
 #define TQKV__TARGET __attribute__((target(TQKV__ARM_BASE "+dotprod+i8mm")))
 #endif
 
-typedef tqkv__i_sum_dotprod tqkv__i_sum_i8mm; /* of lanes: the first two, high and low in turns; the others */
+typedef tqkv__i_sum_dotprod tqkv__i_sum_i8mm,
+    tqkv__i_lane_sum_i8mm; /* of lanes: the first two, high and low in turns; the others */
 typedef tqkv__i_row_dotprod tqkv__i_row_i8mm;
 typedef uint32x4_t tqkv__i_repeated_i8mm;
 typedef struct tqkv__i_lanes_i8mm {
@@ -8092,41 +7787,31 @@ TQKV__OP uint32x4_t tqkv__i_whole_lanes_i8mm(tqkv__i_sum_i8mm sums)
 {
     return vaddq_u32(vshlq_n_u32(vuzp1q_u32(sums.high, sums.low), 8), vuzp2q_u32(sums.high, sums.low));
 }
-/* Stores the high bytes of eight integers, then their low ones. */
-TQKV__OP void tqkv__i_store_words_i8mm(int16_t *p, int i, uint32x4_t x)
+#define tqkv__i_store_integers_i8mm tqkv__i_store_integers_dotprod
+#define tqkv__i_load_row_i8mm       tqkv__i_load_row_dotprod
+#define tqkv__i_dot_i8mm            tqkv__i_dot_dotprod
+#define tqkv__i_whole_i8mm          tqkv__i_whole_dotprod
+TQKV__OP uint32x4_t tqkv__i_repeat_i8mm(const int8_t *p, int plane, int i)
 {
-    const uint32x2_t bytes = vreinterpret_u32_s8(tqkv__i_split_dotprod(x));
-    uint32_t *to = (uint32_t *)(void *)(p + i / 8 * 8) + i % 8 / 4;
-    vst1_lane_u32(to, bytes, 0);
-    vst1_lane_u32(to + 2, bytes, 1);
+    return vreinterpretq_u32_s8(vcombine_s8(vld1_s8(p + i), vld1_s8(p + plane + i)));
 }
-TQKV__OP tqkv__i_row_i8mm tqkv__i_load_row_i8mm(const int16_t *p)
-{
-    const uint64x2x2_t x = vld2q_u64((const uint64_t *)(const void *)p);
-    const tqkv__i_row_i8mm row = {vreinterpretq_u32_u64(x.val[0]), vreinterpretq_u32_u64(x.val[1])};
-    return row;
-}
-TQKV__OP uint32x4_t tqkv__i_repeat_i8mm(const int16_t *p) { return vld1q_u32((const uint32_t *)(const void *)p); }
-#define tqkv__i_open_i8mm  tqkv__i_open_dotprod
-#define tqkv__i_dot_i8mm   tqkv__i_dot_dotprod
-#define tqkv__i_whole_i8mm tqkv__i_whole_dotprod
-TQKV__OP void tqkv__i_transpose_i8mm(const int8_t *p, size_t stride, tqkv__i_lanes_i8mm *x)
+TQKV__OP void tqkv__i_key_lanes_i8mm(const uint32x4_t *units, tqkv__i_lanes_i8mm *x)
 {
     uint64x2_t rows[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u64_s8(vld1q_s8(p + (size_t)i * stride));
+    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u64_u32(units[i]);
     x[0].first = vreinterpretq_u32_u64(vzip1q_u64(rows[0], rows[1]));
     x[0].last = vreinterpretq_u32_u64(vzip1q_u64(rows[2], rows[3]));
     x[1].first = vreinterpretq_u32_u64(vzip2q_u64(rows[0], rows[1]));
     x[1].last = vreinterpretq_u32_u64(vzip2q_u64(rows[2], rows[3]));
 }
 /* Each round makes the highest bit of a register's number the lowest of a byte's. */
-TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, tqkv__i_lanes_i8mm *x)
+TQKV__OP void tqkv__i_value_lanes_i8mm(const tqkv_format format, const uint32x4_t *units, tqkv__i_lanes_i8mm *x)
 {
     int8x16_t from[8], to[8];
-    (void)left;
+    (void)format;
     TQKV__UNROLL
-    for (int i = 0; i < 8; i++) to[i] = vld1q_s8(p + (size_t)i * stride);
+    for (int i = 0; i < 8; i++) to[i] = vreinterpretq_s8_u32(units[i]);
     TQKV__UNROLL
     for (int round = 0; round < 3; round++) {
         TQKV__UNROLL
@@ -8142,16 +7827,23 @@ TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, 
     }
 }
 
-#define TQKV__(name)        tqkv__##name##_neon
-#define TQKV__I(name)       tqkv__i_##name##_i8mm
-#define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
-#define TQKV__INTEGER_LANES 4
-#define TQKV__PRODUCTS      8
-#define TQKV__PRODUCT_ROWS  2
-#define TQKV__LANES_ROWS    4
-#define TQKV__LOOKED_UP     0
-#define TQKV__DECODED       1
+#define TQKV__(name)              tqkv__##name##_neon
+#define TQKV__I(name)             tqkv__i_##name##_i8mm
+#define TQKV__S(name)             tqkv__i_##name##_neon
+#define TQKV__ISA_NAME            "neon"
+#define TQKV__INTEGER_LANES       4
+#define TQKV__PRODUCTS            8
+#define TQKV__DECODED             1
+#define TQKV__CODE_OFFSET         0
+#define TQKV__OFFSET_OF(format)   false
+#define TQKV__LANES_ROWS_OF_BOOKS 3
+#define TQKV__PARTIAL             0
+#define TQKV__MOST_SIXTEENS       2
+#define TQKV__FEW_ROWS            2
+#define TQKV__LANES_ROWS          4
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     2
+#define TQKV__SUM_SIXTEENS        2
 #include "tqkv.h"
 #endif
 #endif
@@ -8207,7 +7899,7 @@ static bool tqkv__isa_present(const tqkv__isa *isa)
 #endif
 }
 
-/* The library's only variable beside tqkv__products: set once, or by tqkv_isa_force */
+/* The library's only variable beside tqkv__products of NEON: set once, or by tqkv_isa_force */
 static const tqkv__isa *tqkv__isa_chosen;
 
 static const tqkv__isa *tqkv__isa_named(const char *name)
@@ -8247,9 +7939,10 @@ static const tqkv__isa *tqkv__narrower(const tqkv__isa *a, const tqkv__isa *b) {
 
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
 
-static char tqkv__products; /* set once. 1: what every processor of a set has, 2: AVX-VNNI or DotProd, 3: I8MM */
+#ifdef TQKV__NEON
+static char tqkv__products; /* set once. 1: what every processor of a set has, 2: DotProd, 3: I8MM */
 
-#if defined(TQKV__NEON) && defined(__APPLE__)
+#ifdef __APPLE__
 static bool tqkv__processor_has(const char *name)
 {
     int value = 0;
@@ -8260,55 +7953,52 @@ static bool tqkv__processor_has(const char *name)
 
 static int tqkv__find_products(void)
 {
-    bool best = false, matrices = false;
-#if defined(TQKV__AVX2)
-    unsigned eax, ebx, ecx, edx;
-    best = __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax >> 4 & 1;
-#elif defined(TQKV__NEON) && defined(__APPLE__)
-    best = tqkv__processor_has("hw.optional.arm.FEAT_DotProd");
+    bool bytes = false, matrices = false;
+#if defined(__APPLE__)
+    bytes = tqkv__processor_has("hw.optional.arm.FEAT_DotProd");
     matrices = tqkv__processor_has("hw.optional.arm.FEAT_I8MM");
-#elif defined(TQKV__NEON) && defined(__linux__)
-    best = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#elif defined(__linux__)
+    bytes = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
 #ifdef HWCAP2_I8MM
     matrices = (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0;
 #endif
 #endif
 #ifdef __ARM_FEATURE_DOTPROD
-    best = true;
+    bytes = true;
 #endif
 #ifdef __ARM_FEATURE_MATMUL_INT8
     matrices = true;
 #endif
-    return best ? matrices ? 3 : 2 : 1;
+    return bytes ? matrices ? 3 : 2 : 1;
 }
 
-/* The processor is asked once: it takes microseconds in a virtual machine. */
-static char tqkv__products_now(void)
+/* Returns the functions of attention by the best products of the processor, which is asked once. */
+static const tqkv__kernels *tqkv__kernels_of_neon(void)
 {
-    char known = __atomic_load_n(&tqkv__products, __ATOMIC_RELAXED);
-    if (!known) known = (char)tqkv__find_products();
-    __atomic_store_n(&tqkv__products, known, __ATOMIC_RELAXED);
-    return known;
+    char products = __atomic_load_n(&tqkv__products, __ATOMIC_RELAXED);
+    if (!products) products = (char)tqkv__find_products();
+    __atomic_store_n(&tqkv__products, products, __ATOMIC_RELAXED);
+#ifdef TQKV__I8MM
+    if (products > 2) return &tqkv__i_kernels_i8mm;
+#endif
+    return products > 1 ? &tqkv__i_kernels_dotprod : &tqkv__i_kernels_neon;
 }
+#endif
 
-/* Returns the functions of attention of a set, by the best products that the processor has. */
+/* Returns the functions of attention of a set. */
 static const tqkv__kernels *tqkv__kernels_for(const tqkv__isa *isa)
 {
-    const char products = tqkv__products_now();
+    if (isa == &tqkv__isa_scalar) return &tqkv__kernels_scalar;
 #ifdef TQKV__AVX512
     if (isa == &tqkv__isa_avx512) return &tqkv__i_kernels_avx512;
 #endif
 #ifdef TQKV__AVX2
-    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_kernels_avxvnni : &tqkv__i_kernels_avx2;
-#endif
-#ifdef TQKV__NEON
-#ifdef TQKV__I8MM
-    if (isa != &tqkv__isa_scalar && products > 2) return &tqkv__i_kernels_i8mm;
-#endif
-    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_kernels_dotprod : &tqkv__i_kernels_neon;
-#endif
-    (void)isa, (void)products;
+    return &tqkv__i_kernels_avx2;
+#elif defined(TQKV__NEON)
+    return tqkv__kernels_of_neon();
+#else
     return &tqkv__kernels_scalar;
+#endif
 }
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }

@@ -394,7 +394,7 @@ Made by `make bench-page` from `bench/results`; `bench/page.py` has the words.
 
     make bench-results NAME=zen4          # six minutes; GGML_PREFIX=... GGML_AVX2_PREFIX=... IK_PREFIX=...: peers
     make bench-results-gpu NAME=h100      # on a machine with an NVIDIA GPU
-    make bench-page                       # this page, and the tables of README, formats.md and integrating.md
+    make bench-page                       # this page, and the tables of README, formats.md and building.md
 
 A prefix is a folder with `include` and `lib` of ggml, built as Release without OpenMP, with `GGML_LLAMAFILE=ON` as in
 llama.cpp: for this processor, and for AVX2 with its defaults for that (`GGML_NATIVE=OFF`). `make bench` measures every
@@ -486,7 +486,7 @@ def documents():
     parts = {"number": part_number(first), "speed": part_speed(first), "build": build_table(first),
              "default": part_default(first, [r for r in results if r.facts["kind"] == "gpu"])}
     made = {ROOT / "BENCHMARKS.md": page(results)}
-    for path in (ROOT / "README.md", ROOT / "docs/formats.md", ROOT / "docs/integrating.md"):
+    for path in (ROOT / "README.md", ROOT / "docs/formats.md", ROOT / "docs/building.md"):
         made[path] = fill(path.read_text(encoding="utf-8"), parts)
     return made
 

@@ -1,6 +1,6 @@
 # The examples' own targets: their tests, and the charts of docs/.
 
-DEMOS += engine latent sparse advise tinylm context_shift pressure checkpoints prompt_cache server threads_pthread threads_openmp snapshot_file
+DEMOS += pages engine latent sparse advise tinylm context_shift pressure checkpoints prompt_cache server threads_pthread threads_openmp snapshot_file
 
 # Without an OpenMP compiler the example still builds, and runs on one thread.
 FLAGS_threads_openmp = $(shell echo 'int main(void) { return 0; }' | \

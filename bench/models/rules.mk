@@ -58,7 +58,7 @@ $(MODELS_BUILD)/tqkv.so $(TEST_BUILD)/models/tqkv.so: bench/models/cache.c examp
 
 # MODEL: smollm2, gemma3, or any GGUF file.
 MODEL ?= smollm2
-TEXT ?= docs/integrating.md
+TEXT ?= examples/data/heldout.txt
 TOKENS ?= 1024
 CACHES ?= safe,small,tiny,tq4/tq4,q8_0,q4_0:rotated,q8_0/q4_0:rotated,kivi4
 TEXT_FILE = $(if $(filter $(TEXT_NAMES),$(TEXT)),$(TEXTS)/$(TEXT).txt,$(TEXT))
@@ -84,7 +84,7 @@ TEST_TARGETS += test-models
 # ---- docs/quality.md ----
 
 RESULTS := bench/models/results
-QUALITY_RUNS := smollm2-prose gemma3-prose smollm2-code gemma3-code smollm2-prose-formats
+QUALITY_RUNS := smollm2-prose gemma3-prose smollm2-code gemma3-code smollm2-prose-formats smollm2-prose-default gemma3-prose-default
 empty :=
 comma := ,
 commas = $(subst $(empty) $(empty),$(comma),$(strip $(1)))
@@ -94,10 +94,11 @@ PEERS := q8_0 q5_0:rotated q8_0/q4_0:rotated q4_0:rotated q4_0:rotated$(ENDS) ki
 PAIRS := i8/i8 tq8/tq8 tq6/tq6 tq5/tq5 i8/tq4 tq6/tq4 tq5/tq4 tq4/tq4 tq5/tq3 tq4/tq3 tq3/tq3 tq3/tq2 tq2/tq2
 # Of a run's name: what follows MODEL and TEXT, if anything.
 CACHES_OF_ := safe small tiny tq4/tq4$(LIKE_PRESETS) tq6/tq6$(LIKE_PRESETS) tq4/tq4 $(PEERS)
+CACHES_OF_default := i8/tq4
 CACHES_OF_formats := $(PAIRS:%=%$(LIKE_PRESETS)) i8/tq4 tq5/tq3 tq3/tq2 \
 	tq5/tq3:calibrate=512 tq5/tq3$(ENDS) small:exact=0+128 small:exact=4+0 small:exact=4+64
 
-.PHONY: quality-runs quality-run-% quality-speed quality-page
+.PHONY: quality-runs quality-run-% quality-bytes quality-speed quality-page
 quality-runs: $(QUALITY_RUNS:%=quality-run-%) ## measure what docs/quality.md shows: an hour on two cores
 
 quality-run-%: run_parts = $(subst -, ,$*)
@@ -105,6 +106,12 @@ quality-run-%: $(MODELS_BUILD)/tqkv.so $(TEXT_NAMES:%=$(TEXTS)/%.txt)
 	@$(MAKE) --no-print-directory models MODEL=$(word 1,$(run_parts)) TEXT=$(word 2,$(run_parts)) TOKENS=4096 \
 		CACHES=$(call commas,$(CACHES_OF_$(word 3,$(run_parts)))) >$(MODELS_BUILD)/$*.txt
 	@{ sed 's/^/text /' $(TEXTS)/packages; grep -E '^(model|cache|layer) ' $(MODELS_BUILD)/$*.txt; } >$(RESULTS)/$*.txt
+
+$(BUILD)/bytes: bench/models/bytes.c $(BUILD)/tqkv.o
+	@$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) $(INCLUDE) $^ -o $@ $(LIBRARIES)
+
+quality-bytes: $(BUILD)/bytes ## what caches take in memory, for README's table
+	@$< >$(RESULTS)/bytes.txt
 
 quality-speed: $(BUILD)/bench ## measure the speed that docs/quality.md shows, in half a minute
 	@CC="$(CC)" sh bench/measure.sh $(RESULTS)/speed.txt presets

@@ -1,4 +1,4 @@
-/* Runs the C code of README.md, docs/integrating.md and tqkv.h's comments, which snippets.sh cuts out, and checks what
+/* Runs the C code of README.md, the guides and tqkv.h's comments, which snippets.sh cuts out, and checks what
    it computes. */
 #include "explain.h"
 
@@ -10,6 +10,7 @@
 
 #include "engine.h"
 
+#include "fork.h"
 #include "latent.h"
 #include "padding.h"
 #include "scaled_pool.h"
@@ -51,17 +52,17 @@ static void fill(float *values, int count)
 
 static void test_readme(void)
 {
-    int n = 3;
-    static float k[3 * 8 * 128], v[3 * 8 * 128], q[32 * 128], out[32 * 128];
-    fill(k, 3 * 8 * 128);
-    for (int i = 0; i < 3 * 8 * 128; i++) v[i] = 1.0f; /* any average of ones is one */
-    fill(q, 32 * 128);
+    enum { N = 3 };
+    int n = N;
+    static float k[N * 8 * 128], v[N * 8 * 128], q[N * 32 * 128], out[N * 32 * 128];
+    fill(k, N * 8 * 128);
+    for (int i = 0; i < N * 8 * 128; i++) v[i] = 1.0f; /* any average of ones is one */
+    fill(q, N * 32 * 128);
 #include "readme.h"
     double mean = 0;
-    for (int i = 0; i < 32 * 128; i++) mean += out[i] / (32.0 * 128.0);
-    check("readme/positions", tqkv_cache_end(cache) == 3);
+    for (int i = 0; i < N * 32 * 128; i++) mean += out[i] / (N * 32.0 * 128.0);
+    check("readme/result", result == TQKV_OK);
     check("readme/output", fabs(mean - 1.0) < 0.05);
-    tqkv_cache_destroy(cache);
 }
 
 enum { LAYERS = 2, HEADS = 8, KV_HEADS = 2, DIM = 64, TOKENS = 300, ROW = KV_HEADS * DIM, WIDE = HEADS * DIM };
@@ -307,6 +308,17 @@ static void test_shared_presets(void)
     }
 }
 
+/* A copy goes on apart, beyond the capacity of the first. */
+static void test_fork(void)
+{
+    tqkv_cache *cache = cache_of(TQKV_TQ6, 0, 100), *copy = NULL;
+    check("fork/fork", fork_layer(cache, TOKENS, &copy) == TQKV_OK && tqkv_cache_end(copy) == 100);
+    check("fork/append", tqkv_cache_append(copy, k + 100 * ROW, v + 100 * ROW, TOKENS - 100) == TQKV_OK);
+    check("fork/apart", tqkv_cache_end(cache) == 100 && tqkv_cache_end(copy) == TOKENS);
+    tqkv_cache_destroy(cache);
+    tqkv_cache_destroy(copy);
+}
+
 /* Rows of k turned to positions first, first + 1 ... and appended with their values. */
 static void append_turned(tqkv_cache *cache, int token, int n_tokens, int first)
 {
@@ -473,6 +485,7 @@ int main(void)
     test_header_team();
     test_threads_and_window();
     test_slices();
+    test_fork();
     test_shared_presets();
     test_context_shift();
     test_store_snapshot();

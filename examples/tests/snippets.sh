@@ -18,7 +18,7 @@ awk -v out="$out" '
     FILENAME == "tqkv.h" && /^   (CONTENTS|Thread 0 begins)/ { file = "" }
     FILENAME == "tqkv.h" && /TQKV_IMPLEMENTATION starts|^#define TQKV_TABLE_VERSION/ { exit bad }
     file { print > file }
-    END { exit bad }' README.md docs/integrating.md docs/llama.md tqkv.h || exit 1
+    END { exit bad }' README.md docs/integrating.md docs/special.md docs/slices.md docs/llama.md tqkv.h || exit 1
 
 for block in "$out"/*.h; do
     grep -q "#include \"$(basename "$block")\"" examples/tests/snippets.c && continue

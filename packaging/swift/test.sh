@@ -17,7 +17,7 @@ compiled="-O0 -DTQKV_NO_AVX2"
 # What the manifest names is there, and nothing beside it is unnamed.
 paths=$(sed -n 's/.* path: "\([^"]*\)".*/\1/p' Package.swift)
 for path in $paths; do accepts "path: $path" test -d "$path"; done
-for file in metallib/*; do accepts "file: $file" grep -q "\"${file#metallib/}\"" Package.swift; done
+for file in metallib/*.*; do accepts "file: $file" grep -q "\"${file#metallib/}\"" Package.swift; done
 
 # The copy of xxhash.h: as it was released, with its notice, and alone used.
 copy=$package/CTqkv/xxhash/xxhash.h

@@ -28,10 +28,8 @@
      >>k-search       the factor whose codes are best for a row
      >>k-quantise     codes, packed, of whole rows
      >>k-table        all of these as a table of functions
-     >>k-integer      the loops of integers
      >>k-halves       F16 and TQ8, which are multiplied as floats
-     >>k-integer-few  one and two rows of them
-     >>k-integer-tiles  the scores and the sums of a tile
+     >>k-rows         scores and sums of all other formats, in integers
      >>set-avx2, >>set-avx512, >>set-neon
                       what a set brings to the loops
      >>integer-avx512, >>integer-avx2, >>integer-neon

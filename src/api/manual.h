@@ -51,7 +51,7 @@
      TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
                             fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles the implementation
                             decides: a library that others link has no reasons for them
-     TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/integrating.md)
+     TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/building.md)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
      TQKV_WINDOWS_AVX       puts both in with gcc on Windows, where they are left out otherwise: gcc does not align the
                             stack there as its own AVX code needs (GCC bug 54412), and a thread of two crashes. Define

@@ -109,6 +109,8 @@ typedef char tqkv__compiled_with_fshort_enums_or_fpack_struct
 #define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a step of a loop, in the current instruction set */
 #ifdef __clang__
 #define TQKV__UNROLL _Pragma("clang loop unroll(full)")
+#define TQKV__ROLLED _Pragma("clang loop unroll(disable)")
 #else
 #define TQKV__UNROLL _Pragma("GCC unroll 16")
+#define TQKV__ROLLED _Pragma("GCC unroll 1")
 #endif

@@ -1,135 +1,248 @@
-/* >>integer-avx2: what AVX2 brings to >>k-integer, and AVX-VNNI */
+/* >>integer-avx2: what AVX2 brings to >>k-rows. Products are of words. Bytes are widened with zeros, and codes are 128
+   more than they are; but I8's, straight from the store, are widened with their signs as they are loaded. */
 
 #ifdef TQKV__AVX2
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 
-typedef __m256i tqkv__i_sum_avx2, tqkv__i_row_avx2;
+/* Codes of two positions, in 16 bytes of each: up to two vectors of main fields and one of upper ones. Codes of a byte
+   are loaded where they are looked up, from `at`. */
+typedef struct tqkv__i_raw_avx2 {
+    __m256i main[2], upper;
+    const uint8_t *at;
+    size_t stride;
+} tqkv__i_raw_avx2;
+/* What is left of a chunk: masks of lanes, bytes of 8 that upper codes of one bit do not fill; and the codebook */
+typedef struct tqkv__i_chunk_avx2 {
+    __m128i main[2], upper;
+    int unfilled;
+    __m256i books[4];
+} tqkv__i_chunk_avx2;
+/* 16 dimensions of two positions: all, or one by one */
+typedef struct tqkv__i_unit_avx2 {
+    __m256i both;
+    __m128i first, second;
+} tqkv__i_unit_avx2;
+/* A sum of both positions, in a half each, or of each */
+typedef struct tqkv__i_sum_avx2 {
+    __m256i first, second;
+} tqkv__i_sum_avx2;
+/* 16 words, or their halves twice */
+typedef struct tqkv__i_row_avx2 {
+    __m256i first, last;
+} tqkv__i_row_avx2;
+typedef __m256i tqkv__i_lanes_avx2, tqkv__i_repeated_avx2, tqkv__i_lane_sum_avx2;
 
-TQKV__OP void tqkv__i_load_books_avx2(const int bits, const int8_t *centroids, __m256i *books)
+/* Returns the mask of lanes for so many bytes of codes. */
+TQKV__OP __m128i tqkv__i_lanes_left_avx2(int bytes)
 {
+    return _mm_cmpgt_epi32(_mm_set1_epi32(bytes), _mm_set_epi32(12, 8, 4, 0));
+}
+TQKV__OP tqkv__i_chunk_avx2 tqkv__i_open_chunk_avx2(const tqkv_format format, int left, const int8_t *centroids)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
+    tqkv__i_chunk_avx2 chunk;
+    if (left > 64) left = 64;
+    TQKV__UNROLL
+    for (int i = 0; i < 2; i++) chunk.main[i] = tqkv__i_lanes_left_avx2(left * main / 8 - 16 * i);
+    chunk.upper = tqkv__i_lanes_left_avx2(left * upper_bits / 8);
+    chunk.unfilled = 8 - left / 8;
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
-        if (i == 0 || i < (1 << bits) / 16)
-            books[i] = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i));
+        if (bits && (i == 0 || i < (1 << bits) / 16))
+            chunk.books[i] =
+                _mm256_xor_si256(_mm256_set1_epi8(-128),
+                                 _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i)));
+    return chunk;
 }
-/* 16 bytes of which n come from p; n: a constant. Bytes that are stored to be loaded at once would be waited for. */
-TQKV__OP __m128i tqkv__i_load_first_avx2(const int n, const uint8_t *p)
+/* Loads 16 bytes, or as many as the mask says, of two positions. */
+TQKV__OP __m256i tqkv__i_load_two_avx2(__m128i mask, const uint8_t *p, size_t stride)
 {
-    int32_t word = 0;
-    if (n == 16) return tqkv__load_128(p);
-    if (n == 8) return tqkv__load_64(p);
-    memcpy(&word, p, (size_t)(n == 4 ? 4 : 2));
-    return _mm_cvtsi32_si128(word);
+    const __m128i a = _mm_maskload_epi32((const int *)(const void *)p, mask);
+    return _mm256_set_m128i(_mm_maskload_epi32((const int *)(const void *)(p + stride), mask), a);
 }
-/* Loads the next 32 or 16 codes of a field, a byte each. */
-TQKV__OP __m256i tqkv__i_field_avx2(const int bits, const int left, const uint8_t *p)
+/* Loads the upper bits of 64 dimensions. Of fewer the last 8 bytes of the row, which begin in its main field. */
+TQKV__OP __m256i tqkv__i_load_bits_avx2(int unfilled, const uint8_t *p, size_t stride)
+{
+    const __m256i x = _mm256_set_m128i(tqkv__load_64(p + stride - unfilled), tqkv__load_64(p - unfilled));
+    return _mm256_srl_epi64(x, _mm_cvtsi32_si128(8 * unfilled));
+}
+TQKV__OP tqkv__i_raw_avx2 tqkv__i_open_avx2(const tqkv_format format, const tqkv__i_chunk_avx2 *chunk, const uint8_t *p,
+                                            const uint8_t *upper, size_t stride)
+{
+    const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
+    tqkv__i_raw_avx2 raw;
+    raw.at = p;
+    raw.stride = stride;
+    TQKV__UNROLL
+    for (int i = 0; i < 2; i++)
+        if (main < 8 && i < main / 2) raw.main[i] = tqkv__i_load_two_avx2(chunk->main[i], p + 16 * i, stride);
+    if (upper_bits == 1) raw.upper = tqkv__i_load_bits_avx2(chunk->unfilled, upper, stride);
+    if (upper_bits == 2) raw.upper = tqkv__i_load_two_avx2(chunk->upper, upper, stride);
+    return raw;
+}
+/* Spreads the fields of half a vector's bytes, low ones or high ones: each byte becomes two of `bits` bits. */
+TQKV__OP __m256i tqkv__i_spread_avx2(const int bits, const int half, __m256i x)
+{
+    const __m256i mask = _mm256_set1_epi8((char)((1 << bits) - 1));
+    const __m256i low = _mm256_and_si256(x, mask), high = _mm256_and_si256(_mm256_srli_epi16(x, bits), mask);
+    return half ? _mm256_unpackhi_epi8(low, high) : _mm256_unpacklo_epi8(low, high);
+}
+/* Takes the codes of sixteen k of a field of 2 bits. */
+TQKV__OP __m256i tqkv__i_take_pairs_avx2(const int k, __m256i x)
+{
+    return tqkv__i_spread_avx2(2, k % 2, tqkv__i_spread_avx2(4, k / 2, x));
+}
+/* Returns all ones for a bit of sixteen k. */
+TQKV__OP __m256i tqkv__i_take_bits_avx2(const int k, __m256i x)
 {
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
-    const __m256i at = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-    const __m128i first = tqkv__i_load_first_avx2(bits == 8 ? 16 : left * bits / 8, p);
-    if (bits == 8) return _mm256_set_m128i(left == 32 ? tqkv__load_128(p + 16) : _mm_setzero_si128(), first);
-    if (bits == 4) {
-        const __m256i x = _mm256_cvtepu8_epi16(first);
-        return _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi16(x, 4)), _mm256_set1_epi8(15));
-    }
-    if (bits == 2) {
-        __m256i x = _mm256_cvtepu8_epi32(first);
-        x = _mm256_or_si256(x, _mm256_slli_epi32(x, 12));
-        return _mm256_and_si256(_mm256_or_si256(x, _mm256_slli_epi32(x, 6)), _mm256_set1_epi8(3));
-    }
-    const __m256i spread = _mm256_shuffle_epi8(_mm256_broadcastd_epi32(first), at);
-    return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit), _mm256_set1_epi8(1));
+    const long long first = 0x0202020202020202 * k, last = first + 0x0101010101010101;
+    const __m256i bytes = _mm256_shuffle_epi8(x, _mm256_setr_epi64x(first, last, first, last));
+    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
 }
-/* Look-ups take the lowest four bits of an index, blends its highest. */
-TQKV__OP __m256i tqkv__i_centroids_avx2(const int bits, const __m256i *books, __m256i index)
+/* Look-ups take the lowest four bits of an index; fifth, sixth: the highest bit of a byte says which half */
+TQKV__OP __m256i tqkv__i_centroids_avx2(const int bits, const __m256i *books, __m256i index, __m256i fifth,
+                                        __m256i sixth)
 {
-    if (bits < 5) return _mm256_shuffle_epi8(books[0], index);
-    const __m256i fifth = _mm256_slli_epi16(index, 3), sixth = _mm256_slli_epi16(index, 2);
-    const __m256i low =
-        _mm256_blendv_epi8(_mm256_shuffle_epi8(books[0], index), _mm256_shuffle_epi8(books[1], index), fifth);
+    const __m256i first = _mm256_shuffle_epi8(books[0], index);
+    if (bits < 5) return first;
+    const __m256i low = _mm256_blendv_epi8(first, _mm256_shuffle_epi8(books[1], index), fifth);
     if (bits == 5) return low;
     const __m256i high =
         _mm256_blendv_epi8(_mm256_shuffle_epi8(books[2], index), _mm256_shuffle_epi8(books[3], index), fifth);
     return _mm256_blendv_epi8(low, high, sixth);
 }
-TQKV__OP __m256i tqkv__i_look_up_avx2(const tqkv_format format, const __m256i *books, int left, const uint8_t *p,
-                                      const uint8_t *upper)
+/* Reads a unit of codes that were decoded before. */
+TQKV__OP tqkv__i_unit_avx2 tqkv__i_load_unit_avx2(const int8_t *p)
+{
+    tqkv__i_unit_avx2 x;
+    memcpy(&x.both, p, sizeof x.both);
+    return x;
+}
+TQKV__OP tqkv__i_unit_avx2 tqkv__i_look_up_avx2(const tqkv_format format, const int k, const tqkv__i_chunk_avx2 *chunk,
+                                                const tqkv__i_raw_avx2 *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
-    __m256i index = tqkv__i_field_avx2(main, left, p);
-    if (upper_bits)
-        index = _mm256_or_si256(index, _mm256_slli_epi16(tqkv__i_field_avx2(upper_bits, left, upper), main));
-    if (main == 8) index = _mm256_and_si256(index, _mm256_set1_epi8((char)((1 << bits) - 1)));
-    return tqkv__i_centroids_avx2(bits, books, index);
+    __m256i x, upper = _mm256_setzero_si256();
+    tqkv__i_unit_avx2 unit;
+    if (main == 8) {
+        unit.first = tqkv__load_128(raw->at + 16 * k);
+        unit.second = tqkv__load_128(raw->at + 16 * k + raw->stride);
+        if (!bits) return unit;
+        x = _mm256_set_m128i(unit.second, unit.first);
+        upper = _mm256_srli_epi16(x, 4);
+        x = _mm256_and_si256(x, _mm256_set1_epi8(15));
+    }
+    if (main == 4) x = tqkv__i_spread_avx2(4, k % 2, raw->main[k / 2]);
+    if (main == 2) x = tqkv__i_take_pairs_avx2(k, raw->main[0]);
+    if (upper_bits == 1) upper = tqkv__i_take_bits_avx2(k, raw->upper);
+    if (upper_bits == 2) upper = tqkv__i_take_pairs_avx2(k, raw->upper);
+    if (bits == 3) x = _mm256_or_si256(x, _mm256_and_si256(upper, _mm256_set1_epi8(4)));
+    unit.both = tqkv__i_centroids_avx2(bits, chunk->books, x, _mm256_slli_epi16(upper, 7), _mm256_slli_epi16(upper, 6));
+    return unit;
 }
-TQKV__OP __m256i tqkv__i_open_avx2(const int8_t *p, int left)
+TQKV__OP void tqkv__i_store_unit_avx2(const tqkv_format format, tqkv__i_unit_avx2 x, int8_t *p)
 {
-    (void)left; /* always 16 or more, as in NEON */
-    return _mm256_cvtepi8_epi16(tqkv__load_128((const uint8_t *)p));
+    if (TQKV__KIND(format) == TQKV__GRID)
+        x.both = _mm256_xor_si256(_mm256_set1_epi8(-128), _mm256_set_m128i(x.second, x.first));
+    memcpy(p, &x.both, sizeof x.both);
 }
-TQKV__OP __m256i tqkv__i_dot_avx2(__m256i sums, __m256i codes, __m256i integers)
+TQKV__OP tqkv__i_row_avx2 tqkv__i_load_row_avx2(const tqkv_format format, const int8_t *p, int plane, int i)
 {
-    const __m256i products = _mm256_madd_epi16(codes, integers);
+    tqkv__i_row_avx2 row;
+    (void)plane; /* of bytes */
+    p += 2 * i;
+    if (TQKV__KIND(format) == TQKV__GRID) {
+        row.first = row.last = _mm256_loadu_si256((const __m256i *)(const void *)p);
+        return row;
+    }
+    row.first = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)p));
+    row.last = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)p + 16));
+    return row;
+}
+/* GCC 12 copies the sums of the intrinsic, and spills them. */
+TQKV__OP __m256i tqkv__i_dot_lanes_avx2(__m256i sums, __m256i words, __m256i integers)
+{
+    const __m256i products = _mm256_madd_epi16(words, integers);
 #ifdef __clang__
     return _mm256_add_epi32(sums, products);
 #else
-    __asm__("vpaddd\t{%1, %0, %0|%0, %0, %1}" : "+x"(sums) : "x"(products));
-    return sums;
+    __m256i sum;
+    __asm__("vpaddd\t{%2, %1, %0|%0, %1, %2}" : "=x"(sum) : "x"(sums), "x"(products));
+    return sum;
 #endif
 }
-TQKV__OP __m256i tqkv__i_whole_avx2(__m256i sum) { return sum; }
-#define tqkv__i_load_row_avx2 tqkv__i_load_codes_avx2
-TQKV__OP __m256i tqkv__i_repeat_avx2(const int16_t *p)
+TQKV__OP tqkv__i_sum_avx2 tqkv__i_dot_avx2(const tqkv_format format, tqkv__i_sum_avx2 sums, tqkv__i_unit_avx2 x,
+                                           tqkv__i_row_avx2 row)
+{
+    const __m256i zero = _mm256_setzero_si256();
+    if (TQKV__KIND(format) == TQKV__GRID) {
+        sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_cvtepi8_epi16(x.first), row.first);
+        sums.second = tqkv__i_dot_lanes_avx2(sums.second, _mm256_cvtepi8_epi16(x.second), row.first);
+        return sums;
+    }
+    sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_unpacklo_epi8(x.both, zero), row.first);
+    sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_unpackhi_epi8(x.both, zero), row.last);
+    return sums;
+}
+TQKV__OP __m256i tqkv__i_whole_avx2(const tqkv_format format, tqkv__i_sum_avx2 sum)
+{
+    if (TQKV__KIND(format) != TQKV__GRID) return sum.first;
+    return _mm256_add_epi32(_mm256_permute2x128_si256(sum.first, sum.second, 0x20),
+                            _mm256_permute2x128_si256(sum.first, sum.second, 0x31));
+}
+TQKV__OP __m256i tqkv__i_whole_lanes_avx2(__m256i sum) { return sum; }
+TQKV__OP __m256i tqkv__i_repeat_avx2(const int8_t *p, int plane, int i)
 {
     int32_t lane;
-    memcpy(&lane, p, sizeof lane);
+    (void)plane;
+    memcpy(&lane, p + 2 * i, sizeof lane);
     return _mm256_set1_epi32(lane);
 }
-/* Interleaves rows. Behind the end of a row come its last bytes again. */
-TQKV__OP void tqkv__i_interleave_avx2(const int8_t *p, size_t stride, int left, __m256i *x)
+TQKV__OP void tqkv__i_transpose_avx2(__m256i *x)
 {
-    const int step = left > 16 ? 16 : 0;
-    TQKV__UNROLL
-    for (int v = 0; v < 4; v += 2, p += step) {
-        const __m128i a = tqkv__load_128((const uint8_t *)p), b = tqkv__load_128((const uint8_t *)p + stride);
-        x[v] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
-        x[v + 1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
-    }
+    const __m256i a = _mm256_unpacklo_epi32(x[0], x[1]), b = _mm256_unpackhi_epi32(x[0], x[1]);
+    const __m256i c = _mm256_unpacklo_epi32(x[2], x[3]), d = _mm256_unpackhi_epi32(x[2], x[3]);
+    x[0] = _mm256_unpacklo_epi64(a, c);
+    x[1] = _mm256_unpackhi_epi64(a, c);
+    x[2] = _mm256_unpacklo_epi64(b, d);
+    x[3] = _mm256_unpackhi_epi64(b, d);
 }
-TQKV__OP void tqkv__i_transpose_avx2(const int8_t *p, size_t stride, __m256i *x)
+/* Two bytes of four become words. */
+TQKV__OP void tqkv__i_key_lanes_avx2(__m256i *x, __m256i *lanes)
 {
-    __m256i rows[4]; /* half l of rows[i]: position 4 l + i */
+    tqkv__i_transpose_avx2(x);
+    const __m256i at = _mm256_setr_epi32((int)0x80018000, (int)0x80058004, (int)0x80098008, (int)0x800d800c,
+                                         (int)0x80018000, (int)0x80058004, (int)0x80098008, (int)0x800d800c);
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) {
-        const uint8_t *at = (const uint8_t *)p + (size_t)i * stride;
-        rows[i] = _mm256_set_m128i(tqkv__load_128(at + 4 * stride), tqkv__load_128(at));
-    }
-    TQKV__UNROLL
-    for (int half = 0; half < 2; half++) {
-        const __m256i a = half ? _mm256_unpackhi_epi16(rows[0], rows[1]) : _mm256_unpacklo_epi16(rows[0], rows[1]);
-        const __m256i b = half ? _mm256_unpackhi_epi16(rows[2], rows[3]) : _mm256_unpacklo_epi16(rows[2], rows[3]);
-        const __m256i low = _mm256_unpacklo_epi32(a, b), high = _mm256_unpackhi_epi32(a, b);
-        x[4 * half] = _mm256_srai_epi16(_mm256_unpacklo_epi8(low, low), 8);
-        x[4 * half + 1] = _mm256_srai_epi16(_mm256_unpackhi_epi8(low, low), 8);
-        x[4 * half + 2] = _mm256_srai_epi16(_mm256_unpacklo_epi8(high, high), 8);
-        x[4 * half + 3] = _mm256_srai_epi16(_mm256_unpackhi_epi8(high, high), 8);
-    }
+    for (int i = 0; i < 8; i++)
+        lanes[i] = _mm256_shuffle_epi8(x[i / 2], i % 2 ? _mm256_add_epi8(at, _mm256_set1_epi16(2)) : at);
 }
-TQKV__OP void tqkv__i_natural_order_avx2(__m256i *x) { (void)x; }
+/* A byte of each position becomes a word. */
+TQKV__OP void tqkv__i_value_lanes_avx2(const tqkv_format format, const tqkv__i_unit_avx2 *x, __m256i *lanes)
+{
+    if (TQKV__KIND(format) == TQKV__GRID) {
+        lanes[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x->first, x->second));
+        lanes[1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(x->first, x->second));
+        return;
+    }
+    const __m256i fours = _mm256_permutevar8x32_epi32(x->both, _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7));
+    const __m256i at = _mm256_setr_epi32((int)0x80048000, (int)0x80058001, (int)0x80068002, (int)0x80078003,
+                                         (int)0x80048000, (int)0x80058001, (int)0x80068002, (int)0x80078003);
+    lanes[0] = _mm256_shuffle_epi8(fours, at);
+    lanes[1] = _mm256_shuffle_epi8(fours, _mm256_add_epi8(at, _mm256_set1_epi16(8)));
+}
 TQKV__OP __m256i tqkv__i_sum_four_codes_avx2(const __m256i *x)
 {
     return _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
 }
-TQKV__OP __m256i tqkv__i_sum_codes_across_avx2(const __m256i *x)
-{
-    return _mm256_add_epi32(_mm256_permute2x128_si256(x[0], x[1], 0x20), _mm256_permute2x128_si256(x[0], x[1], 0x31));
-}
 TQKV__OP __m256 tqkv__i_to_floats_avx2(__m256i x) { return _mm256_cvtepi32_ps(x); }
 TQKV__OP __m256i tqkv__i_round_codes_avx2(__m256 x) { return _mm256_cvtps_epi32(x); }
-TQKV__OP void tqkv__i_store_words_avx2(int16_t *p, int i, __m256i x)
+TQKV__OP void tqkv__i_store_integers_avx2(void *to, int i, int n, __m256i x)
 {
-    _mm_storeu_si128((__m128i *)(void *)(p + i),
+    (void)n;
+    _mm_storeu_si128((__m128i *)(void *)((int16_t *)to + i),
                      _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
 }
 TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
@@ -138,50 +251,31 @@ TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
     m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4e));
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(m, _mm_shuffle_epi32(m, 0xb1)));
 }
-
-#define TQKV__(name)        tqkv__##name##_avx2
-#define TQKV__I(name)       tqkv__i_##name##_avx2
-#define TQKV__S(name)       tqkv__i_##name##_avx2
-#define TQKV__ISA_NAME      "avx2"
-#define TQKV__INTEGER_LANES 8
-#define TQKV__PRODUCTS      2
-#define TQKV__PRODUCT_ROWS  2
-#define TQKV__LOOKED_UP     0
-#include "loops.h"
-
-/* -- AVX2, with a product and a sum in one instruction: AVX-VNNI -- */
-
-#define TQKV__TARGET __attribute__((target("avx2,fma,f16c,avxvnni")))
-
-typedef __m256i tqkv__i_sum_avxvnni, tqkv__i_row_avxvnni;
-TQKV__OP __m256i tqkv__i_dot_avxvnni(__m256i sums, __m256i codes, __m256i integers)
+TQKV__OP __m256i tqkv__i_add_codes_avx2(__m256i x, __m256i y) { return _mm256_add_epi32(x, y); }
+TQKV__OP __m256i tqkv__i_set_codes_avx2(int32_t x) { return _mm256_set1_epi32(x); }
+TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
 {
-#ifdef __clang__
-    return _mm256_dpwssd_avx_epi32(sums, codes, integers);
-#else
-    __asm__("%{vex%} vpdpwssd\t{%2, %1, %0|%0, %1, %2}" : "+x"(sums) : "x"(codes), "x"(integers));
-    return sums;
-#endif
+    const __m128i m = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    const __m128i two = _mm_add_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
-#define tqkv__i_open_avxvnni          tqkv__i_open_avx2
-#define tqkv__i_whole_avxvnni         tqkv__i_whole_avx2
-#define tqkv__i_load_row_avxvnni      tqkv__i_load_codes_avxvnni
-#define tqkv__i_repeat_avxvnni        tqkv__i_repeat_avx2
-#define tqkv__i_interleave_avxvnni    tqkv__i_interleave_avx2
-#define tqkv__i_transpose_avxvnni     tqkv__i_transpose_avx2
-#define tqkv__i_round_query_avxvnni   tqkv__i_round_query_avx2
-#define tqkv__i_round_weights_avxvnni tqkv__i_round_weights_avx2
 
-#define TQKV__(name)        tqkv__##name##_avx2
-#define TQKV__I(name)       tqkv__i_##name##_avxvnni
-#define TQKV__S(name)       tqkv__i_##name##_avx2
-#define TQKV__ISA_NAME      "avx2"
-#define TQKV__INTEGER_LANES 8
-#define TQKV__PRODUCTS      2
-#define TQKV__PRODUCT_ROWS  2
-#define TQKV__LOOKED_UP     0
-#define TQKV__DECODED       1
-#define TQKV__ROUNDED       1
+#define TQKV__(name)              tqkv__##name##_avx2
+#define TQKV__I(name)             tqkv__i_##name##_avx2
+#define TQKV__S(name)             tqkv__i_##name##_avx2
+#define TQKV__ISA_NAME            "avx2"
+#define TQKV__INTEGER_LANES       8
+#define TQKV__PRODUCTS            2
+#define TQKV__CODE_OFFSET         128
+#define TQKV__OFFSET_OF(format)   (TQKV__KIND(format) != TQKV__GRID)
+#define TQKV__FEW_ROWS            4
+#define TQKV__LANES_ROWS          8
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     4
+#define TQKV__SUM_SIXTEENS        4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
+#define TQKV__MOST_SIXTEENS       2 /* of one row */
+#define TQKV__LANES_ROWS_OF_BOOKS 3
+#define TQKV__PARTIAL             0 /* passes of sums may be partial */
 #include "loops.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop

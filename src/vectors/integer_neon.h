@@ -4,13 +4,35 @@
 
 #define TQKV__TARGET
 
-typedef uint32x4_t tqkv__i_sum_neon, tqkv__i_row_neon;
+/* Codes are looked up where they lie. */
+typedef struct tqkv__i_raw_neon {
+    const uint8_t *at, *upper;
+} tqkv__i_raw_neon;
+typedef struct tqkv__i_chunk_neon {
+    uint32x4_t books[4];
+} tqkv__i_chunk_neon;
+typedef struct tqkv__i_row_neon {
+    int16x8_t first, last;
+} tqkv__i_row_neon;
+typedef uint32x4_t tqkv__i_unit_neon, tqkv__i_sum_neon, tqkv__i_lanes_neon, tqkv__i_repeated_neon,
+    tqkv__i_lane_sum_neon;
 
-TQKV__OP void tqkv__i_load_books_neon(const int bits, const int8_t *centroids, uint32x4_t *books)
+TQKV__OP tqkv__i_chunk_neon tqkv__i_open_chunk_neon(const tqkv_format format, int left, const int8_t *centroids)
 {
+    tqkv__i_chunk_neon chunk;
+    (void)left;
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
-        if (i == 0 || i < (1 << bits) / 16) books[i] = vreinterpretq_u32_s8(vld1q_s8(centroids + 16 * i));
+        if (TQKV__KIND(format) == TQKV__BOOK && (i == 0 || i < (1 << TQKV__BOOK_BITS(format)) / 16))
+            chunk.books[i] = vreinterpretq_u32_s8(vld1q_s8(centroids + 16 * i));
+    return chunk;
+}
+TQKV__OP tqkv__i_raw_neon tqkv__i_open_neon(const tqkv_format format, const tqkv__i_chunk_neon *chunk, const uint8_t *p,
+                                            const uint8_t *upper, size_t stride)
+{
+    const tqkv__i_raw_neon raw = {p, upper};
+    (void)format, (void)chunk, (void)stride; /* of one position */
+    return raw;
 }
 /* The next 16 codes of a field, a byte each, from bit `to` of it on; other bits may be set. */
 TQKV__OP uint8x16_t tqkv__i_field_neon(const int bits, const int to, const uint8_t *p)
@@ -28,18 +50,19 @@ TQKV__OP uint8x16_t tqkv__i_field_neon(const int bits, const int to, const uint8
     const uint8x16_t spread = vqtbl1q_u8(vcombine_u8(vcreate_u8(bytes), vdup_n_u8(0)), vld1q_u8(at));
     return vshlq_u8(spread, vld1q_s8(shift));
 }
-TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const uint32x4_t *books, int left, const uint8_t *p,
-                                         const uint8_t *upper)
+TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const int k, const tqkv__i_chunk_neon *chunk,
+                                         const tqkv__i_raw_neon *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
-    uint8x16_t index = tqkv__i_field_neon(main, 0, p), found;
+    uint8x16_t index = tqkv__i_field_neon(main, 0, raw->at + 2 * k * main), found;
     uint8x16x4_t book;
-    (void)left; /* always 16 */
+    if (TQKV__KIND(format) == TQKV__GRID) return vreinterpretq_u32_u8(index);
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) book.val[i] = vreinterpretq_u8_u32(books[i < (1 << bits) / 16 ? i : 0]);
+    for (int i = 0; i < 4; i++) book.val[i] = vreinterpretq_u8_u32(chunk->books[i < (1 << bits) / 16 ? i : 0]);
     const uint8x16x2_t half = {{book.val[0], book.val[1]}};
     if (upper_bits)
-        index = vbslq_u8(vdupq_n_u8((uint8_t)((1 << main) - 1)), index, tqkv__i_field_neon(upper_bits, main, upper));
+        index = vbslq_u8(vdupq_n_u8((uint8_t)((1 << main) - 1)), index,
+                         tqkv__i_field_neon(upper_bits, main, raw->upper + 2 * k * upper_bits));
     index = vandq_u8(index, vdupq_n_u8((uint8_t)((1 << bits) - 1)));
     if (bits == 6)
         found = vqtbl4q_u8(book, index);
@@ -49,73 +72,116 @@ TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const uint32x
         found = vqtbl1q_u8(book.val[0], index);
     return vreinterpretq_u32_u8(found);
 }
-TQKV__OP uint32x4_t tqkv__i_open_neon(const int8_t *p, int left)
+TQKV__OP void tqkv__i_store_unit_neon(const tqkv_format format, uint32x4_t x, int8_t *p)
 {
-    (void)left;
-    return vreinterpretq_u32_s16(vmovl_s8(vld1_s8(p)));
+    (void)format;
+    memcpy(p, &x, sizeof x);
+}
+TQKV__OP uint32x4_t tqkv__i_load_unit_neon(const int8_t *p) { return vreinterpretq_u32_s8(vld1q_s8(p)); }
+TQKV__OP tqkv__i_row_neon tqkv__i_load_row_neon(const tqkv_format format, const int8_t *p, int plane, int i)
+{
+    const int16_t *words = (const int16_t *)(const void *)p + i;
+    const tqkv__i_row_neon row = {vld1q_s16(words), vld1q_s16(words + 8)};
+    (void)format, (void)plane; /* of bytes */
+    return row;
 }
 /* Lane i adds up the products of words i and i + 4. */
-TQKV__OP uint32x4_t tqkv__i_dot_neon(uint32x4_t sums, uint32x4_t codes, uint32x4_t integers)
+TQKV__OP uint32x4_t tqkv__i_dot_words_neon(uint32x4_t sums, int16x8_t x, int16x8_t y)
 {
-    const int16x8_t x = vreinterpretq_s16_u32(codes), y = vreinterpretq_s16_u32(integers);
     const int32x4_t low = vmlal_s16(vreinterpretq_s32_u32(sums), vget_low_s16(x), vget_low_s16(y));
     return vreinterpretq_u32_s32(vmlal_high_s16(low, x, y));
 }
-TQKV__OP uint32x4_t tqkv__i_whole_neon(uint32x4_t sum) { return sum; }
-#define tqkv__i_load_row_neon tqkv__i_load_codes_neon
-TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int16_t *p)
+TQKV__OP uint32x4_t tqkv__i_dot_neon(const tqkv_format format, uint32x4_t sums, uint32x4_t codes, tqkv__i_row_neon row)
 {
-    return vreinterpretq_u32_s16(vcombine_s16(vld1_dup_s16(p), vld1_dup_s16(p + 1)));
+    const int8x16_t x = vreinterpretq_s8_u32(codes);
+    (void)format;
+    sums = tqkv__i_dot_words_neon(sums, vmovl_s8(vget_low_s8(x)), row.first);
+    return tqkv__i_dot_words_neon(sums, vmovl_high_s8(x), row.last);
 }
-TQKV__OP void tqkv__i_interleave_neon(const int8_t *p, size_t stride, int left, uint32x4_t *x)
+TQKV__OP uint32x4_t tqkv__i_dot_lanes_neon(uint32x4_t sums, uint32x4_t lanes, uint32x4_t integers)
 {
-    (void)left;
-    const uint32x4_t a = vreinterpretq_u32_s8(vld1q_s8(p)), b = vreinterpretq_u32_s8(vld1q_s8(p + stride));
-    const int8x16_t low = vreinterpretq_s8_u32(vzip1q_u32(a, b)), high = vreinterpretq_s8_u32(vzip2q_u32(a, b));
-    x[0] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
-    x[1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
-    x[2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
-    x[3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
+    return tqkv__i_dot_words_neon(sums, vreinterpretq_s16_u32(lanes), vreinterpretq_s16_u32(integers));
 }
-TQKV__OP void tqkv__i_transpose_neon(const int8_t *p, size_t stride, uint32x4_t *x)
+TQKV__OP uint32x4_t tqkv__i_whole_neon(const tqkv_format format, uint32x4_t sum)
 {
-    int8x16_t rows[4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) rows[i] = vld1q_s8(p + (size_t)i * stride);
+    (void)format;
+    return sum;
+}
+TQKV__OP uint32x4_t tqkv__i_whole_lanes_neon(uint32x4_t sum) { return sum; }
+TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int8_t *p, int plane, int i)
+{
+    const int16_t *words = (const int16_t *)(const void *)p + i;
+    (void)plane;
+    return vreinterpretq_u32_s16(vcombine_s16(vld1_dup_s16(words), vld1_dup_s16(words + 1)));
+}
+/* Four positions of four dimensions */
+TQKV__OP void tqkv__i_transpose_neon(const uint32x4_t *x, uint32x4_t *four)
+{
     TQKV__UNROLL
     for (int half = 0; half < 2; half++) {
-        const int8x16_t a = half ? vzip2q_s8(rows[0], rows[1]) : vzip1q_s8(rows[0], rows[1]);
-        const int8x16_t b = half ? vzip2q_s8(rows[2], rows[3]) : vzip1q_s8(rows[2], rows[3]);
-        const uint16x8_t c = vreinterpretq_u16_s8(a), d = vreinterpretq_u16_s8(b);
-        const int8x16_t low = vreinterpretq_s8_u16(vzip1q_u16(c, d)), high = vreinterpretq_s8_u16(vzip2q_u16(c, d));
-        x[4 * half] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
-        x[4 * half + 1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
-        x[4 * half + 2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
-        x[4 * half + 3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
+        const uint32x4_t a = half ? vzip2q_u32(x[0], x[2]) : vzip1q_u32(x[0], x[2]);
+        const uint32x4_t b = half ? vzip2q_u32(x[1], x[3]) : vzip1q_u32(x[1], x[3]);
+        four[2 * half] = vzip1q_u32(a, b);
+        four[2 * half + 1] = vzip2q_u32(a, b);
     }
 }
-TQKV__OP void tqkv__i_natural_order_neon(uint32x4_t *x) { (void)x; }
+/* Four positions of a dimension, then of the next one */
+TQKV__OP void tqkv__i_key_lanes_neon(const uint32x4_t *x, uint32x4_t *lanes)
+{
+    uint32x4_t four[4];
+    tqkv__i_transpose_neon(x, four);
+    const uint32_t columns[4] = {0x0c080400, 0x0d090501, 0x0e0a0602, 0x0f0b0703};
+    const uint8x16_t at = vreinterpretq_u8_u32(vld1q_u32(columns));
+    TQKV__UNROLL
+    for (int i = 0; i < 4; i++) {
+        const int8x16_t ordered = vreinterpretq_s8_u8(vqtbl1q_u8(vreinterpretq_u8_u32(four[i]), at));
+        lanes[2 * i] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(ordered)));
+        lanes[2 * i + 1] = vreinterpretq_u32_s16(vmovl_high_s8(ordered));
+    }
+}
+/* Four dimensions of a position, then of the next one */
+TQKV__OP void tqkv__i_value_lanes_neon(const tqkv_format format, const uint32x4_t *x, uint32x4_t *lanes)
+{
+    const int8x16_t low = vreinterpretq_s8_u32(vzip1q_u32(x[0], x[1]));
+    const int8x16_t high = vreinterpretq_s8_u32(vzip2q_u32(x[0], x[1]));
+    (void)format;
+    lanes[0] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
+    lanes[1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
+    lanes[2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
+    lanes[3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
+}
 TQKV__OP uint32x4_t tqkv__i_sum_four_codes_neon(const uint32x4_t *x)
 {
     return vpaddq_u32(vpaddq_u32(x[0], x[1]), vpaddq_u32(x[2], x[3]));
 }
-TQKV__OP uint32x4_t tqkv__i_sum_codes_across_neon(const uint32x4_t *x) { return *x; }
 TQKV__OP float32x4_t tqkv__i_to_floats_neon(uint32x4_t x) { return vcvtq_f32_s32(vreinterpretq_s32_u32(x)); }
 TQKV__OP uint32x4_t tqkv__i_round_codes_neon(float32x4_t x) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(x)); }
-TQKV__OP void tqkv__i_store_words_neon(int16_t *p, int i, uint32x4_t x)
+TQKV__OP void tqkv__i_store_integers_neon(void *to, int i, int n, uint32x4_t x)
 {
-    vst1_s16(p + i, vmovn_s32(vreinterpretq_s32_u32(x)));
+    (void)n;
+    vst1_s16((int16_t *)to + i, vmovn_s32(vreinterpretq_s32_u32(x)));
 }
+TQKV__OP uint32x4_t tqkv__i_add_codes_neon(uint32x4_t x, uint32x4_t y) { return vaddq_u32(x, y); }
+TQKV__OP uint32x4_t tqkv__i_set_codes_neon(int32_t x) { return vdupq_n_u32((uint32_t)x); }
+TQKV__OP int32_t tqkv__i_sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
 TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); }
 
-#define TQKV__(name)        tqkv__##name##_neon
-#define TQKV__I(name)       tqkv__i_##name##_neon
-#define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
-#define TQKV__INTEGER_LANES 4
-#define TQKV__PRODUCTS      2
-#define TQKV__PRODUCT_ROWS  4
-#define TQKV__LOOKED_UP     0
+#define TQKV__(name)              tqkv__##name##_neon
+#define TQKV__I(name)             tqkv__i_##name##_neon
+#define TQKV__S(name)             tqkv__i_##name##_neon
+#define TQKV__ISA_NAME            "neon"
+#define TQKV__INTEGER_LANES       4
+#define TQKV__PRODUCTS            2
+#define TQKV__CODE_OFFSET         0
+#define TQKV__OFFSET_OF(format)   false
+#define TQKV__LANES_ROWS_OF_BOOKS 3
+#define TQKV__PARTIAL             0
+#define TQKV__MOST_SIXTEENS       2
+#define TQKV__FEW_ROWS            4
+#define TQKV__LANES_ROWS          8
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     4
+#define TQKV__SUM_SIXTEENS        4
 #include "loops.h"
 
 /* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed.
@@ -139,7 +205,8 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 
 typedef struct tqkv__i_bytes {
     uint32x4_t high, low;
-} tqkv__i_sum_dotprod, tqkv__i_row_dotprod;
+} tqkv__i_sum_dotprod, tqkv__i_lane_sum_dotprod, tqkv__i_row_dotprod, tqkv__i_repeated_dotprod;
+typedef uint32x4_t tqkv__i_lanes_dotprod;
 
 /* sums + the products of each lane's four bytes. Compilers hide the intrinsic where the file is for an older target. */
 TQKV__OP uint32x4_t tqkv__i_dot_bytes(uint32x4_t sums, uint32x4_t x, uint32x4_t y)
@@ -147,15 +214,27 @@ TQKV__OP uint32x4_t tqkv__i_dot_bytes(uint32x4_t sums, uint32x4_t x, uint32x4_t 
     __asm__("sdot\t%0.4s, %1.16b, %2.16b" : "+w"(sums) : "w"(x), "w"(y));
     return sums;
 }
-TQKV__OP tqkv__i_sum_dotprod tqkv__i_dot_dotprod(tqkv__i_sum_dotprod sums, uint32x4_t codes, tqkv__i_row_dotprod row)
+TQKV__OP tqkv__i_sum_dotprod tqkv__i_dot_lanes_dotprod(tqkv__i_sum_dotprod sums, uint32x4_t codes,
+                                                       tqkv__i_row_dotprod row)
 {
     sums.high = tqkv__i_dot_bytes(sums.high, codes, row.high);
     sums.low = tqkv__i_dot_bytes(sums.low, codes, row.low);
     return sums;
 }
-TQKV__OP uint32x4_t tqkv__i_whole_dotprod(tqkv__i_sum_dotprod sums)
+TQKV__OP tqkv__i_sum_dotprod tqkv__i_dot_dotprod(const tqkv_format format, tqkv__i_sum_dotprod sums, uint32x4_t codes,
+                                                 tqkv__i_row_dotprod row)
+{
+    (void)format;
+    return tqkv__i_dot_lanes_dotprod(sums, codes, row);
+}
+TQKV__OP uint32x4_t tqkv__i_whole_lanes_dotprod(tqkv__i_sum_dotprod sums)
 {
     return vaddq_u32(vshlq_n_u32(sums.high, 8), sums.low);
+}
+TQKV__OP uint32x4_t tqkv__i_whole_dotprod(const tqkv_format format, tqkv__i_sum_dotprod sums)
+{
+    (void)format;
+    return tqkv__i_whole_lanes_dotprod(sums);
 }
 /* Splits four integers into their high bytes, then their low ones. */
 TQKV__OP int8x8_t tqkv__i_split_dotprod(uint32x4_t x)
@@ -163,45 +242,32 @@ TQKV__OP int8x8_t tqkv__i_split_dotprod(uint32x4_t x)
     const int16x4_t words = vmovn_s32(vreinterpretq_s32_u32(x));
     return vmovn_s16(vcombine_s16(vrshr_n_s16(words, 8), words));
 }
-TQKV__OP void tqkv__i_store_words_dotprod(int16_t *p, int i, uint32x4_t x)
+/* The high bytes of n integers, then their low ones */
+TQKV__OP void tqkv__i_store_integers_dotprod(void *to, int i, int n, uint32x4_t x)
 {
-    vst1_s8((int8_t *)(void *)(p + i), tqkv__i_split_dotprod(x));
+    const uint32x2_t bytes = vreinterpret_u32_s8(tqkv__i_split_dotprod(x));
+    vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + i), bytes, 0);
+    vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + n + i), bytes, 1);
 }
-TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const int16_t *p)
+TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const tqkv_format format, const int8_t *p, int plane, int i)
 {
-    const uint32x4x2_t x = vld2q_u32((const uint32_t *)(const void *)p);
-    const tqkv__i_row_dotprod row = {x.val[0], x.val[1]};
+    const tqkv__i_row_dotprod row = {vreinterpretq_u32_s8(vld1q_s8(p + i)),
+                                     vreinterpretq_u32_s8(vld1q_s8(p + plane + i))};
+    (void)format;
     return row;
 }
-TQKV__OP tqkv__i_row_dotprod tqkv__i_repeat_dotprod(const int16_t *p)
+TQKV__OP tqkv__i_row_dotprod tqkv__i_repeat_dotprod(const int8_t *p, int plane, int i)
 {
-    const uint32_t *lanes = (const uint32_t *)(const void *)p;
-    const tqkv__i_row_dotprod row = {vld1q_dup_u32(lanes), vld1q_dup_u32(lanes + 1)};
+    const tqkv__i_row_dotprod row = {vld1q_dup_u32((const uint32_t *)(const void *)(p + i)),
+                                     vld1q_dup_u32((const uint32_t *)(const void *)(p + plane + i))};
     return row;
 }
-TQKV__OP uint32x4_t tqkv__i_open_dotprod(const int8_t *p, int left)
+#define tqkv__i_key_lanes_dotprod tqkv__i_transpose_neon
+TQKV__OP void tqkv__i_value_lanes_dotprod(const tqkv_format format, const uint32x4_t *units, uint32x4_t *x)
 {
-    (void)left;
-    return vreinterpretq_u32_s8(vld1q_s8(p));
-}
-TQKV__OP void tqkv__i_transpose_dotprod(const int8_t *p, size_t stride, uint32x4_t *x)
-{
-    uint32x4_t rows[4];
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u32_s8(vld1q_s8(p + (size_t)i * stride));
-    TQKV__UNROLL
-    for (int half = 0; half < 2; half++) {
-        const uint32x4_t a = half ? vzip2q_u32(rows[0], rows[2]) : vzip1q_u32(rows[0], rows[2]);
-        const uint32x4_t b = half ? vzip2q_u32(rows[1], rows[3]) : vzip1q_u32(rows[1], rows[3]);
-        x[2 * half] = vzip1q_u32(a, b);
-        x[2 * half + 1] = vzip2q_u32(a, b);
-    }
-}
-TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int left, uint32x4_t *x)
-{
-    (void)left;
-    const int8x16_t a = vld1q_s8(p), b = vld1q_s8(p + stride), c = vld1q_s8(p + 2 * stride),
-                    d = vld1q_s8(p + 3 * stride);
+    const int8x16_t a = vreinterpretq_s8_u32(units[0]), b = vreinterpretq_s8_u32(units[1]),
+                    c = vreinterpretq_s8_u32(units[2]), d = vreinterpretq_s8_u32(units[3]);
+    (void)format;
     const uint16x8_t ab = vreinterpretq_u16_s8(vzip1q_s8(a, b)), cd = vreinterpretq_u16_s8(vzip1q_s8(c, d));
     const uint16x8_t ab_high = vreinterpretq_u16_s8(vzip2q_s8(a, b)), cd_high = vreinterpretq_u16_s8(vzip2q_s8(c, d));
     x[0] = vreinterpretq_u32_u16(vzip1q_u16(ab, cd));
@@ -210,15 +276,23 @@ TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int lef
     x[3] = vreinterpretq_u32_u16(vzip2q_u16(ab_high, cd_high));
 }
 
-#define TQKV__(name)        tqkv__##name##_neon
-#define TQKV__I(name)       tqkv__i_##name##_dotprod
-#define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
-#define TQKV__INTEGER_LANES 4
-#define TQKV__PRODUCTS      4
-#define TQKV__PRODUCT_ROWS  2
-#define TQKV__LOOKED_UP     0
-#define TQKV__DECODED       1
+#define TQKV__(name)              tqkv__##name##_neon
+#define TQKV__I(name)             tqkv__i_##name##_dotprod
+#define TQKV__S(name)             tqkv__i_##name##_neon
+#define TQKV__ISA_NAME            "neon"
+#define TQKV__INTEGER_LANES       4
+#define TQKV__PRODUCTS            4
+#define TQKV__DECODED             1
+#define TQKV__CODE_OFFSET         0
+#define TQKV__OFFSET_OF(format)   false
+#define TQKV__LANES_ROWS_OF_BOOKS 3
+#define TQKV__PARTIAL             0
+#define TQKV__MOST_SIXTEENS       2
+#define TQKV__FEW_ROWS            2
+#define TQKV__LANES_ROWS          8
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     2
+#define TQKV__SUM_SIXTEENS        2
 #include "loops.h"
 
 #if defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 10
@@ -233,7 +307,8 @@ TQKV__OP void tqkv__i_interleave_dotprod(const int8_t *p, size_t stride, int lef
 #define TQKV__TARGET __attribute__((target(TQKV__ARM_BASE "+dotprod+i8mm")))
 #endif
 
-typedef tqkv__i_sum_dotprod tqkv__i_sum_i8mm; /* of lanes: the first two, high and low in turns; the others */
+typedef tqkv__i_sum_dotprod tqkv__i_sum_i8mm,
+    tqkv__i_lane_sum_i8mm; /* of lanes: the first two, high and low in turns; the others */
 typedef tqkv__i_row_dotprod tqkv__i_row_i8mm;
 typedef uint32x4_t tqkv__i_repeated_i8mm;
 typedef struct tqkv__i_lanes_i8mm {
@@ -256,41 +331,31 @@ TQKV__OP uint32x4_t tqkv__i_whole_lanes_i8mm(tqkv__i_sum_i8mm sums)
 {
     return vaddq_u32(vshlq_n_u32(vuzp1q_u32(sums.high, sums.low), 8), vuzp2q_u32(sums.high, sums.low));
 }
-/* Stores the high bytes of eight integers, then their low ones. */
-TQKV__OP void tqkv__i_store_words_i8mm(int16_t *p, int i, uint32x4_t x)
+#define tqkv__i_store_integers_i8mm tqkv__i_store_integers_dotprod
+#define tqkv__i_load_row_i8mm       tqkv__i_load_row_dotprod
+#define tqkv__i_dot_i8mm            tqkv__i_dot_dotprod
+#define tqkv__i_whole_i8mm          tqkv__i_whole_dotprod
+TQKV__OP uint32x4_t tqkv__i_repeat_i8mm(const int8_t *p, int plane, int i)
 {
-    const uint32x2_t bytes = vreinterpret_u32_s8(tqkv__i_split_dotprod(x));
-    uint32_t *to = (uint32_t *)(void *)(p + i / 8 * 8) + i % 8 / 4;
-    vst1_lane_u32(to, bytes, 0);
-    vst1_lane_u32(to + 2, bytes, 1);
+    return vreinterpretq_u32_s8(vcombine_s8(vld1_s8(p + i), vld1_s8(p + plane + i)));
 }
-TQKV__OP tqkv__i_row_i8mm tqkv__i_load_row_i8mm(const int16_t *p)
-{
-    const uint64x2x2_t x = vld2q_u64((const uint64_t *)(const void *)p);
-    const tqkv__i_row_i8mm row = {vreinterpretq_u32_u64(x.val[0]), vreinterpretq_u32_u64(x.val[1])};
-    return row;
-}
-TQKV__OP uint32x4_t tqkv__i_repeat_i8mm(const int16_t *p) { return vld1q_u32((const uint32_t *)(const void *)p); }
-#define tqkv__i_open_i8mm  tqkv__i_open_dotprod
-#define tqkv__i_dot_i8mm   tqkv__i_dot_dotprod
-#define tqkv__i_whole_i8mm tqkv__i_whole_dotprod
-TQKV__OP void tqkv__i_transpose_i8mm(const int8_t *p, size_t stride, tqkv__i_lanes_i8mm *x)
+TQKV__OP void tqkv__i_key_lanes_i8mm(const uint32x4_t *units, tqkv__i_lanes_i8mm *x)
 {
     uint64x2_t rows[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u64_s8(vld1q_s8(p + (size_t)i * stride));
+    for (int i = 0; i < 4; i++) rows[i] = vreinterpretq_u64_u32(units[i]);
     x[0].first = vreinterpretq_u32_u64(vzip1q_u64(rows[0], rows[1]));
     x[0].last = vreinterpretq_u32_u64(vzip1q_u64(rows[2], rows[3]));
     x[1].first = vreinterpretq_u32_u64(vzip2q_u64(rows[0], rows[1]));
     x[1].last = vreinterpretq_u32_u64(vzip2q_u64(rows[2], rows[3]));
 }
 /* Each round makes the highest bit of a register's number the lowest of a byte's. */
-TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, tqkv__i_lanes_i8mm *x)
+TQKV__OP void tqkv__i_value_lanes_i8mm(const tqkv_format format, const uint32x4_t *units, tqkv__i_lanes_i8mm *x)
 {
     int8x16_t from[8], to[8];
-    (void)left;
+    (void)format;
     TQKV__UNROLL
-    for (int i = 0; i < 8; i++) to[i] = vld1q_s8(p + (size_t)i * stride);
+    for (int i = 0; i < 8; i++) to[i] = vreinterpretq_s8_u32(units[i]);
     TQKV__UNROLL
     for (int round = 0; round < 3; round++) {
         TQKV__UNROLL
@@ -306,16 +371,23 @@ TQKV__OP void tqkv__i_interleave_i8mm(const int8_t *p, size_t stride, int left, 
     }
 }
 
-#define TQKV__(name)        tqkv__##name##_neon
-#define TQKV__I(name)       tqkv__i_##name##_i8mm
-#define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
-#define TQKV__INTEGER_LANES 4
-#define TQKV__PRODUCTS      8
-#define TQKV__PRODUCT_ROWS  2
-#define TQKV__LANES_ROWS    4
-#define TQKV__LOOKED_UP     0
-#define TQKV__DECODED       1
+#define TQKV__(name)              tqkv__##name##_neon
+#define TQKV__I(name)             tqkv__i_##name##_i8mm
+#define TQKV__S(name)             tqkv__i_##name##_neon
+#define TQKV__ISA_NAME            "neon"
+#define TQKV__INTEGER_LANES       4
+#define TQKV__PRODUCTS            8
+#define TQKV__DECODED             1
+#define TQKV__CODE_OFFSET         0
+#define TQKV__OFFSET_OF(format)   false
+#define TQKV__LANES_ROWS_OF_BOOKS 3
+#define TQKV__PARTIAL             0
+#define TQKV__MOST_SIXTEENS       2
+#define TQKV__FEW_ROWS            2
+#define TQKV__LANES_ROWS          4
+#define TQKV__MANY_ROWS           4
+#define TQKV__MANY_VALUE_ROWS     2
+#define TQKV__SUM_SIXTEENS        2
 #include "loops.h"
 #endif
 #endif

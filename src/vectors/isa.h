@@ -43,7 +43,7 @@ static bool tqkv__isa_present(const tqkv__isa *isa)
 #endif
 }
 
-/* The library's only variable beside tqkv__products: set once, or by tqkv_isa_force */
+/* The library's only variable beside tqkv__products of NEON: set once, or by tqkv_isa_force */
 static const tqkv__isa *tqkv__isa_chosen;
 
 static const tqkv__isa *tqkv__isa_named(const char *name)
@@ -83,9 +83,10 @@ static const tqkv__isa *tqkv__narrower(const tqkv__isa *a, const tqkv__isa *b) {
 
 static const tqkv__codec *tqkv__codec_for(int head_dim) { return tqkv__isa_for(head_dim)->codec; }
 
-static char tqkv__products; /* set once. 1: what every processor of a set has, 2: AVX-VNNI or DotProd, 3: I8MM */
+#ifdef TQKV__NEON
+static char tqkv__products; /* set once. 1: what every processor of a set has, 2: DotProd, 3: I8MM */
 
-#if defined(TQKV__NEON) && defined(__APPLE__)
+#ifdef __APPLE__
 static bool tqkv__processor_has(const char *name)
 {
     int value = 0;
@@ -96,55 +97,52 @@ static bool tqkv__processor_has(const char *name)
 
 static int tqkv__find_products(void)
 {
-    bool best = false, matrices = false;
-#if defined(TQKV__AVX2)
-    unsigned eax, ebx, ecx, edx;
-    best = __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && eax >> 4 & 1;
-#elif defined(TQKV__NEON) && defined(__APPLE__)
-    best = tqkv__processor_has("hw.optional.arm.FEAT_DotProd");
+    bool bytes = false, matrices = false;
+#if defined(__APPLE__)
+    bytes = tqkv__processor_has("hw.optional.arm.FEAT_DotProd");
     matrices = tqkv__processor_has("hw.optional.arm.FEAT_I8MM");
-#elif defined(TQKV__NEON) && defined(__linux__)
-    best = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#elif defined(__linux__)
+    bytes = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
 #ifdef HWCAP2_I8MM
     matrices = (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0;
 #endif
 #endif
 #ifdef __ARM_FEATURE_DOTPROD
-    best = true;
+    bytes = true;
 #endif
 #ifdef __ARM_FEATURE_MATMUL_INT8
     matrices = true;
 #endif
-    return best ? matrices ? 3 : 2 : 1;
+    return bytes ? matrices ? 3 : 2 : 1;
 }
 
-/* The processor is asked once: it takes microseconds in a virtual machine. */
-static char tqkv__products_now(void)
+/* Returns the functions of attention by the best products of the processor, which is asked once. */
+static const tqkv__kernels *tqkv__kernels_of_neon(void)
 {
-    char known = __atomic_load_n(&tqkv__products, __ATOMIC_RELAXED);
-    if (!known) known = (char)tqkv__find_products();
-    __atomic_store_n(&tqkv__products, known, __ATOMIC_RELAXED);
-    return known;
+    char products = __atomic_load_n(&tqkv__products, __ATOMIC_RELAXED);
+    if (!products) products = (char)tqkv__find_products();
+    __atomic_store_n(&tqkv__products, products, __ATOMIC_RELAXED);
+#ifdef TQKV__I8MM
+    if (products > 2) return &tqkv__i_kernels_i8mm;
+#endif
+    return products > 1 ? &tqkv__i_kernels_dotprod : &tqkv__i_kernels_neon;
 }
+#endif
 
-/* Returns the functions of attention of a set, by the best products that the processor has. */
+/* Returns the functions of attention of a set. */
 static const tqkv__kernels *tqkv__kernels_for(const tqkv__isa *isa)
 {
-    const char products = tqkv__products_now();
+    if (isa == &tqkv__isa_scalar) return &tqkv__kernels_scalar;
 #ifdef TQKV__AVX512
     if (isa == &tqkv__isa_avx512) return &tqkv__i_kernels_avx512;
 #endif
 #ifdef TQKV__AVX2
-    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_kernels_avxvnni : &tqkv__i_kernels_avx2;
-#endif
-#ifdef TQKV__NEON
-#ifdef TQKV__I8MM
-    if (isa != &tqkv__isa_scalar && products > 2) return &tqkv__i_kernels_i8mm;
-#endif
-    if (isa != &tqkv__isa_scalar) return products > 1 ? &tqkv__i_kernels_dotprod : &tqkv__i_kernels_neon;
-#endif
-    (void)isa, (void)products;
+    return &tqkv__i_kernels_avx2;
+#elif defined(TQKV__NEON)
+    return tqkv__kernels_of_neon();
+#else
     return &tqkv__kernels_scalar;
+#endif
 }
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }

@@ -25,13 +25,9 @@
 
 #ifdef TQKV__INTEGER_LANES
 
-#include "loops/integer.h"
-
 #include "loops/halves.h"
 
-#include "loops/integer_few.h"
-
-#include "loops/integer_tiles.h"
+#include "loops/rows.h"
 
 #endif /* TQKV__INTEGER_LANES */
 

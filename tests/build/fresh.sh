@@ -53,7 +53,7 @@ run() {
 if [ $# -gt 0 ]; then
     for command in "$@"; do run "$command"; done
 else
-    grep -oE 'make -j2 deps[a-z-]* [a-z]+' README.md | sort -u >"$folder/commands"
+    grep -oE 'make -j2 deps[a-z-]* [a-z-]+' README.md | sort -u >"$folder/commands"
     while read -r command; do
         run "$command"
     done <"$folder/commands"

@@ -65,7 +65,7 @@ const module = await WebAssembly.compile(await readFile(process.argv[2]));
 process.exitCode = wasi.start(await WebAssembly.instantiate(module, wasi.getImportObject()));
 END
 for program in sets bytes; do
-    build wasm32-wasi $program -DTQKV_STATIC
+    build wasm32-wasi $program -DTQKV_STATIC -Wl,-z,stack-size=65536
     runs wasm32-wasi $program scalar node --no-warnings "$folder/wasi.mjs" "$folder/$program-wasm32-wasi"
 done
 same_bytes wasm32-wasi

@@ -1,18 +1,22 @@
-/* The macros that a set defines, and two that depend on it. Those of the loops are the same for all. */
+/* The macros that a set defines. Those of the loops are the same for all. */
 #undef TQKV__
+#undef TQKV__CODE_OFFSET
 #undef TQKV__DECODED
-#undef TQKV__DOT_LANES
 #undef TQKV__ENCODES
+#undef TQKV__FEW_ROWS
 #undef TQKV__I
 #undef TQKV__INTEGER_LANES
 #undef TQKV__ISA_NAME
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
-#undef TQKV__LOOKED_UP
+#undef TQKV__LANES_ROWS_OF_BOOKS
+#undef TQKV__MANY_ROWS
+#undef TQKV__MANY_VALUE_ROWS
+#undef TQKV__MOST_SIXTEENS
+#undef TQKV__OFFSET_OF
+#undef TQKV__PARTIAL
 #undef TQKV__PRODUCTS
-#undef TQKV__PRODUCT_ROWS
-#undef TQKV__ROUNDED
 #undef TQKV__S
+#undef TQKV__SUM_SIXTEENS
 #undef TQKV__TARGET
-#undef TQKV__WHOLE_LANES
 #undef TQKV__WIDTH
