@@ -5895,22 +5895,30 @@ static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int,
 
 /* -- Scores of few rows -- */
 
-/* Loads 64 integers of each row. */
+/* Sixteens of dimensions whose integers registers keep for so many rows */
+#define TQKV__KEPT(rows) (TQKV__INTEGER_LANES == 16 && (rows) > 2 ? 2 : 4)
+
+/* Loads the integers of a pass. */
 TQKV__OP void TQKV__I(load_rows)(const tqkv_format format, const int rows, const TQKV__I(product) * p, int dim, int d,
                                  TQKV__I(row) (*q)[4])
 {
+    const int kept = TQKV__KEPT(rows);
     TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++)
-        q[i / 4][i % 4] =
-            TQKV__I(load_row)(format, p->rows + (size_t)(i / 4 * p->row_floats) * sizeof(float), dim, d + i % 4 * 16);
+    for (int r = 0; r < rows; r++) {
+        TQKV__UNROLL
+        for (int k = 0; k < kept; k++)
+            q[r][k] =
+                TQKV__I(load_row)(format, p->rows + (size_t)(r * p->row_floats) * sizeof(float), dim, d + 16 * k);
+    }
 }
 
-/* Adds the products of a unit of positions with up to 64 dimensions. format and rows are constants. */
+/* Adds the products of a unit of positions with the dimensions of a pass. format and rows are constants. */
 TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const TQKV__S(chunk) * chunk,
                                 const TQKV__S(raw) * raw, int left, TQKV__I(row) (*q)[4], TQKV__I(sum) * sums)
 {
+    const int kept = TQKV__KEPT(rows);
     TQKV__UNROLL
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < kept; k++) {
         if (16 * k >= left) continue;
         const TQKV__S(unit) x = TQKV__S(look_up)(format, k, chunk, raw);
         TQKV__UNROLL
@@ -5918,12 +5926,12 @@ TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const 
     }
 }
 
-/* Adds the products of up to 64 dimensions from d on: sums[row][u] for each unit. Four units are LANES positions; lane
+/* Adds the products of a pass from d on: sums[row][u] for each unit. Four units are LANES positions; lane
    i of unit v has position v + 4 i. */
 TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
                                    const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
 {
-    const int left = a->dim - d;
+    const int left = a->dim - d < 16 * TQKV__KEPT(rows) ? a->dim - d : 16 * TQKV__KEPT(rows);
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
     TQKV__I(load_rows)(format, rows, p, a->dim, d, q);
@@ -5954,12 +5962,12 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(finish_scores)(const TQKV__I(pro
             TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / TQKV__POSITIONS));
 }
 
-TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
+TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel, int end,
                                   const TQKV__I(product) * p)
 {
     TQKV__(codes) sums[TQKV__FEW_ROWS][TQKV__MOST_UNITS];
     const TQKV__S(panel) a = *panel; /* sums lie elsewhere */
-    for (int d = 0; d < a.dim; d += TQKV__CHUNK) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
+    for (int d = 0; d < end; d += 16 * TQKV__KEPT(rows)) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
     TQKV__I(finish_scores)(p, rows, a.n, sums);
 }
 
@@ -6032,7 +6040,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
     ((rows)*TQKV__MOST_SIXTEENS <= TQKV__SUM_SIXTEENS ? TQKV__MOST_SIXTEENS : TQKV__SUM_SIXTEENS / (rows))
 
 /* Whether a pass may have less than its sixteens. */
-#define TQKV__ARE_PARTIAL(rows) (TQKV__PARTIAL && (rows) <= 2)
+#define TQKV__ARE_PARTIAL(rows) (TQKV__PARTIAL && (rows) < 4)
 
 /* Adds n of the sums of a pass, sums: [rows][vectors], to results[row][d] and on. Not inlined, because all loops have one. */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors, int n,
@@ -6111,15 +6119,14 @@ TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const
     TQKV__I(add_sums)(p, rows, all, left / 16 * TQKV__DIM_LANES, d, whole);
 }
 
-TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
+/* The dimensions of a panel below `end`, see fused_end */
+TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel, int end,
                                 const TQKV__I(product) * p)
 {
-    const int step = 16 * TQKV__SIXTEENS(rows);
-    const TQKV__S(panel) a = *panel; /* results lie elsewhere */
-    int d = 0;
-    for (; d + (TQKV__ARE_PARTIAL(rows) ? 16 : step) <= a.dim; d += step)
+    TQKV__S(panel) a = *panel; /* results lie elsewhere */
+    a.dim = end;
+    for (int d = 0; d < end; d += 16 * TQKV__SIXTEENS(rows))
         TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p, NULL);
-    if (!TQKV__ARE_PARTIAL(rows) && d < a.dim) TQKV__I(add_chunk)(format, rows, 1, &a, d, p, NULL);
 }
 
 /* Finds the lanes of the dimensions [d, d + left) for all positions. tile: as add_chunk has it */
@@ -6161,20 +6168,20 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) 
 /* -- The loops of each format, for one and two rows -- */
 
 typedef struct TQKV__I(loops) {
-    void (*score)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
-    void (*add)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
+    void (*score)(const TQKV__S(panel) *, int end, const TQKV__I(product) *, int rows);
+    void (*add)(const TQKV__S(panel) *, int end, const TQKV__I(product) *, int rows);
 } TQKV__I(loops);
 
 /* Codes of 5 bits in bytes take the loops of 6 bits: the codebook is repeated. */
 #define TQKV__FEW_LOOPS(format, kind, book) (TQKV__HAS_INTEGERS(kind, book) && (format) != TQKV_TQ5_BYTES)
 #define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain)                                    \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a,                          \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a, int end,                 \
                                                                     const TQKV__I(product) * product, int rows)        \
     {                                                                                                                  \
         const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
         if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind);                              \
     }                                                                                                                  \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a,                            \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a, int end,                   \
                                                                   const TQKV__I(product) * product, int rows)          \
     {                                                                                                                  \
         const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
@@ -6189,10 +6196,10 @@ TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const T
 }
 
 #define TQKV__BY_ROWS(loop, format, kind)                                                                              \
-    (rows == 1   ? TQKV__I(loop)(format, 1, a, p)                                                                      \
-     : rows == 2 ? TQKV__I(loop)(format, 2, a, p)                                                                      \
+    (rows == 1   ? TQKV__I(loop)(format, 1, a, end, p)                                                                      \
+     : rows == 2 ? TQKV__I(loop)(format, 2, a, end, p)                                                                      \
      : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || TQKV__LANES_ROWS_OF_BOOKS > 3)                                   \
-         ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, p)                                                                 \
+         ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, end, p)                                                                 \
          : (void)0)
 TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
 
@@ -6205,13 +6212,19 @@ static bool TQKV__I(are_few)(tqkv_format format, int n_rows)
     return n_rows < (tqkv__format_of(format)->kind == TQKV__GRID ? TQKV__LANES_ROWS : TQKV__LANES_ROWS_OF_BOOKS);
 }
 
+/* Returns the dimensions that few rows add straight from the codes: all, or whole passes of 32. */
+static int TQKV__I(fused_end)(const TQKV__S(panel) * a, int n_rows)
+{
+    return TQKV__ARE_PARTIAL(n_rows) ? a->dim : a->dim / 32 * 32;
+}
+
 /* Calls a loop for few rows. */
-TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, const TQKV__I(product) *, int),
-                                const TQKV__S(panel) * panel, TQKV__I(product) p, int n_rows)
+TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const TQKV__I(product) *, int),
+                                const TQKV__S(panel) * panel, int end, TQKV__I(product) p, int n_rows)
 {
     for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
         rows = left >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : left >= 2 ? 2 : 1;
-        loop(panel, &p, rows);
+        loop(panel, end, &p, rows);
     }
 }
 
@@ -6222,7 +6235,7 @@ TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__S(panel) * panel, cons
 {
     TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
     if (TQKV__I(are_few)(panel->format, n_rows)) {
-        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].score, panel, *p, n_rows);
+        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].score, panel, panel->dim, *p, n_rows);
         return;
     }
     for (int j = 0; j < panel->n; j += 2 * TQKV__INTEGER_LANES) {
@@ -6263,11 +6276,10 @@ TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const 
     enum { STEP = 16 * TQKV__MANY_SIXTEENS, PLANE = TQKV__TILE / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES };
     TQKV__ALIGNED int8_t tile[TQKV__CHUNK / 16 * PLANE];
     const int plane = panel->n / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES;
-    if (TQKV__I(are_few)(panel->format, n_rows)) {
-        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, *p, n_rows);
-        return;
-    }
-    for (int d = 0, left; d < panel->dim; d += left) {
+    const bool few = TQKV__I(are_few)(panel->format, n_rows);
+    const int end = few ? TQKV__I(fused_end)(panel, n_rows) : 0;
+    if (few) TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, end, *p, n_rows);
+    for (int d = end, left; d < panel->dim; d += left) {
         left = panel->dim - d < TQKV__CHUNK ? panel->dim - d : TQKV__CHUNK;
         TQKV__I(turn_values)(panel, d, left, tile);
         for (int e = 0; e < left; e += STEP)
@@ -7062,7 +7074,7 @@ TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i b
 #ifdef __clang__
     return _mm512_dpbusd_epi32(sums, codes, bytes);
 #else
-    __asm__("vpdpbusd\t{%2, %1, %0|%0, %1, %2}" : "+v"(sums) : "v"(codes), "v"(bytes));
+    __asm__("vpdpbusd\t{%2, %1, %0|%0, %1, %2}" : "+v"(sums) : "v"(codes), "vm"(bytes));
     return sums;
 #endif
 }

@@ -118,7 +118,7 @@ TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i b
 #ifdef __clang__
     return _mm512_dpbusd_epi32(sums, codes, bytes);
 #else
-    __asm__("vpdpbusd\t{%2, %1, %0|%0, %1, %2}" : "+v"(sums) : "v"(codes), "v"(bytes));
+    __asm__("vpdpbusd\t{%2, %1, %0|%0, %1, %2}" : "+v"(sums) : "v"(codes), "vm"(bytes));
     return sums;
 #endif
 }
