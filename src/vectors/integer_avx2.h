@@ -245,6 +245,11 @@ TQKV__OP void tqkv__i_store_integers_avx2(void *to, int i, int n, __m256i x)
     _mm_storeu_si128((__m128i *)(void *)((int16_t *)to + i),
                      _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
 }
+TQKV__OP void tqkv__i_store_tile_avx2(void *to, const __m256i *x)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 8; i++) tqkv__i_store_integers_avx2(to, 8 * i, 64, x[i]);
+}
 TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
 {
     __m128i m = _mm_max_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));

@@ -9,7 +9,7 @@
      key_lanes            16 bytes of each position to lanes of TQKV__PRODUCTS dimensions
      value_lanes          vectors of TQKV__PRODUCTS positions to lanes of a dimension each
      repeat, dot_lanes    TQKV__PRODUCTS integers of a row in each lane; their products with lanes, added to a sum
-     store_integers       lanes to integers as products find them
+     store_integers       lanes to integers as products find them; store_tile: of a tile
      whole, whole_lanes   a sum in one integer a lane                                                              */
 
 #define TQKV__VECTOR        TQKV__(vector)
@@ -139,21 +139,36 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(round_weights)(const tqkv__strea
                                                                const float *factors, int n, float *to)
 {
     TQKV__ALIGNED float x[TQKV__TILE];
-    TQKV__(codes) largest_of;
+    enum { VECTORS = TQKV__TILE / TQKV__INTEGER_LANES };
+    TQKV__VECTOR scaled[VECTORS];
+    TQKV__(codes) rounded[VECTORS], largest_of, sum;
     memset(&largest_of, 0, sizeof largest_of);
+    memset(&sum, 0, sizeof sum);
     if (n < TQKV__TILE) {
         memset(x, 0, sizeof x);
         memcpy(x, weights, (size_t)n * sizeof *x);
         weights = x;
     }
     TQKV__UNROLL
-    for (int j = 0; j < TQKV__TILE; j += TQKV__INTEGER_LANES) {
-        const TQKV__VECTOR scaled = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
-        largest_of = TQKV__(larger_bits)(largest_of, scaled);
-        TQKV__(store)(x + j, scaled);
+    for (int i = 0; i < VECTORS; i++) {
+        const int j = i * TQKV__INTEGER_LANES;
+        scaled[i] = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
+        largest_of = TQKV__(larger_bits)(largest_of, scaled[i]);
     }
     const uint32_t largest = TQKV__S(largest_code)(largest_of);
-    const int32_t offset = TQKV__I(round_floats)(x, TQKV__TILE, largest, to);
+    const float scale = tqkv__integer_scale(largest);
+    TQKV__UNROLL
+    for (int i = 0; i < VECTORS; i++) {
+        rounded[i] = TQKV__S(round_codes)(scaled[i] * TQKV__(set1)(scale));
+        if (TQKV__CODE_OFFSET) sum = TQKV__S(add_codes)(sum, rounded[i]);
+    }
+    int32_t offset = TQKV__CODE_OFFSET ? -TQKV__CODE_OFFSET * TQKV__S(sum_codes)(sum) : 0;
+    if (scale > 0.0f) {
+        TQKV__I(store_tile)(to, rounded);
+    } else {
+        memset(to, 0, TQKV__TILE * sizeof(int16_t));
+        offset = 0;
+    }
     memcpy(to + TQKV__WEIGHTS_OFFSET, &offset, sizeof offset);
     to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
 }
@@ -266,8 +281,7 @@ TQKV__OP void TQKV__I(load_rows)(const tqkv_format format, const int rows, const
     for (int r = 0; r < rows; r++) {
         TQKV__UNROLL
         for (int k = 0; k < kept; k++)
-            q[r][k] =
-                TQKV__I(load_row)(format, p->rows + (size_t)(r * p->row_floats) * sizeof(float), dim, d + 16 * k);
+            q[r][k] = TQKV__I(load_row)(format, p->rows + (size_t)(r * p->row_floats) * sizeof(float), dim, d + 16 * k);
     }
 }
 
@@ -401,7 +415,21 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
 /* Whether a pass may have less than its sixteens. */
 #define TQKV__ARE_PARTIAL(rows) (TQKV__PARTIAL && (rows) < 4)
 
-/* Adds n of the sums of a pass, sums: [rows][vectors], to results[row][d] and on. Not inlined, because all loops have one. */
+/* Adds n of the sums of a pass, sums: [rows][vectors], to results[row][d] and on. */
+TQKV__OP void TQKV__I(add_sums_of)(const TQKV__I(product) * p, int rows, int vectors, int n, int d,
+                                   const TQKV__(codes) * sums)
+{
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++, sums += vectors) {
+        float *to = p->results + r * p->result_floats + d;
+        const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
+        TQKV__UNROLL
+        for (int i = 0; i < n; i++, to += TQKV__INTEGER_LANES)
+            TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sums[i]), unit, TQKV__(load)(to)));
+    }
+}
+
+/* The same for all loops of few rows, whose code would be half as long again with it */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors, int n,
                                                           int d, const TQKV__(codes) * sums)
 {
@@ -475,7 +503,10 @@ TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const
     TQKV__(codes) whole[TQKV__FEW_ROWS * 4 * TQKV__DIM_LANES];
     TQKV__UNROLL
     for (int i = 0; i < rows * all; i++) whole[i] = TQKV__I(whole_lanes)(sums[i / all][i % all]);
-    TQKV__I(add_sums)(p, rows, all, left / 16 * TQKV__DIM_LANES, d, whole);
+    if (format == TQKV__READY)
+        TQKV__I(add_sums_of)(p, rows, all, all, d, whole);
+    else
+        TQKV__I(add_sums)(p, rows, all, left / 16 * TQKV__DIM_LANES, d, whole);
 }
 
 /* The dimensions of a panel below `end`, see fused_end */
@@ -555,10 +586,10 @@ TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const T
 }
 
 #define TQKV__BY_ROWS(loop, format, kind)                                                                              \
-    (rows == 1   ? TQKV__I(loop)(format, 1, a, end, p)                                                                      \
-     : rows == 2 ? TQKV__I(loop)(format, 2, a, end, p)                                                                      \
+    (rows == 1   ? TQKV__I(loop)(format, 1, a, end, p)                                                                 \
+     : rows == 2 ? TQKV__I(loop)(format, 2, a, end, p)                                                                 \
      : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || TQKV__LANES_ROWS_OF_BOOKS > 3)                                   \
-         ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, end, p)                                                                 \
+         ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, end, p)                                                            \
          : (void)0)
 TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
 
