@@ -7216,12 +7216,12 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_
 #define TQKV__CODE_OFFSET         128
 #define TQKV__OFFSET_OF(format)   true
 #define TQKV__FEW_ROWS            4 /* rows of loops straight from the codes, at most */
-#define TQKV__LANES_ROWS          8 /* from so many rows on, tiles are turned */
+#define TQKV__LANES_ROWS          5 /* from so many rows on, tiles are turned */
 #define TQKV__MANY_ROWS           4 /* rows whose sums fit in registers: keys, */
 #define TQKV__MANY_VALUE_ROWS     4 /* and values */
 #define TQKV__SUM_SIXTEENS        8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
 #define TQKV__MOST_SIXTEENS       4 /* of one row */
-#define TQKV__LANES_ROWS_OF_BOOKS 8
+#define TQKV__LANES_ROWS_OF_BOOKS 5
 #define TQKV__PARTIAL             1 /* passes of sums may be partial */
 #include "tqkv.h"
 #endif
@@ -7396,9 +7396,8 @@ TQKV__OP __m256i tqkv__i_dot_lanes_avx2(__m256i sums, __m256i words, __m256i int
 #ifdef __clang__
     return _mm256_add_epi32(sums, products);
 #else
-    __m256i sum;
-    __asm__("vpaddd\t{%2, %1, %0|%0, %1, %2}" : "=x"(sum) : "x"(sums), "x"(products));
-    return sum;
+    __asm__("vpaddd\t{%1, %0, %0|%0, %0, %1}" : "+x"(sums) : "x"(products));
+    return sums;
 #endif
 }
 TQKV__OP tqkv__i_sum_avx2 tqkv__i_dot_avx2(const tqkv_format format, tqkv__i_sum_avx2 sums, tqkv__i_unit_avx2 x,

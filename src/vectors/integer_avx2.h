@@ -168,9 +168,8 @@ TQKV__OP __m256i tqkv__i_dot_lanes_avx2(__m256i sums, __m256i words, __m256i int
 #ifdef __clang__
     return _mm256_add_epi32(sums, products);
 #else
-    __m256i sum;
-    __asm__("vpaddd\t{%2, %1, %0|%0, %1, %2}" : "=x"(sum) : "x"(sums), "x"(products));
-    return sum;
+    __asm__("vpaddd\t{%1, %0, %0|%0, %0, %1}" : "+x"(sums) : "x"(products));
+    return sums;
 #endif
 }
 TQKV__OP tqkv__i_sum_avx2 tqkv__i_dot_avx2(const tqkv_format format, tqkv__i_sum_avx2 sums, tqkv__i_unit_avx2 x,

@@ -229,12 +229,12 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_
 #define TQKV__CODE_OFFSET         128
 #define TQKV__OFFSET_OF(format)   true
 #define TQKV__FEW_ROWS            4 /* rows of loops straight from the codes, at most */
-#define TQKV__LANES_ROWS          8 /* from so many rows on, tiles are turned */
+#define TQKV__LANES_ROWS          5 /* from so many rows on, tiles are turned */
 #define TQKV__MANY_ROWS           4 /* rows whose sums fit in registers: keys, */
 #define TQKV__MANY_VALUE_ROWS     4 /* and values */
 #define TQKV__SUM_SIXTEENS        8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
 #define TQKV__MOST_SIXTEENS       4 /* of one row */
-#define TQKV__LANES_ROWS_OF_BOOKS 8
+#define TQKV__LANES_ROWS_OF_BOOKS 5
 #define TQKV__PARTIAL             1 /* passes of sums may be partial */
 #include "loops.h"
 #endif
