@@ -4131,8 +4131,7 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
 
 /* Positions in a tile, which attention scores, weights and sums together. Their scores stay in the L1 cache. */
 #define TQKV__TILE 64
-/* Query rows (queries x heads of a group) that share a decoded tile. Many rows make decoding a small part of the work;
-   the limit keeps their sums in the L2 cache. */
+/* Query rows (queries x heads of a group) that share a decoded tile. The limit keeps their sums in the L2 cache. */
 #define TQKV__CHUNK_ROWS 64
 
 /* The streams of an attention and, with raw ones, the stores of a cache, in the order of its memory and of
@@ -4192,11 +4191,8 @@ typedef struct tqkv__attention {
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
-/* Asks for codes that will be read soon: the next tile's, while this tile is computed. Nearer requests come too late;
-   farther ones push out what is in use (32k positions: 1.1 to 1.5 times slower at half or twice the distance). They go
-   to the L2 cache: on a Zen 4 core F16 is then twice and I8 1.6 times as fast as with requests to the L1, to which few
-   lines can be on their way (D=128, 32k). Formats with a field of upper bits take the L1: they wait for look-ups and
-   not for memory (TQ5 1.3 times, TQ6 1.2 times as fast there). cache is a constant. */
+/* Prefetches the codes of the next tile while this tile is computed: nearer requests come too late, farther ones push out
+   what is in use. Streams go to the L2 cache, because few lines can be on their way to the L1. cache is a constant. */
 enum { TQKV__L1 = 1, TQKV__L2 };
 static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, size_t size)
 {
@@ -5501,12 +5497,14 @@ TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int 
     for (int r = 0; r < rows; r++) TQKV__(add_sums_of_16)(&sums[r][0][0], add, scores + r * TQKV__TILE);
 }
 
-/* Does the same for n keys, `stride` bytes apart; past the end the last one again. */
+/* Does the same for n keys, `stride` bytes apart; past the end the last one again. ahead: bytes to those that are read
+   next, 0: they are not prefetched */
 TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
-                                       int n, const float *q, bool add, float *scores)
+                                       int n, ptrdiff_t ahead, const float *q, bool add, float *scores)
 {
     for (int j = 0; j < n; j += 4) {
         const uint8_t *keys[4];
+        if (ahead) tqkv__prefetch(TQKV__L2, codes + (size_t)j * stride + ahead, 4 * stride);
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) keys[i] = codes + (size_t)(j + i < n ? j + i : n - 1) * stride;
         for (int d = 0; d < dim; d += TQKV__MOST_PRODUCTS) {
@@ -5525,11 +5523,11 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_decoded)(const float *keys
     for (int left = n_rows, now; left > 0; left -= now, q += now * dim, scores += now * TQKV__TILE) {
         now = left >= TQKV__HALF_KEY_ROWS ? TQKV__HALF_KEY_ROWS : left >= 2 ? 2 : 1;
         if (now == 1)
-            TQKV__S(score_half_rows)(1, false, dim, codes, stride, n, q, add, scores);
+            TQKV__S(score_half_rows)(1, false, dim, codes, stride, n, 0, q, add, scores);
         else if (now == 2)
-            TQKV__S(score_half_rows)(2, false, dim, codes, stride, n, q, add, scores);
+            TQKV__S(score_half_rows)(2, false, dim, codes, stride, n, 0, q, add, scores);
         else
-            TQKV__S(score_half_rows)(TQKV__HALF_KEY_ROWS, false, dim, codes, stride, n, q, add, scores);
+            TQKV__S(score_half_rows)(TQKV__HALF_KEY_ROWS, false, dim, codes, stride, n, 0, q, add, scores);
     }
 }
 
@@ -5541,14 +5539,15 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream
     const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
     const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
     const int dim = s->head_dim, n = segment->n, fit = TQKV__DECODED_FLOATS / dim / 4 * 4, most = fit > 16 ? 16 : fit;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
+    const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
     if (s->kind == TQKV__HALF && n_rows == 1)
-        TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, q, add, scores);
+        TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, ahead, q, add, scores);
     else if (s->kind == TQKV__HALF && n_rows == 2)
-        TQKV__S(score_half_rows)(2, true, dim, codes, s->row_bytes, n, q, add, scores);
+        TQKV__S(score_half_rows)(2, true, dim, codes, s->row_bytes, n, ahead, q, add, scores);
     else
         for (int j = 0; j < n; j += most) {
             const int now = n - j < most ? n - j : most;
+            tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
             TQKV__S(decode_floats)
             (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, true, keys);
             TQKV__S(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
@@ -5558,7 +5557,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream
 /* Adds: out[row][d] += weights[row][j] * value j, for `width` vectors of dimensions; rows, width and halves are
    constants. */
 TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const bool halves, int dim,
-                                        const uint8_t *codes, size_t stride, int n, const float *weights, float *out)
+                                        const uint8_t *codes, size_t stride, int n, ptrdiff_t ahead,
+                                        const float *weights, float *out)
 {
     TQKV__VECTOR sums[TQKV__HALF_ROWS][8];
     TQKV__UNROLL
@@ -5566,6 +5566,7 @@ TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const b
         sums[i / width][i % width] = TQKV__(load)(out + i / width * dim + i % width * TQKV__INTEGER_LANES);
     for (int j = 0; j < n; j++, codes += stride) {
         TQKV__VECTOR x[8];
+        if (ahead) tqkv__prefetch(TQKV__L2, codes + ahead, stride);
         TQKV__UNROLL
         for (int i = 0; i < width; i++)
             x[i] = halves ? TQKV__(load_f16)(codes + 2 * i * TQKV__INTEGER_LANES)
@@ -5584,30 +5585,33 @@ TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const b
 
 /* Does the same for all dimensions, 32 or, for few rows on wide vectors, 64 at a time. */
 TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
-                                     int n, const float *weights, float *out)
+                                     int n, ptrdiff_t ahead, const float *weights, float *out)
 {
     const int sixteen = 16 / TQKV__INTEGER_LANES, most = TQKV__INTEGER_LANES == 16 && rows <= 2 ? 4 : 2;
     const int bytes = halves ? 2 : 4; /* of a value */
     const bool wide = TQKV__INTEGER_LANES == 16 || rows <= 2;
     int d = 0;
     for (; wide && d + 16 * most <= dim; d += 16 * most)
-        TQKV__S(add_half_vectors)(rows, most * sixteen, halves, dim, codes + bytes * d, stride, n, weights, out + d);
+        TQKV__S(add_half_vectors)
+        (rows, most * sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
     for (; d < dim; d += 16)
-        TQKV__S(add_half_vectors)(rows, sixteen, halves, dim, codes + bytes * d, stride, n, weights, out + d);
+        TQKV__S(add_half_vectors)
+        (rows, sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
 }
 
 /* Does the same for all rows; halves is a constant. */
 TQKV__OP void TQKV__S(add_to_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
-                                  const float *weights, int n_rows, float *out)
+                                  ptrdiff_t ahead, const float *weights, int n_rows, float *out)
 {
     for (int left = n_rows, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * dim) {
         now = left >= TQKV__HALF_ROWS ? TQKV__HALF_ROWS : left >= 2 ? 2 : 1;
         if (now == 1)
-            TQKV__S(add_half_rows)(1, halves, dim, codes, stride, n, weights, out);
+            TQKV__S(add_half_rows)(1, halves, dim, codes, stride, n, ahead, weights, out);
         else if (now == 2)
-            TQKV__S(add_half_rows)(2, halves, dim, codes, stride, n, weights, out);
+            TQKV__S(add_half_rows)(2, halves, dim, codes, stride, n, ahead, weights, out);
         else
-            TQKV__S(add_half_rows)(TQKV__HALF_ROWS, halves, dim, codes, stride, n, weights, out);
+            TQKV__S(add_half_rows)(TQKV__HALF_ROWS, halves, dim, codes, stride, n, ahead, weights, out);
+        ahead = 0;
     }
 }
 
@@ -5615,7 +5619,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_decoded)(const float *values
                                                              int n_rows, float *out)
 {
     TQKV__S(add_to_all)
-    (false, dim, (const uint8_t *)(const void *)values, (size_t)dim * sizeof *values, n, weights, n_rows, out);
+    (false, dim, (const uint8_t *)(const void *)values, (size_t)dim * sizeof *values, n, 0, weights, n_rows, out);
 }
 
 TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *s, int kv_head,
@@ -5626,13 +5630,14 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
     const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
     const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
     const int dim = s->head_dim, n = segment->n, most = TQKV__DECODED_FLOATS / dim;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
+    const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
     if (s->kind == TQKV__HALF) {
-        TQKV__S(add_to_all)(true, dim, codes, s->row_bytes, n, weights, n_rows, out);
+        TQKV__S(add_to_all)(true, dim, codes, s->row_bytes, n, ahead, weights, n_rows, out);
         return;
     }
     for (int j = 0; j < n; j += most) {
         const int now = n - j < most ? n - j : most;
+        tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
         TQKV__S(decode_floats)(s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, false, values);
         TQKV__S(add_decoded)(values, dim, now, weights + j, n_rows, out);
     }
@@ -8879,12 +8884,8 @@ static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *re
     if (a->call.tail) tqkv__open_segment(region->tail, tile->position, tile->n, end, &tile->tail);
 }
 
-/* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines,
-   but late where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128,
-   32768 positions, AMD EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with
-   codes in a cache it adds 1%. Not for codes of less than two lines a row that go on where this tile ends: the
-   processor sees one stream and reads it ahead by itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8
-   and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
+/* Prefetches a line of each 4 KiB of the next tile, and its norms: the loops prefetch the rest, but late where the
+   processor does not know the memory page yet. It reads short rows that go on where this tile ends ahead by itself. */
 static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__segment *segment)
 {
     const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);

@@ -67,12 +67,14 @@ TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int 
     for (int r = 0; r < rows; r++) TQKV__(add_sums_of_16)(&sums[r][0][0], add, scores + r * TQKV__TILE);
 }
 
-/* Does the same for n keys, `stride` bytes apart; past the end the last one again. */
+/* Does the same for n keys, `stride` bytes apart; past the end the last one again. ahead: bytes to those that are read
+   next, 0: they are not prefetched */
 TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
-                                       int n, const float *q, bool add, float *scores)
+                                       int n, ptrdiff_t ahead, const float *q, bool add, float *scores)
 {
     for (int j = 0; j < n; j += 4) {
         const uint8_t *keys[4];
+        if (ahead) tqkv__prefetch(TQKV__L2, codes + (size_t)j * stride + ahead, 4 * stride);
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) keys[i] = codes + (size_t)(j + i < n ? j + i : n - 1) * stride;
         for (int d = 0; d < dim; d += TQKV__MOST_PRODUCTS) {
@@ -91,11 +93,11 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_decoded)(const float *keys
     for (int left = n_rows, now; left > 0; left -= now, q += now * dim, scores += now * TQKV__TILE) {
         now = left >= TQKV__HALF_KEY_ROWS ? TQKV__HALF_KEY_ROWS : left >= 2 ? 2 : 1;
         if (now == 1)
-            TQKV__S(score_half_rows)(1, false, dim, codes, stride, n, q, add, scores);
+            TQKV__S(score_half_rows)(1, false, dim, codes, stride, n, 0, q, add, scores);
         else if (now == 2)
-            TQKV__S(score_half_rows)(2, false, dim, codes, stride, n, q, add, scores);
+            TQKV__S(score_half_rows)(2, false, dim, codes, stride, n, 0, q, add, scores);
         else
-            TQKV__S(score_half_rows)(TQKV__HALF_KEY_ROWS, false, dim, codes, stride, n, q, add, scores);
+            TQKV__S(score_half_rows)(TQKV__HALF_KEY_ROWS, false, dim, codes, stride, n, 0, q, add, scores);
     }
 }
 
@@ -107,14 +109,15 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream
     const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
     const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
     const int dim = s->head_dim, n = segment->n, fit = TQKV__DECODED_FLOATS / dim / 4 * 4, most = fit > 16 ? 16 : fit;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
+    const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
     if (s->kind == TQKV__HALF && n_rows == 1)
-        TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, q, add, scores);
+        TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, ahead, q, add, scores);
     else if (s->kind == TQKV__HALF && n_rows == 2)
-        TQKV__S(score_half_rows)(2, true, dim, codes, s->row_bytes, n, q, add, scores);
+        TQKV__S(score_half_rows)(2, true, dim, codes, s->row_bytes, n, ahead, q, add, scores);
     else
         for (int j = 0; j < n; j += most) {
             const int now = n - j < most ? n - j : most;
+            tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
             TQKV__S(decode_floats)
             (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, true, keys);
             TQKV__S(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
@@ -124,7 +127,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream
 /* Adds: out[row][d] += weights[row][j] * value j, for `width` vectors of dimensions; rows, width and halves are
    constants. */
 TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const bool halves, int dim,
-                                        const uint8_t *codes, size_t stride, int n, const float *weights, float *out)
+                                        const uint8_t *codes, size_t stride, int n, ptrdiff_t ahead,
+                                        const float *weights, float *out)
 {
     TQKV__VECTOR sums[TQKV__HALF_ROWS][8];
     TQKV__UNROLL
@@ -132,6 +136,7 @@ TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const b
         sums[i / width][i % width] = TQKV__(load)(out + i / width * dim + i % width * TQKV__INTEGER_LANES);
     for (int j = 0; j < n; j++, codes += stride) {
         TQKV__VECTOR x[8];
+        if (ahead) tqkv__prefetch(TQKV__L2, codes + ahead, stride);
         TQKV__UNROLL
         for (int i = 0; i < width; i++)
             x[i] = halves ? TQKV__(load_f16)(codes + 2 * i * TQKV__INTEGER_LANES)
@@ -150,30 +155,33 @@ TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const b
 
 /* Does the same for all dimensions, 32 or, for few rows on wide vectors, 64 at a time. */
 TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
-                                     int n, const float *weights, float *out)
+                                     int n, ptrdiff_t ahead, const float *weights, float *out)
 {
     const int sixteen = 16 / TQKV__INTEGER_LANES, most = TQKV__INTEGER_LANES == 16 && rows <= 2 ? 4 : 2;
     const int bytes = halves ? 2 : 4; /* of a value */
     const bool wide = TQKV__INTEGER_LANES == 16 || rows <= 2;
     int d = 0;
     for (; wide && d + 16 * most <= dim; d += 16 * most)
-        TQKV__S(add_half_vectors)(rows, most * sixteen, halves, dim, codes + bytes * d, stride, n, weights, out + d);
+        TQKV__S(add_half_vectors)
+        (rows, most * sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
     for (; d < dim; d += 16)
-        TQKV__S(add_half_vectors)(rows, sixteen, halves, dim, codes + bytes * d, stride, n, weights, out + d);
+        TQKV__S(add_half_vectors)
+        (rows, sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
 }
 
 /* Does the same for all rows; halves is a constant. */
 TQKV__OP void TQKV__S(add_to_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
-                                  const float *weights, int n_rows, float *out)
+                                  ptrdiff_t ahead, const float *weights, int n_rows, float *out)
 {
     for (int left = n_rows, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * dim) {
         now = left >= TQKV__HALF_ROWS ? TQKV__HALF_ROWS : left >= 2 ? 2 : 1;
         if (now == 1)
-            TQKV__S(add_half_rows)(1, halves, dim, codes, stride, n, weights, out);
+            TQKV__S(add_half_rows)(1, halves, dim, codes, stride, n, ahead, weights, out);
         else if (now == 2)
-            TQKV__S(add_half_rows)(2, halves, dim, codes, stride, n, weights, out);
+            TQKV__S(add_half_rows)(2, halves, dim, codes, stride, n, ahead, weights, out);
         else
-            TQKV__S(add_half_rows)(TQKV__HALF_ROWS, halves, dim, codes, stride, n, weights, out);
+            TQKV__S(add_half_rows)(TQKV__HALF_ROWS, halves, dim, codes, stride, n, ahead, weights, out);
+        ahead = 0;
     }
 }
 
@@ -181,7 +189,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_decoded)(const float *values
                                                              int n_rows, float *out)
 {
     TQKV__S(add_to_all)
-    (false, dim, (const uint8_t *)(const void *)values, (size_t)dim * sizeof *values, n, weights, n_rows, out);
+    (false, dim, (const uint8_t *)(const void *)values, (size_t)dim * sizeof *values, n, 0, weights, n_rows, out);
 }
 
 TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *s, int kv_head,
@@ -192,13 +200,14 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
     const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
     const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
     const int dim = s->head_dim, n = segment->n, most = TQKV__DECODED_FLOATS / dim;
-    tqkv__prefetch(TQKV__L2, codes + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes, (size_t)n * s->row_bytes);
+    const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
     if (s->kind == TQKV__HALF) {
-        TQKV__S(add_to_all)(true, dim, codes, s->row_bytes, n, weights, n_rows, out);
+        TQKV__S(add_to_all)(true, dim, codes, s->row_bytes, n, ahead, weights, n_rows, out);
         return;
     }
     for (int j = 0; j < n; j += most) {
         const int now = n - j < most ? n - j : most;
+        tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
         TQKV__S(decode_floats)(s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, false, values);
         TQKV__S(add_decoded)(values, dim, now, weights + j, n_rows, out);
     }
