@@ -5686,7 +5686,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
      key_lanes            16 bytes of each position to lanes of TQKV__PRODUCTS dimensions
      value_lanes          vectors of TQKV__PRODUCTS positions to lanes of a dimension each
      repeat, dot_lanes    TQKV__PRODUCTS integers of a row in each lane; their products with lanes, added to a sum
-     store_integers       lanes to integers as products find them
+     store_integers       lanes to integers as products find them; store_tile: of a tile
      whole, whole_lanes   a sum in one integer a lane                                                              */
 
 #define TQKV__VECTOR        TQKV__(vector)
@@ -5816,21 +5816,36 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(round_weights)(const tqkv__strea
                                                                const float *factors, int n, float *to)
 {
     TQKV__ALIGNED float x[TQKV__TILE];
-    TQKV__(codes) largest_of;
+    enum { VECTORS = TQKV__TILE / TQKV__INTEGER_LANES };
+    TQKV__VECTOR scaled[VECTORS];
+    TQKV__(codes) rounded[VECTORS], largest_of, sum;
     memset(&largest_of, 0, sizeof largest_of);
+    memset(&sum, 0, sizeof sum);
     if (n < TQKV__TILE) {
         memset(x, 0, sizeof x);
         memcpy(x, weights, (size_t)n * sizeof *x);
         weights = x;
     }
     TQKV__UNROLL
-    for (int j = 0; j < TQKV__TILE; j += TQKV__INTEGER_LANES) {
-        const TQKV__VECTOR scaled = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
-        largest_of = TQKV__(larger_bits)(largest_of, scaled);
-        TQKV__(store)(x + j, scaled);
+    for (int i = 0; i < VECTORS; i++) {
+        const int j = i * TQKV__INTEGER_LANES;
+        scaled[i] = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
+        largest_of = TQKV__(larger_bits)(largest_of, scaled[i]);
     }
     const uint32_t largest = TQKV__S(largest_code)(largest_of);
-    const int32_t offset = TQKV__I(round_floats)(x, TQKV__TILE, largest, to);
+    const float scale = tqkv__integer_scale(largest);
+    TQKV__UNROLL
+    for (int i = 0; i < VECTORS; i++) {
+        rounded[i] = TQKV__S(round_codes)(scaled[i] * TQKV__(set1)(scale));
+        if (TQKV__CODE_OFFSET) sum = TQKV__S(add_codes)(sum, rounded[i]);
+    }
+    int32_t offset = TQKV__CODE_OFFSET ? -TQKV__CODE_OFFSET * TQKV__S(sum_codes)(sum) : 0;
+    if (scale > 0.0f) {
+        TQKV__I(store_tile)(to, rounded);
+    } else {
+        memset(to, 0, TQKV__TILE * sizeof(int16_t));
+        offset = 0;
+    }
     memcpy(to + TQKV__WEIGHTS_OFFSET, &offset, sizeof offset);
     to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
 }
@@ -5931,22 +5946,29 @@ static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int,
 
 /* -- Scores of few rows -- */
 
-/* Loads 64 integers of each row. */
+/* Sixteens of dimensions whose integers registers keep for so many rows */
+#define TQKV__KEPT(rows) (TQKV__INTEGER_LANES == 16 && (rows) > 2 ? 2 : 4)
+
+/* Loads the integers of a pass. */
 TQKV__OP void TQKV__I(load_rows)(const tqkv_format format, const int rows, const TQKV__I(product) * p, int dim, int d,
                                  TQKV__I(row) (*q)[4])
 {
+    const int kept = TQKV__KEPT(rows);
     TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++)
-        q[i / 4][i % 4] =
-            TQKV__I(load_row)(format, p->rows + (size_t)(i / 4 * p->row_floats) * sizeof(float), dim, d + i % 4 * 16);
+    for (int r = 0; r < rows; r++) {
+        TQKV__UNROLL
+        for (int k = 0; k < kept; k++)
+            q[r][k] = TQKV__I(load_row)(format, p->rows + (size_t)(r * p->row_floats) * sizeof(float), dim, d + 16 * k);
+    }
 }
 
-/* Adds the products of a unit of positions with up to 64 dimensions. format and rows are constants. */
+/* Adds the products of a unit of positions with the dimensions of a pass. format and rows are constants. */
 TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const TQKV__S(chunk) * chunk,
                                 const TQKV__S(raw) * raw, int left, TQKV__I(row) (*q)[4], TQKV__I(sum) * sums)
 {
+    const int kept = TQKV__KEPT(rows);
     TQKV__UNROLL
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < kept; k++) {
         if (16 * k >= left) continue;
         const TQKV__S(unit) x = TQKV__S(look_up)(format, k, chunk, raw);
         TQKV__UNROLL
@@ -5954,12 +5976,12 @@ TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const 
     }
 }
 
-/* Adds the products of up to 64 dimensions from d on: sums[row][u] for each unit. Four units are LANES positions; lane
+/* Adds the products of a pass from d on: sums[row][u] for each unit. Four units are LANES positions; lane
    i of unit v has position v + 4 i. */
 TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
                                    const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
 {
-    const int left = a->dim - d;
+    const int left = a->dim - d < 16 * TQKV__KEPT(rows) ? a->dim - d : 16 * TQKV__KEPT(rows);
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
     TQKV__I(load_rows)(format, rows, p, a->dim, d, q);
@@ -5990,12 +6012,12 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(finish_scores)(const TQKV__I(pro
             TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / TQKV__POSITIONS));
 }
 
-TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
+TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel, int end,
                                   const TQKV__I(product) * p)
 {
     TQKV__(codes) sums[TQKV__FEW_ROWS][TQKV__MOST_UNITS];
     const TQKV__S(panel) a = *panel; /* sums lie elsewhere */
-    for (int d = 0; d < a.dim; d += TQKV__CHUNK) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
+    for (int d = 0; d < end; d += 16 * TQKV__KEPT(rows)) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
     TQKV__I(finish_scores)(p, rows, a.n, sums);
 }
 
@@ -6068,9 +6090,23 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
     ((rows)*TQKV__MOST_SIXTEENS <= TQKV__SUM_SIXTEENS ? TQKV__MOST_SIXTEENS : TQKV__SUM_SIXTEENS / (rows))
 
 /* Whether a pass may have less than its sixteens. */
-#define TQKV__ARE_PARTIAL(rows) (TQKV__PARTIAL && (rows) <= 2)
+#define TQKV__ARE_PARTIAL(rows) (TQKV__PARTIAL && (rows) < 4)
 
-/* Adds n of the sums of a pass, sums: [rows][vectors], to results[row][d] and on. Not inlined, because all loops have one. */
+/* Adds n of the sums of a pass, sums: [rows][vectors], to results[row][d] and on. */
+TQKV__OP void TQKV__I(add_sums_of)(const TQKV__I(product) * p, int rows, int vectors, int n, int d,
+                                   const TQKV__(codes) * sums)
+{
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++, sums += vectors) {
+        float *to = p->results + r * p->result_floats + d;
+        const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
+        TQKV__UNROLL
+        for (int i = 0; i < n; i++, to += TQKV__INTEGER_LANES)
+            TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sums[i]), unit, TQKV__(load)(to)));
+    }
+}
+
+/* The same for all loops of few rows, whose code would be half as long again with it */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors, int n,
                                                           int d, const TQKV__(codes) * sums)
 {
@@ -6144,18 +6180,20 @@ TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const
     TQKV__(codes) whole[TQKV__FEW_ROWS * 4 * TQKV__DIM_LANES];
     TQKV__UNROLL
     for (int i = 0; i < rows * all; i++) whole[i] = TQKV__I(whole_lanes)(sums[i / all][i % all]);
-    TQKV__I(add_sums)(p, rows, all, left / 16 * TQKV__DIM_LANES, d, whole);
+    if (format == TQKV__READY)
+        TQKV__I(add_sums_of)(p, rows, all, all, d, whole);
+    else
+        TQKV__I(add_sums)(p, rows, all, left / 16 * TQKV__DIM_LANES, d, whole);
 }
 
-TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
+/* The dimensions of a panel below `end`, see fused_end */
+TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel, int end,
                                 const TQKV__I(product) * p)
 {
-    const int step = 16 * TQKV__SIXTEENS(rows);
-    const TQKV__S(panel) a = *panel; /* results lie elsewhere */
-    int d = 0;
-    for (; d + (TQKV__ARE_PARTIAL(rows) ? 16 : step) <= a.dim; d += step)
+    TQKV__S(panel) a = *panel; /* results lie elsewhere */
+    a.dim = end;
+    for (int d = 0; d < end; d += 16 * TQKV__SIXTEENS(rows))
         TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p, NULL);
-    if (!TQKV__ARE_PARTIAL(rows) && d < a.dim) TQKV__I(add_chunk)(format, rows, 1, &a, d, p, NULL);
 }
 
 /* Finds the lanes of the dimensions [d, d + left) for all positions. tile: as add_chunk has it */
@@ -6197,20 +6235,20 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) 
 /* -- The loops of each format, for one and two rows -- */
 
 typedef struct TQKV__I(loops) {
-    void (*score)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
-    void (*add)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
+    void (*score)(const TQKV__S(panel) *, int end, const TQKV__I(product) *, int rows);
+    void (*add)(const TQKV__S(panel) *, int end, const TQKV__I(product) *, int rows);
 } TQKV__I(loops);
 
 /* Codes of 5 bits in bytes take the loops of 6 bits: the codebook is repeated. */
 #define TQKV__FEW_LOOPS(format, kind, book) (TQKV__HAS_INTEGERS(kind, book) && (format) != TQKV_TQ5_BYTES)
 #define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain)                                    \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a,                          \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a, int end,                 \
                                                                     const TQKV__I(product) * product, int rows)        \
     {                                                                                                                  \
         const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
         if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind);                              \
     }                                                                                                                  \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a,                            \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a, int end,                   \
                                                                   const TQKV__I(product) * product, int rows)          \
     {                                                                                                                  \
         const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
@@ -6225,10 +6263,10 @@ TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const T
 }
 
 #define TQKV__BY_ROWS(loop, format, kind)                                                                              \
-    (rows == 1   ? TQKV__I(loop)(format, 1, a, p)                                                                      \
-     : rows == 2 ? TQKV__I(loop)(format, 2, a, p)                                                                      \
+    (rows == 1   ? TQKV__I(loop)(format, 1, a, end, p)                                                                 \
+     : rows == 2 ? TQKV__I(loop)(format, 2, a, end, p)                                                                 \
      : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || TQKV__LANES_ROWS_OF_BOOKS > 3)                                   \
-         ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, p)                                                                 \
+         ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, end, p)                                                            \
          : (void)0)
 TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
 
@@ -6241,13 +6279,19 @@ static bool TQKV__I(are_few)(tqkv_format format, int n_rows)
     return n_rows < (tqkv__format_of(format)->kind == TQKV__GRID ? TQKV__LANES_ROWS : TQKV__LANES_ROWS_OF_BOOKS);
 }
 
+/* Returns the dimensions that few rows add straight from the codes: all, or whole passes of 32. */
+static int TQKV__I(fused_end)(const TQKV__S(panel) * a, int n_rows)
+{
+    return TQKV__ARE_PARTIAL(n_rows) ? a->dim : a->dim / 32 * 32;
+}
+
 /* Calls a loop for few rows. */
-TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, const TQKV__I(product) *, int),
-                                const TQKV__S(panel) * panel, TQKV__I(product) p, int n_rows)
+TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const TQKV__I(product) *, int),
+                                const TQKV__S(panel) * panel, int end, TQKV__I(product) p, int n_rows)
 {
     for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
         rows = left >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : left >= 2 ? 2 : 1;
-        loop(panel, &p, rows);
+        loop(panel, end, &p, rows);
     }
 }
 
@@ -6258,7 +6302,7 @@ TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__S(panel) * panel, cons
 {
     TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
     if (TQKV__I(are_few)(panel->format, n_rows)) {
-        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].score, panel, *p, n_rows);
+        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].score, panel, panel->dim, *p, n_rows);
         return;
     }
     for (int j = 0; j < panel->n; j += 2 * TQKV__INTEGER_LANES) {
@@ -6299,11 +6343,10 @@ TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const 
     enum { STEP = 16 * TQKV__MANY_SIXTEENS, PLANE = TQKV__TILE / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES };
     TQKV__ALIGNED int8_t tile[TQKV__CHUNK / 16 * PLANE];
     const int plane = panel->n / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES;
-    if (TQKV__I(are_few)(panel->format, n_rows)) {
-        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, *p, n_rows);
-        return;
-    }
-    for (int d = 0, left; d < panel->dim; d += left) {
+    const bool few = TQKV__I(are_few)(panel->format, n_rows);
+    const int end = few ? TQKV__I(fused_end)(panel, n_rows) : 0;
+    if (few) TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, end, *p, n_rows);
+    for (int d = end, left; d < panel->dim; d += left) {
         left = panel->dim - d < TQKV__CHUNK ? panel->dim - d : TQKV__CHUNK;
         TQKV__I(turn_values)(panel, d, left, tile);
         for (int e = 0; e < left; e += STEP)
@@ -7083,7 +7126,7 @@ TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i b
 #ifdef __clang__
     return _mm512_dpbusd_epi32(sums, codes, bytes);
 #else
-    __asm__("vpdpbusd\t{%2, %1, %0|%0, %1, %2}" : "+v"(sums) : "v"(codes), "v"(bytes));
+    __asm__("vpdpbusd\t{%2, %1, %0|%0, %1, %2}" : "+v"(sums) : "v"(codes), "vm"(bytes));
     return sums;
 #endif
 }
@@ -7167,6 +7210,19 @@ TQKV__OP void tqkv__i_store_integers_avx512(void *to, int i, int n, __m512i x)
     _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + i), _mm512_cvtepi32_epi8(high));
     _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + n + i), _mm512_cvtepi32_epi8(x));
 }
+TQKV__OP void tqkv__i_store_tile_avx512(void *to, const __m512i *x)
+{
+    const __m512i first = _mm512_set1_epi32(0x00020000);
+    const __m512i step = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i words = _mm512_add_epi16(first, _mm512_mullo_epi32(step, _mm512_set1_epi32(0x00040004)));
+    const __m512i bytes =
+        _mm512_add_epi8(_mm512_set1_epi32(0x06040200), _mm512_mullo_epi32(step, _mm512_set1_epi32(0x08080808)));
+    const __m512i half = _mm512_set1_epi16(128), odd = _mm512_add_epi8(bytes, _mm512_set1_epi8(1));
+    const __m512i a = _mm512_permutex2var_epi16(x[0], words, x[1]), b = _mm512_permutex2var_epi16(x[2], words, x[3]);
+    const __m512i high = _mm512_permutex2var_epi8(_mm512_add_epi16(a, half), odd, _mm512_add_epi16(b, half));
+    _mm512_storeu_si512(to, high);
+    _mm512_storeu_si512((void *)((int8_t *)to + 64), _mm512_permutex2var_epi8(a, bytes, b));
+}
 TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
 TQKV__OP __m512i tqkv__i_add_codes_avx512(__m512i x, __m512i y) { return _mm512_add_epi32(x, y); }
 TQKV__OP __m512i tqkv__i_set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
@@ -7181,12 +7237,12 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_
 #define TQKV__CODE_OFFSET         128
 #define TQKV__OFFSET_OF(format)   true
 #define TQKV__FEW_ROWS            4 /* rows of loops straight from the codes, at most */
-#define TQKV__LANES_ROWS          8 /* from so many rows on, tiles are turned */
+#define TQKV__LANES_ROWS          5 /* from so many rows on, tiles are turned */
 #define TQKV__MANY_ROWS           4 /* rows whose sums fit in registers: keys, */
 #define TQKV__MANY_VALUE_ROWS     4 /* and values */
 #define TQKV__SUM_SIXTEENS        8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
 #define TQKV__MOST_SIXTEENS       4 /* of one row */
-#define TQKV__LANES_ROWS_OF_BOOKS 8
+#define TQKV__LANES_ROWS_OF_BOOKS 5
 #define TQKV__PARTIAL             1 /* passes of sums may be partial */
 #include "tqkv.h"
 #endif
@@ -7361,9 +7417,8 @@ TQKV__OP __m256i tqkv__i_dot_lanes_avx2(__m256i sums, __m256i words, __m256i int
 #ifdef __clang__
     return _mm256_add_epi32(sums, products);
 #else
-    __m256i sum;
-    __asm__("vpaddd\t{%2, %1, %0|%0, %1, %2}" : "=x"(sum) : "x"(sums), "x"(products));
-    return sum;
+    __asm__("vpaddd\t{%1, %0, %0|%0, %0, %1}" : "+x"(sums) : "x"(products));
+    return sums;
 #endif
 }
 TQKV__OP tqkv__i_sum_avx2 tqkv__i_dot_avx2(const tqkv_format format, tqkv__i_sum_avx2 sums, tqkv__i_unit_avx2 x,
@@ -7437,6 +7492,11 @@ TQKV__OP void tqkv__i_store_integers_avx2(void *to, int i, int n, __m256i x)
     (void)n;
     _mm_storeu_si128((__m128i *)(void *)((int16_t *)to + i),
                      _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
+}
+TQKV__OP void tqkv__i_store_tile_avx2(void *to, const __m256i *x)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 8; i++) tqkv__i_store_integers_avx2(to, 8 * i, 64, x[i]);
 }
 TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
 {
@@ -7638,6 +7698,11 @@ TQKV__OP void tqkv__i_store_integers_neon(void *to, int i, int n, uint32x4_t x)
     (void)n;
     vst1_s16((int16_t *)to + i, vmovn_s32(vreinterpretq_s32_u32(x)));
 }
+TQKV__OP void tqkv__i_store_tile_neon(void *to, const uint32x4_t *x)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 16; i++) tqkv__i_store_integers_neon(to, 4 * i, 64, x[i]);
+}
 TQKV__OP uint32x4_t tqkv__i_add_codes_neon(uint32x4_t x, uint32x4_t y) { return vaddq_u32(x, y); }
 TQKV__OP uint32x4_t tqkv__i_set_codes_neon(int32_t x) { return vdupq_n_u32((uint32_t)x); }
 TQKV__OP int32_t tqkv__i_sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
@@ -7726,6 +7791,11 @@ TQKV__OP void tqkv__i_store_integers_dotprod(void *to, int i, int n, uint32x4_t 
     vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + i), bytes, 0);
     vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + n + i), bytes, 1);
 }
+TQKV__OP void tqkv__i_store_tile_dotprod(void *to, const uint32x4_t *x)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 16; i++) tqkv__i_store_integers_dotprod(to, 4 * i, 64, x[i]);
+}
 TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const tqkv_format format, const int8_t *p, int plane, int i)
 {
     const tqkv__i_row_dotprod row = {vreinterpretq_u32_s8(vld1q_s8(p + i)),
@@ -7809,6 +7879,7 @@ TQKV__OP uint32x4_t tqkv__i_whole_lanes_i8mm(tqkv__i_sum_i8mm sums)
     return vaddq_u32(vshlq_n_u32(vuzp1q_u32(sums.high, sums.low), 8), vuzp2q_u32(sums.high, sums.low));
 }
 #define tqkv__i_store_integers_i8mm tqkv__i_store_integers_dotprod
+#define tqkv__i_store_tile_i8mm     tqkv__i_store_tile_dotprod
 #define tqkv__i_load_row_i8mm       tqkv__i_load_row_dotprod
 #define tqkv__i_dot_i8mm            tqkv__i_dot_dotprod
 #define tqkv__i_whole_i8mm          tqkv__i_whole_dotprod
@@ -8950,6 +9021,18 @@ static size_t tqkv__first_floats(const tqkv__attention *a)
     return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
 }
 
+/* Adds the scores of the second digits: only few rows have any, and their units say which. digits: [n_rows][head_dim] */
+static void tqkv__score_digits(const tqkv__attention *a, const tqkv__stream *s, int kv_head,
+                               const tqkv__segment *segment, const float *digits, int n_rows, float *scores)
+{
+    const size_t dim = (size_t)s->head_dim;
+    for (int row = 0, n; row<n_rows; row += n> 0 ? n : 1) {
+        for (n = 0; row + n < n_rows && digits[(size_t)(row + n + 1) * dim - 1] != 0.0f;) n++;
+        if (n > 0)
+            a->kernels->score_tile(s, kv_head, segment, digits + (size_t)row * dim, n, true, scores + row * TQKV__TILE);
+    }
+}
+
 /* Finds the scores of a tile: the sum of those of the parts of the keys, in their order, and of the second digits. q,
    digits: as tqkv__arrange_queries gives them */
 static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n_rows)
@@ -8963,9 +9046,9 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n
                            n_rows, false, scores);
     if (a->call.tail)
         a->kernels->score_tile(tile->region.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
-    if ((digits & 1) && codes) a->kernels->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
+    if ((digits & 1) && codes) tqkv__score_digits(a, &a->keys, tile->kv_head, &tile->keys, rest, n_rows, scores);
     if (digits & 2)
-        a->kernels->score_tile(tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
+        tqkv__score_digits(a, tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, scores);
 }
 
 /* >>walk: an item from tile to tile */
@@ -10622,7 +10705,7 @@ static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const 
         const int heads = n < n_heads ? n : n_heads; /* whole queries, or some heads of one */
         const size_t at = (size_t)row * (size_t)x->a.key_dim;
         x->a.kernels->score_tile(&x->a.keys, 0, segment, s->q + at, n, false, s->tile);
-        if (s->digits) x->a.kernels->score_tile(&x->a.keys, 0, segment, s->rest + at, n, true, s->tile);
+        if (s->digits) tqkv__score_digits(&x->a, &x->a.keys, 0, segment, s->rest + at, n, s->tile);
         for (int i = 0; i < n; i += heads)
             x->a.kernels->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
                                     heads, s->sums + (row + i) / n_heads * TQKV__TILE);
