@@ -3031,40 +3031,43 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
    change nothing. Boundaries in earlier cells are below the value, boundaries in later cells are above it. One
    comparison remains, with the boundary in the value's own cell or, if it has none, the next one. */
 #define TQKV__CELL_MARGIN 0.004f /* of a cell's width; a value's cell is off by 0.0001 at most */
+typedef struct tqkv__cell {
+    float bound, below, above; /* what a value there is compared with, and the centroids on both sides of that */
+    uint32_t n_below;          /* boundaries below the value, but for this one */
+} tqkv__cell;
+
 typedef struct tqkv__quantiser {
-    TQKV__ALIGNED uint8_t below[256]; /* boundaries in the cells before this one */
-    float bounds[128];                /* the positive boundaries, then infinity */
-    /* Of each cell, from 5 bits up, the bound that a value there is compared with, and the centroid below it; the one
-       above is that of the next cell, if the bound is in this one. One load of two cells takes all. */
-    float entries[257][2];
-    float squares[16];   /* TQ2: of its centroids, repeated */
-    float centroids[16]; /* the positive ones, up to 4 bits */
-    float slope, top;    /* cell of a magnitude w: the whole part of min(w * slope, top) */
-    int half;            /* the codes of one sign */
+    TQKV__ALIGNED tqkv__cell cells[256];
+    /* Of codebooks of up to 4 bits, for look-ups in registers: n_below of each cell, and the positive boundaries, then
+       infinity, and centroids */
+    uint8_t n_below[16];
+    float bounds[8], centroids[8];
+    float squares[8]; /* TQ2: of its centroids, repeated */
+    float slope, top; /* cell of a magnitude w: the whole part of min(w * slope, top) */
+    int half;         /* the codes of one sign */
 } tqkv__quantiser;
 
 static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
 {
     const int bits = s->book_bits, n = (1 << (bits - 1)) - 1;
-    const float *positive = s->boundaries + n + 1; /* boundaries[n] is 0 */
-    int cell = 0;
+    const float *positive = s->boundaries + n + 1, *centroids = s->codebook + n + 1; /* boundaries[n] is 0 */
+    int i = 0;
     q->half = n + 1;
     q->top = (float)((1 << bits) - 1);
     q->slope = (q->top + 0.45f) / positive[n - 1];
-    for (int i = 0; i < n; i++) {
-        const float at = positive[i] * q->slope;
-        TQKV_ASSERT(at - floorf(at) > TQKV__CELL_MARGIN && at - floorf(at) < 1.0f - TQKV__CELL_MARGIN);
-        for (const int own = (int)(at < q->top ? at : q->top); cell <= own; cell++) q->below[cell] = (uint8_t)i;
-        q->bounds[i] = positive[i];
+    for (int c = 0; c < 1 << bits; c++) {
+        const tqkv__cell cell = {i < n ? positive[i] : INFINITY, centroids[i], centroids[i < n ? i + 1 : n],
+                                 (uint32_t)i};
+        const float at = i < n ? positive[i] * q->slope : INFINITY;
+        TQKV_ASSERT(i == n || (at - floorf(at) > TQKV__CELL_MARGIN && at - floorf(at) < 1.0f - TQKV__CELL_MARGIN));
+        q->cells[c] = cell;
+        if (c < 16) q->n_below[c] = (uint8_t)i;
+        i += at < (float)(c + 1) || (i < n && c == (1 << bits) - 1);
     }
-    for (; cell < 256; cell++) q->below[cell] = (uint8_t)n;
-    for (int i = n; i < 128; i++) q->bounds[i] = INFINITY;
-    for (int i = 0; i < 16; i++) q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
-    for (int i = 0; i < 16; i++) q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
-    for (int i = 0; bits > 4 && i <= 1 << bits; i++) {
-        const int below = i < 1 << bits ? q->below[i] : n;
-        q->entries[i][0] = q->bounds[below];
-        q->entries[i][1] = s->codebook[n + 1 + below];
+    for (i = 0; i < 8; i++) {
+        q->bounds[i] = i < n ? positive[i] : INFINITY;
+        q->centroids[i] = centroids[i < n ? i : n];
+        q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
     }
 }
 
@@ -4156,8 +4159,7 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
 
 /* Positions in a tile, which attention scores, weights and sums together. Their scores stay in the L1 cache. */
 #define TQKV__TILE 64
-/* Query rows (queries x heads of a group) that share a decoded tile. Many rows make decoding a small part of the work;
-   the limit keeps their sums in the L2 cache. */
+/* Query rows (queries x heads of a group) that share a decoded tile. The limit keeps their sums in the L2 cache. */
 #define TQKV__CHUNK_ROWS 64
 
 /* The streams of an attention and, with raw ones, the stores of a cache, in the order of its memory and of
@@ -4217,11 +4219,8 @@ typedef struct tqkv__attention {
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
-/* Asks for codes that will be read soon: the next tile's, while this tile is computed. Nearer requests come too late;
-   farther ones push out what is in use (32k positions: 1.1 to 1.5 times slower at half or twice the distance). They go
-   to the L2 cache: on a Zen 4 core F16 is then twice and I8 1.6 times as fast as with requests to the L1, to which few
-   lines can be on their way (D=128, 32k). Formats with a field of upper bits take the L1: they wait for look-ups and
-   not for memory (TQ5 1.3 times, TQ6 1.2 times as fast there). cache is a constant. */
+/* Prefetches the codes of the next tile while this one is computed: nearer requests come too late, farther ones push out
+   what is in use. Streams go to the L2 cache, because few lines can be on their way to the L1. cache is a constant. */
 enum { TQKV__L1 = 1, TQKV__L2 };
 static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, size_t size)
 {
@@ -4924,108 +4923,141 @@ TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, floa
         }
 }
 
-/* Writes a column of the matrix as floats, +-1; signs: [m] and room for whole vectors */
-TQKV__OP void TQKV__(matrix_column)(int m, int column, float *signs)
+/* A vector of a row or, if n is 4 and LANES 8, of two: each has a half. pair is a constant. */
+TQKV__OP TQKV__VECTOR TQKV__(load_column)(const bool pair, const float *low, const float *high)
 {
-    uint64_t bits = 0;
-    for (int i = 0; i < m; i += 8) bits |= (uint64_t)tqkv__matrix_row(m, column)[i / 8] << i; /* symmetric */
-    for (int row = 0; row < m; row += TQKV__LANES, bits >>= TQKV__LANES)
-        TQKV__(store)(signs + row, TQKV__(signs)((uint32_t)bits));
+    return pair ? TQKV__(load_two)(low, high) : TQKV__(load)(low);
 }
 
-/* Between columns of signs: five vectors of 8 hold one of 36 */
-#define TQKV__COLUMN 40
-
-/* Mixes subrows: out[b] = sum over c of P[b][c] * x[c] in order, times factor, for `at_once` subrows b that share a
-   vector: lane at_once * a + i is element a of subrow b + i. x: m vectors, x_stride floats apart; their lanes have each
-   element at_once times. The product with 1 or -1 is exact. count vectors of sums at a time, in registers; m, at_once
-   and count are constants. signs: [m][TQKV__COLUMN], out: [m][n] */
-TQKV__OP void TQKV__(mix_subrows)(const int m, const int at_once, const int count, const float *x, int x_stride,
-                                  const float *signs, float factor, int n, float *out)
+TQKV__OP void TQKV__(store_column)(const bool pair, float *low, float *high, TQKV__VECTOR x)
 {
-    for (int b = 0; b < m; b += count * at_once) {
+    if (pair)
+        TQKV__(store_two)(low, high, x);
+    else
+        TQKV__(store)(low, x);
+}
+
+/* Applies the matrix of order m to a column of subrows n floats apart, in place, with signs that the compiler knows, and
+   no loads of them: encoding I8 takes a quarter less at 80, 96 and 192. Every second sum is made of multiply-adds: a Zen 4
+   core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other, since clang 14 would
+   reorder sums there with -fassociative-math. */
+TQKV__OP void TQKV__(mix_known)(const int m, const bool pair, int n, float factor, float *low, float *high)
+{
+    const TQKV__VECTOR plus = TQKV__(rounded)(TQKV__(set1)(1.0f)), minus = TQKV__(rounded)(TQKV__(set1)(-1.0f));
+    const int count = m > 12 ? m / 2 : m; /* sums in registers, and terms that are unrolled together */
+    TQKV__VECTOR sums[20];
+    TQKV__UNROLL
+    for (int part = 0; part < m / count * (m / count); part++) {
+        const int first = part / (m / count) * count, from = part % (m / count) * count;
+        TQKV__UNROLL
+        for (int c = from; c < from + count; c++) {
+            const TQKV__VECTOR x = TQKV__(load_column)(pair, low + c * n, high + c * n);
+            TQKV__UNROLL
+            for (int b = first; b < first + count; b++) {
+                const bool subtract = (tqkv__matrix_row(m, b)[c / 8] >> (c % 8)) & 1;
+                if (c == 0)
+                    sums[b] = x * (subtract ? minus : plus);
+                else if (b % 2 || TQKV__LANES == 4)
+                    sums[b] = TQKV__(fma)(x, subtract ? minus : plus, sums[b]);
+                else
+                    sums[b] = subtract ? sums[b] - x : sums[b] + x;
+            }
+        }
+    }
+    for (int b = 0; b < m; b++) TQKV__(store_column)(pair, low + b * n, high + b * n, sums[b] * TQKV__(set1)(factor));
+}
+
+/* Writes the matrix as floats, +-1: signs: [m][TQKV__COLUMN], five vectors of 8 hold a column of 36 */
+#define TQKV__COLUMN 40
+TQKV__OP void TQKV__(open_signs)(int m, float *signs)
+{
+    for (int c = 0; c < m; c++, signs += TQKV__COLUMN) {
+        uint64_t bits = 0;
+        for (int i = 0; i < m; i += 8) bits |= (uint64_t)tqkv__matrix_row(m, c)[i / 8] << i; /* symmetric */
+        for (int b = 0; b < m; b += TQKV__LANES, bits >>= TQKV__LANES)
+            TQKV__(store)(signs + b, TQKV__(signs)((uint32_t)bits));
+    }
+}
+
+/* Does what mix_known does with `count` sums in registers, a constant that divides m. */
+TQKV__OP void TQKV__(mix)(const int count, const bool pair, int m, int n, const float *signs, float factor, float *low,
+                          float *high)
+{
+    TQKV__VECTOR x[36];
+    for (int c = 0; c < m; c++) x[c] = TQKV__(load_column)(pair, low + c * n, high + c * n);
+    for (int b = 0; b < m; b += count) {
         const float *sign = signs + b;
         TQKV__VECTOR sums[9];
         TQKV__UNROLL
-        for (int i = 0; i < count; i++) sums[i] = TQKV__(load)(x) * TQKV__(repeat)(at_once, sign + i * at_once);
+        for (int i = 0; i < count; i++) sums[i] = x[0] * TQKV__(set1)(sign[i]);
         for (int c = 1; c < m; c++) {
-            const TQKV__VECTOR subrow = TQKV__(load)(x + c * x_stride);
             sign += TQKV__COLUMN;
             TQKV__UNROLL
-            for (int i = 0; i < count; i++)
-                sums[i] = TQKV__(fma)(subrow, TQKV__(repeat)(at_once, sign + i * at_once), sums[i]);
+            for (int i = 0; i < count; i++) sums[i] = TQKV__(fma)(x[c], TQKV__(set1)(sign[i]), sums[i]);
         }
         TQKV__UNROLL
-        for (int i = 0; i < count; i++) {
-            const TQKV__VECTOR sum = TQKV__(unite)(at_once, sums[i]);
-            TQKV__(store)(out + (b + i * at_once) * n, sum * TQKV__(set1)(factor));
-        }
+        for (int i = 0; i < count; i++)
+            TQKV__(store_column)(pair, low + (b + i) * n, high + (b + i) * n, sums[i] * TQKV__(set1)(factor));
     }
 }
 
-/* Applies the matrix of order m across the subrows. subrows: [m][n], out: [m * n], elsewhere; at_once is LANES / n, or
-   1 */
-TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *subrows, float factor, int n, float *out)
+/* Mixes a column by the order of the matrix. */
+TQKV__OP void TQKV__(mix_column)(const bool pair, int m, int n, const float *signs, float factor, float *low,
+                                 float *high)
 {
-    const int count = m > 12 ? m / 4 : 6;
-    TQKV__ALIGNED float signs[36 * TQKV__COLUMN], spread[36 * TQKV__LANES];
-    for (int c = 0; c < m; c++) TQKV__(matrix_column)(m, c, signs + c * TQKV__COLUMN);
-    if (at_once == 1) {
-        for (int a = 0; a < n; a += TQKV__LANES)
-            TQKV__(mix_subrows)(m, 1, count, subrows + a, n, signs, factor, n, out + a);
-        return;
-    }
-    for (int c = 0; c < m; c++) {
-        const TQKV__VECTOR x = TQKV__(load)(subrows + c / at_once * TQKV__LANES);
-        TQKV__(store)(spread + c * TQKV__LANES, TQKV__(spread)(at_once, c % at_once, x));
-    }
-    TQKV__(mix_subrows)(m, at_once, count, spread, TQKV__LANES, signs, factor, n, out);
+    if (m == 12 && !pair)
+        TQKV__(mix_known)(12, pair, n, factor, low, high);
+    else if (m == 20 && pair)
+        TQKV__(mix_known)(20, pair, n, factor, low, high);
+    else if (m == 12)
+        TQKV__(mix)(6, pair, m, n, signs, factor, low, high);
+    else if (m == 20)
+        TQKV__(mix)(5, pair, m, n, signs, factor, low, high);
+    else if (m == 28)
+        TQKV__(mix)(7, pair, m, n, signs, factor, low, high);
+    else
+        TQKV__(mix)(9, pair, m, n, signs, factor, low, high);
 }
 
-#define TQKV__MIX(m)                                                                                                   \
-    case m:                                                                                                            \
-        if (TQKV__LANES > 4 && n < TQKV__LANES)                                                                        \
-            TQKV__(mix)(m, TQKV__LANES / 4, subrows, factor, n, out);                                                  \
-        else                                                                                                           \
-            TQKV__(mix)(m, 1, subrows, factor, n, out);                                                                \
-        break;
-
-/* Subrows shorter than a vector have 4 values. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float *subrows, float factor, int n,
-                                                             float *out)
+/* Ends the rotation of rows of head_dim = m * n, m > 1, with the matrix across the subrows: of a few rows, because the
+   signs take as long as one. rows: [n_rows][head_dim] */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_rows)(int head_dim, float *rows, int n_rows)
 {
-    switch (m) {
-        TQKV__MIX(12)
-        TQKV__MIX(20)
-        TQKV__MIX(28)
-        TQKV__MIX(36)
+    const tqkv__size *size = tqkv__size_of(head_dim);
+    const int m = size->order, n = size->subrow;
+    TQKV__ALIGNED float signs[36 * TQKV__COLUMN];
+    if (m != (n < TQKV__LANES ? 20 : 12)) TQKV__(open_signs)(m, signs);
+    for (int row = 0; row < n_rows; row += n < TQKV__LANES ? 2 : 1, rows += head_dim) {
+        if (n < TQKV__LANES) {
+            float *next = rows + (row + 1 < n_rows ? head_dim : 0);
+            TQKV__(mix_column)(true, m, n, signs, size->inverse_root, rows, next);
+            rows += head_dim;
+        } else
+            for (int a = 0; a < n; a += TQKV__LANES)
+                TQKV__(mix_column)(false, m, n, signs, size->inverse_root, rows + a, rows + a);
     }
 }
 
-/* Does what hadamard does for head_dim = m * n, m > 1: H over the subrows, then the matrix across them */
+/* Does what hadamard does for head_dim = m * n, m > 1: H over the subrows */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, const void *in, int head_dim, bool flip,
                                                                float *out)
 {
-    TQKV__ALIGNED float subrows[TQKV_MAX_HEAD_DIM];
-    const tqkv__size *size = tqkv__size_of(head_dim);
-    const int m = size->order, n = size->subrow; /* n: 4 to 64 */
-    const float factor = size->inverse_root;
+    const int n = tqkv__size_of(head_dim)->subrow; /* 4 to 64 */
     if (n == 4 && TQKV__LANES > 4)
-        TQKV__(hadamard_subrows)(1, 4, type, in, head_dim, flip, subrows);
+        TQKV__(hadamard_subrows)(1, 4, type, in, head_dim, flip, out);
     else if (n == TQKV__LANES)
-        TQKV__(hadamard_subrows)(1, TQKV__LANES, type, in, head_dim, flip, subrows);
+        TQKV__(hadamard_subrows)(1, TQKV__LANES, type, in, head_dim, flip, out);
     else if (n == 2 * TQKV__LANES)
-        TQKV__(hadamard_subrows)(2, 2 * TQKV__LANES, type, in, head_dim, flip, subrows);
+        TQKV__(hadamard_subrows)(2, 2 * TQKV__LANES, type, in, head_dim, flip, out);
     else if (n == 4 * TQKV__LANES)
-        TQKV__(hadamard_subrows)(4, 4 * TQKV__LANES, type, in, head_dim, flip, subrows);
+        TQKV__(hadamard_subrows)(4, 4 * TQKV__LANES, type, in, head_dim, flip, out);
     else if (n == 8 * TQKV__LANES)
-        TQKV__(hadamard_subrows)(8, 8 * TQKV__LANES, type, in, head_dim, flip, subrows);
+        TQKV__(hadamard_subrows)(8, 8 * TQKV__LANES, type, in, head_dim, flip, out);
     else if (TQKV__LANES < 8)
-        TQKV__(hadamard_subrows)(16, 16 * TQKV__LANES, type, in, head_dim, flip, subrows);
-    TQKV__(mix_by_order)(m, subrows, factor, n, out);
+        TQKV__(hadamard_subrows)(16, 16 * TQKV__LANES, type, in, head_dim, flip, out);
 }
 
-/* Rotates: out = R(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */
+/* Rotates: out = R(in)/sqrt(D), after flipping signs if asked, but for mix_rows; floats in and out may be the same. */
 TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip, float *out)
 {
     int h = head_dim < TQKV__LANES * TQKV__WIDTH ? head_dim : TQKV__LANES * TQKV__WIDTH;
@@ -5046,11 +5078,13 @@ TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int he
 TQKV__TARGET static void TQKV__(rotate)(float *x, int head_dim)
 {
     TQKV__(hadamard)(TQKV_TYPE_F32, x, head_dim, true, x);
+    if (TQKV__HAS_MATRIX(head_dim)) TQKV__(mix_rows)(head_dim, x, 1);
 }
 
 TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
 {
     TQKV__(hadamard)(TQKV_TYPE_F32, y, head_dim, false, y);
+    if (TQKV__HAS_MATRIX(head_dim)) TQKV__(mix_rows)(head_dim, y, 1);
     for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store)(y + d, TQKV__(flip)(TQKV__(load)(y + d), d));
 }
 
@@ -5075,12 +5109,11 @@ TQKV__OP float TQKV__(sum_of_squares)(const float *x, int n)
 /* Returns the sum of the squares of the centroids of codes of TQ2, the one format that is not searched; codes: [n] */
 TQKV__OP float TQKV__(squares_of_codes)(const tqkv__quantiser *q, const uint8_t *codes, int n)
 {
-    TQKV__VECTOR lanes[16 / TQKV__LANES], table[16 / TQKV__LANES];
+    TQKV__VECTOR lanes[16 / TQKV__LANES], table[8 / TQKV__LANES];
     TQKV__UNROLL
-    for (int k = 0; k < 16 / TQKV__LANES; k++) {
-        lanes[k] = TQKV__(set1)(0.0f);
-        table[k] = TQKV__(load)(q->squares + k * TQKV__LANES);
-    }
+    for (int k = 0; k < 16 / TQKV__LANES; k++) lanes[k] = TQKV__(set1)(0.0f);
+    TQKV__UNROLL
+    for (int k = 0; k < 8 / TQKV__LANES; k++) table[k] = TQKV__(load)(q->squares + k * TQKV__LANES);
     for (int d = 0; d < n; d += 16) {
         TQKV__UNROLL
         for (int k = 0; k < 16 / TQKV__LANES; k++)
@@ -5157,15 +5190,15 @@ TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(sizes) * t, int at, TQKV_
 
 /* The tables of a codebook of up to 4 bits, in registers */
 typedef struct TQKV__(book) {
-    TQKV__VECTOR top, bounds[16 / TQKV__LANES], centroids[16 / TQKV__LANES];
-    TQKV__(codes) below;
+    TQKV__VECTOR top, bounds[8 / TQKV__LANES], centroids[8 / TQKV__LANES];
+    TQKV__(codes) n_below;
 } TQKV__(book);
 
 TQKV__OP void TQKV__(load_book)(const tqkv__quantiser *q, TQKV__(book) * book)
 {
     book->top = TQKV__(set1)(q->top);
-    book->below = TQKV__(load_below)(q->below);
-    for (int i = 0; i < 16 / TQKV__LANES; i++) {
+    book->n_below = TQKV__(load_16)(q->n_below);
+    for (int i = 0; i < 8 / TQKV__LANES; i++) {
         book->bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
         book->centroids[i] = TQKV__(load)(q->centroids + i * TQKV__LANES);
     }
@@ -5178,25 +5211,25 @@ TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(sizes) * t, int at, TQKV__VECT
 }
 
 /* Returns the centroids of sizes_times; bits is a constant, 8 for more than 4. For 3 bits three comparisons are quicker
-   than a cell. Of a large codebook one load has the bound and the centroids of a cell. */
+   than a cell. Of a large codebook one load has all of a cell. */
 TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
                                       const TQKV__(sizes) * t, int at, TQKV__VECTOR factor, TQKV__VECTOR slope)
 {
     const TQKV__VECTOR w = TQKV__(sizes_times)(t, at, factor);
     TQKV__(codes) index;
-    TQKV__VECTOR entries[3];
+    TQKV__VECTOR cell[4];
     memset(&index, 0, sizeof index);
     const TQKV__(codes) none = index;
     if (bits == 8) {
-        TQKV__(load_entries)(q->entries, t->cells + at, entries);
-        return TQKV__(choose)(entries[0], w, entries[1], entries[2]);
+        TQKV__(load_cells)(q->cells, t->cells + at, cell);
+        return TQKV__(choose)(cell[0], w, cell[1], cell[2]);
     }
     if (bits == 3) {
         TQKV__UNROLL
         for (int b = 0; b < 3; b++) index = TQKV__(code_from)(index, TQKV__(set1)(q->bounds[b]), w, none);
         return TQKV__(look_up_8)(book->centroids, index);
     }
-    index = TQKV__(below)(book->below, TQKV__(cells)(t, at, slope, book->top));
+    index = TQKV__(look_up_16)(book->n_below, TQKV__(cells)(t, at, slope, book->top));
     index = TQKV__(code_from)(index, TQKV__(look_up_8)(book->bounds, index), w, none);
     return TQKV__(look_up_8)(book->centroids, index);
 }
@@ -5271,9 +5304,9 @@ TQKV__OP void TQKV__(quantise_short)(const int bits, const tqkv__quantiser *q, c
                                      uint8_t *codes)
 {
     TQKV__(codes) four[4], side;
-    TQKV__VECTOR bounds[16 / TQKV__LANES];
-    const TQKV__(codes) below = TQKV__(load_below)(q->below);
-    for (int i = 0; i < 16 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
+    TQKV__VECTOR bounds[8 / TQKV__LANES];
+    const TQKV__(codes) n_below = TQKV__(load_16)(q->n_below);
+    for (int i = 0; i < 8 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
     for (int d = 0; d < n; d += 4 * TQKV__LANES) {
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
@@ -5285,7 +5318,7 @@ TQKV__OP void TQKV__(quantise_short)(const int bits, const tqkv__quantiser *q, c
             }
             const TQKV__VECTOR w = TQKV__(fold)(q->half, v, &side);
             const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
-            const TQKV__(codes) count = TQKV__(below)(below, TQKV__(truncate)(cell));
+            const TQKV__(codes) count = TQKV__(look_up_16)(n_below, TQKV__(truncate)(cell));
             four[i] = TQKV__(code_from)(count, TQKV__(look_up_8)(bounds, count), w, side);
         }
         const TQKV__(codes) bytes = TQKV__(narrow)(four);
@@ -5293,32 +5326,26 @@ TQKV__OP void TQKV__(quantise_short)(const int bits, const tqkv__quantiser *q, c
     }
 }
 
-/* Likewise for a codebook whose tables do not fit registers: vectors find the cells of up to 256 values, loads the
-   counts and bounds, vectors compare. One loop a step: a vector load soon after stores of its lanes would wait. */
+/* Likewise for a codebook whose tables do not fit registers, up to 256 values: one loop stores the cells, since a load
+   of a cell soon after would wait for the store. */
 TQKV__OP void TQKV__(quantise_256)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
-    TQKV__ALIGNED float bounds[256];
-    TQKV__ALIGNED int32_t cells[256];
+    TQKV__ALIGNED uint32_t cells[256];
     TQKV__(codes) side, four[4];
     for (int d = 0; d < n; d += TQKV__LANES) {
         const TQKV__VECTOR w = TQKV__(fold)(q->half, TQKV__(load)(y + d) * TQKV__(set1)(scale), &side);
         four[0] = TQKV__(truncate)(TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top)));
         memcpy(cells + d, &four[0], sizeof four[0]);
     }
-    for (int d = 0; d < n; d += 8) {
-        TQKV__UNROLL
-        for (int i = 0; i < 8; i++) {
-            cells[d + i] = q->below[cells[d + i]];
-            bounds[d + i] = q->bounds[cells[d + i]];
-        }
-    }
     for (int d = 0; d < n; d += 4 * TQKV__LANES) {
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
+            TQKV__VECTOR cell[4];
             const int next = d + i * TQKV__LANES, at = next < n ? next : d;
             const TQKV__VECTOR w = TQKV__(fold)(q->half, TQKV__(load)(y + at) * TQKV__(set1)(scale), &side);
-            memcpy(&four[i], cells + at, sizeof four[i]);
-            four[i] = TQKV__(code_from)(four[i], TQKV__(load)(bounds + at), w, side);
+            TQKV__(load_cells)(q->cells, cells + at, cell);
+            memcpy(&four[i], &cell[3], sizeof four[i]);
+            four[i] = TQKV__(code_from)(four[i], cell[0], w, side);
         }
         const TQKV__(codes) bytes = TQKV__(narrow)(four);
         memcpy(codes + d, &bytes, sizeof bytes);
@@ -5372,7 +5399,10 @@ TQKV__TARGET static void TQKV__(pack_row)(const tqkv__stream *s, const uint8_t *
 /* Stores the codes of F16; type is a constant. */
 TQKV__OP void TQKV__(store_f16_as)(const tqkv_type type, const void *src, int head_dim, uint8_t *row)
 {
-    for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store_f16)(row + 2 * d, TQKV__(load_as)(type, src, d));
+    for (int d = 0; d < head_dim; d += 16) {
+        TQKV__UNROLL
+        for (int k = d; k < d + 16; k += TQKV__LANES) TQKV__(store_f16)(row + 2 * k, TQKV__(load_as)(type, src, k));
+    }
 }
 
 TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, int head_dim, uint8_t *row)
@@ -5385,27 +5415,22 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
         TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
 }
 
-/* Returns the values of a row that are to be quantised: less its centre, times its inverses, rotated, in row:
-   [head_dim] or, where nothing is to be done, in the source. Halves are not widened first: that pass would make them a
-   tenth slower than floats. F16 is stored. */
-TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
+/* Returns the values of a row that are to be quantised: less its centre, times its inverses, rotated but for mix_rows, in
+   row: [head_dim] or, where nothing is to be done, in the source, of its type if the format is F16. Halves are not
+   widened first: that pass would make them a tenth slower than floats. */
+TQKV__TARGET static const void *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
-    const bool half = s->kind == TQKV__HALF;
     const void *src = source->src;
     tqkv_type type = s->type;
-    const bool widens = !s->rotated && !half && type != TQKV_TYPE_F32;
+    const bool widens = !s->rotated && s->kind != TQKV__HALF && type != TQKV_TYPE_F32;
     if (source->center || source->inverses || widens) {
         TQKV__(widen)(type, src, source->center, source->inverses, s->head_dim, row);
         type = TQKV_TYPE_F32;
         src = row;
     }
-    if (s->rotated) {
-        TQKV__(hadamard)(type, src, s->head_dim, true, row);
-        type = TQKV_TYPE_F32;
-        src = row;
-    }
-    if (half) TQKV__(store_f16_row)(type, src, s->head_dim, source->codes);
-    return (const float *)src;
+    if (!s->rotated) return src;
+    TQKV__(hadamard)(type, src, s->head_dim, true, row);
+    return row;
 }
 
 /* Takes a few rows through each step: steps of one row depend on each other, rows do not. */
@@ -5416,24 +5441,28 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     TQKV__ALIGNED float rotated[buffer];
     float norms[most_norms], scales[most_norms], sums[most_norms];
     TQKV__ALIGNED uint8_t codes[TQKV_MAX_HEAD_DIM + 4 * TQKV__LANES];
-    const float *values[most_norms];
+    const void *values[most_norms];
     const int batch = buffer / s->head_dim, per_row = s->norms_per_row;
     for (int first = 0; first < n_rows; first += batch, rows += batch) {
         const int n = n_rows - first < batch ? n_rows - first : batch;
+        for (int i = 0; i < n; i++) values[i] = TQKV__(open_row)(s, &rows[i], rotated + i * s->head_dim);
+        if (s->rotated && TQKV__HAS_MATRIX(s->head_dim)) TQKV__(mix_rows)(s->head_dim, rotated, n);
         for (int i = 0; i < n; i++) {
-            values[i] = TQKV__(open_row)(s, &rows[i], rotated + i * s->head_dim);
-            if (rows[i].half) TQKV__(store_f16_row)(TQKV_TYPE_F32, values[i], s->head_dim, rows[i].half);
+            const tqkv_type type = values[i] == rows[i].src ? s->type : TQKV_TYPE_F32;
+            if (rows[i].half) TQKV__(store_f16_row)(type, values[i], s->head_dim, rows[i].half);
+            if (s->kind == TQKV__HALF) TQKV__(store_f16_row)(type, values[i], s->head_dim, rows[i].codes);
         }
         if (s->kind == TQKV__HALF) continue;
-        for (int i = 0; i < n; i++) TQKV__(norms)(s, values[i], norms + i * per_row, scales + i * per_row);
+        for (int i = 0; i < n; i++)
+            TQKV__(norms)(s, (const float *)values[i], norms + i * per_row, scales + i * per_row);
         for (int i = 0; i < n && s->n_factors > 1; i++) {
             float *scaled = rotated + i * s->head_dim;
-            TQKV__(search_row)(s, q, values[i], scaled, scales + i * per_row, sums + i * per_row);
+            TQKV__(search_row)(s, q, (const float *)values[i], scaled, scales + i * per_row, sums + i * per_row);
             values[i] = scaled;
         }
         for (int i = 0; i < n; i++) {
             float *norm = norms + i * per_row, *scale = scales + i * per_row, *sum = sums + i * per_row;
-            TQKV__(quantise_row)(s, q, values[i], scale, codes);
+            TQKV__(quantise_row)(s, q, (const float *)values[i], scale, codes);
             TQKV__(pack_row)(s, codes, rows[i].codes);
             for (int b = 0; b < per_row && s->n_factors == 1; b++) /* TQ2 */
                 sum[b] = TQKV__(squares_of_codes)(q, codes + b * s->norm_dim, s->norm_dim);
@@ -5620,10 +5649,14 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim,
     const int bytes = halves ? 2 : 4; /* of a value */
     const bool wide = TQKV__INTEGER_LANES == 16 || rows <= 2;
     int d = 0;
-    for (; wide && d + 16 * most <= dim; d += 16 * most) TQKV__S(add_half_vectors)
-    (rows, most * sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
-    for (; d < dim; d += 16) TQKV__S(add_half_vectors)
-    (rows, sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
+    for (; wide && d + 16 * most <= dim; d += 16 * most) {
+        const uint8_t *from = codes + bytes * d;
+        TQKV__S(add_half_vectors)(rows, most * sixteen, halves, dim, from, stride, n, d ? 0 : ahead, weights, out + d);
+    }
+    for (; d < dim; d += 16) {
+        const uint8_t *from = codes + bytes * d;
+        TQKV__S(add_half_vectors)(rows, sixteen, halves, dim, from, stride, n, d ? 0 : ahead, weights, out + d);
+    }
 }
 
 /* Does the same for all rows; halves is a constant. */
@@ -5682,7 +5715,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
      key_lanes            16 bytes of each position to lanes of TQKV__PRODUCTS dimensions
      value_lanes          vectors of TQKV__PRODUCTS positions to lanes of a dimension each
      repeat, dot_lanes    TQKV__PRODUCTS integers of a row in each lane; their products with lanes, added to a sum
-     store_integers       lanes to integers as products find them
+     store_integers       lanes to integers as products find them; store_tile: of a tile
      whole, whole_lanes   a sum in one integer a lane                                                              */
 
 #define TQKV__VECTOR        TQKV__(vector)
@@ -5812,21 +5845,36 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(round_weights)(const tqkv__strea
                                                                const float *factors, int n, float *to)
 {
     TQKV__ALIGNED float x[TQKV__TILE];
-    TQKV__(codes) largest_of;
+    enum { VECTORS = TQKV__TILE / TQKV__INTEGER_LANES };
+    TQKV__VECTOR scaled[VECTORS];
+    TQKV__(codes) rounded[VECTORS], largest_of, sum;
     memset(&largest_of, 0, sizeof largest_of);
+    memset(&sum, 0, sizeof sum);
     if (n < TQKV__TILE) {
         memset(x, 0, sizeof x);
         memcpy(x, weights, (size_t)n * sizeof *x);
         weights = x;
     }
     TQKV__UNROLL
-    for (int j = 0; j < TQKV__TILE; j += TQKV__INTEGER_LANES) {
-        const TQKV__VECTOR scaled = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
-        largest_of = TQKV__(larger_bits)(largest_of, scaled);
-        TQKV__(store)(x + j, scaled);
+    for (int i = 0; i < VECTORS; i++) {
+        const int j = i * TQKV__INTEGER_LANES;
+        scaled[i] = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
+        largest_of = TQKV__(larger_bits)(largest_of, scaled[i]);
     }
     const uint32_t largest = TQKV__S(largest_code)(largest_of);
-    const int32_t offset = TQKV__I(round_floats)(x, TQKV__TILE, largest, to);
+    const float scale = tqkv__integer_scale(largest);
+    TQKV__UNROLL
+    for (int i = 0; i < VECTORS; i++) {
+        rounded[i] = TQKV__S(round_codes)(scaled[i] * TQKV__(set1)(scale));
+        if (TQKV__CODE_OFFSET) sum = TQKV__S(add_codes)(sum, rounded[i]);
+    }
+    int32_t offset = TQKV__CODE_OFFSET ? -TQKV__CODE_OFFSET * TQKV__S(sum_codes)(sum) : 0;
+    if (scale > 0.0f) {
+        TQKV__I(store_tile)(to, rounded);
+    } else {
+        memset(to, 0, TQKV__TILE * sizeof(int16_t));
+        offset = 0;
+    }
     memcpy(to + TQKV__WEIGHTS_OFFSET, &offset, sizeof offset);
     to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
 }
@@ -5927,22 +5975,29 @@ static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int,
 
 /* -- Scores of few rows -- */
 
-/* Loads 64 integers of each row. */
+/* Sixteens of dimensions whose integers registers keep for so many rows */
+#define TQKV__KEPT(rows) (TQKV__INTEGER_LANES == 16 && (rows) > 2 ? 2 : 4)
+
+/* Loads the integers of a pass. */
 TQKV__OP void TQKV__I(load_rows)(const tqkv_format format, const int rows, const TQKV__I(product) * p, int dim, int d,
                                  TQKV__I(row) (*q)[4])
 {
+    const int kept = TQKV__KEPT(rows);
     TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++)
-        q[i / 4][i % 4] =
-            TQKV__I(load_row)(format, p->rows + (size_t)(i / 4 * p->row_floats) * sizeof(float), dim, d + i % 4 * 16);
+    for (int r = 0; r < rows; r++) {
+        TQKV__UNROLL
+        for (int k = 0; k < kept; k++)
+            q[r][k] = TQKV__I(load_row)(format, p->rows + (size_t)(r * p->row_floats) * sizeof(float), dim, d + 16 * k);
+    }
 }
 
-/* Adds the products of a unit of positions with up to 64 dimensions. format and rows are constants. */
+/* Adds the products of a unit of positions with the dimensions of a pass. format and rows are constants. */
 TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const TQKV__S(chunk) * chunk,
                                 const TQKV__S(raw) * raw, int left, TQKV__I(row) (*q)[4], TQKV__I(sum) * sums)
 {
+    const int kept = TQKV__KEPT(rows);
     TQKV__UNROLL
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < kept; k++) {
         if (16 * k >= left) continue;
         const TQKV__S(unit) x = TQKV__S(look_up)(format, k, chunk, raw);
         TQKV__UNROLL
@@ -5950,12 +6005,12 @@ TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const 
     }
 }
 
-/* Adds the products of up to 64 dimensions from d on: sums[row][u] for each unit. Four units are LANES positions; lane
+/* Adds the products of a pass from d on: sums[row][u] for each unit. Four units are LANES positions; lane
    i of unit v has position v + 4 i. */
 TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
                                    const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
 {
-    const int left = a->dim - d;
+    const int left = a->dim - d < 16 * TQKV__KEPT(rows) ? a->dim - d : 16 * TQKV__KEPT(rows);
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
     TQKV__I(load_rows)(format, rows, p, a->dim, d, q);
@@ -5986,12 +6041,12 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(finish_scores)(const TQKV__I(pro
             TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / TQKV__POSITIONS));
 }
 
-TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
+TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel, int end,
                                   const TQKV__I(product) * p)
 {
     TQKV__(codes) sums[TQKV__FEW_ROWS][TQKV__MOST_UNITS];
     const TQKV__S(panel) a = *panel; /* sums lie elsewhere */
-    for (int d = 0; d < a.dim; d += TQKV__CHUNK) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
+    for (int d = 0; d < end; d += 16 * TQKV__KEPT(rows)) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
     TQKV__I(finish_scores)(p, rows, a.n, sums);
 }
 
@@ -6064,9 +6119,23 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
     ((rows)*TQKV__MOST_SIXTEENS <= TQKV__SUM_SIXTEENS ? TQKV__MOST_SIXTEENS : TQKV__SUM_SIXTEENS / (rows))
 
 /* Whether a pass may have less than its sixteens. */
-#define TQKV__ARE_PARTIAL(rows) (TQKV__PARTIAL && (rows) <= 2)
+#define TQKV__ARE_PARTIAL(rows) (TQKV__PARTIAL && (rows) < 4)
 
-/* Adds n of the sums of a pass, sums: [rows][vectors], to results[row][d] and on. Not inlined, because all loops have one. */
+/* Adds n of the sums of a pass, sums: [rows][vectors], to results[row][d] and on. */
+TQKV__OP void TQKV__I(add_sums_of)(const TQKV__I(product) * p, int rows, int vectors, int n, int d,
+                                   const TQKV__(codes) * sums)
+{
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++, sums += vectors) {
+        float *to = p->results + r * p->result_floats + d;
+        const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
+        TQKV__UNROLL
+        for (int i = 0; i < n; i++, to += TQKV__INTEGER_LANES)
+            TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sums[i]), unit, TQKV__(load)(to)));
+    }
+}
+
+/* The same for all loops of few rows, whose code would be half as long again with it */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors, int n,
                                                           int d, const TQKV__(codes) * sums)
 {
@@ -6140,18 +6209,20 @@ TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const
     TQKV__(codes) whole[TQKV__FEW_ROWS * 4 * TQKV__DIM_LANES];
     TQKV__UNROLL
     for (int i = 0; i < rows * all; i++) whole[i] = TQKV__I(whole_lanes)(sums[i / all][i % all]);
-    TQKV__I(add_sums)(p, rows, all, left / 16 * TQKV__DIM_LANES, d, whole);
+    if (format == TQKV__READY)
+        TQKV__I(add_sums_of)(p, rows, all, all, d, whole);
+    else
+        TQKV__I(add_sums)(p, rows, all, left / 16 * TQKV__DIM_LANES, d, whole);
 }
 
-TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
+/* The dimensions of a panel below `end`, see fused_end */
+TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel, int end,
                                 const TQKV__I(product) * p)
 {
-    const int step = 16 * TQKV__SIXTEENS(rows);
-    const TQKV__S(panel) a = *panel; /* results lie elsewhere */
-    int d = 0;
-    for (; d + (TQKV__ARE_PARTIAL(rows) ? 16 : step) <= a.dim; d += step)
+    TQKV__S(panel) a = *panel; /* results lie elsewhere */
+    a.dim = end;
+    for (int d = 0; d < end; d += 16 * TQKV__SIXTEENS(rows))
         TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p, NULL);
-    if (!TQKV__ARE_PARTIAL(rows) && d < a.dim) TQKV__I(add_chunk)(format, rows, 1, &a, d, p, NULL);
 }
 
 /* Finds the lanes of the dimensions [d, d + left) for all positions. tile: as add_chunk has it */
@@ -6193,20 +6264,20 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) 
 /* -- The loops of each format, for one and two rows -- */
 
 typedef struct TQKV__I(loops) {
-    void (*score)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
-    void (*add)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
+    void (*score)(const TQKV__S(panel) *, int end, const TQKV__I(product) *, int rows);
+    void (*add)(const TQKV__S(panel) *, int end, const TQKV__I(product) *, int rows);
 } TQKV__I(loops);
 
 /* Codes of 5 bits in bytes take the loops of 6 bits: the codebook is repeated. */
 #define TQKV__FEW_LOOPS(format, kind, book) (TQKV__HAS_INTEGERS(kind, book) && (format) != TQKV_TQ5_BYTES)
 #define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain)                                    \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a,                          \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a, int end,                 \
                                                                     const TQKV__I(product) * product, int rows)        \
     {                                                                                                                  \
         const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
         if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind);                              \
     }                                                                                                                  \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a,                            \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a, int end,                   \
                                                                   const TQKV__I(product) * product, int rows)          \
     {                                                                                                                  \
         const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
@@ -6221,10 +6292,10 @@ TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const T
 }
 
 #define TQKV__BY_ROWS(loop, format, kind)                                                                              \
-    (rows == 1   ? TQKV__I(loop)(format, 1, a, p)                                                                      \
-     : rows == 2 ? TQKV__I(loop)(format, 2, a, p)                                                                      \
+    (rows == 1   ? TQKV__I(loop)(format, 1, a, end, p)                                                                 \
+     : rows == 2 ? TQKV__I(loop)(format, 2, a, end, p)                                                                 \
      : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || TQKV__LANES_ROWS_OF_BOOKS > 3)                                   \
-         ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, p)                                                                 \
+         ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, end, p)                                                            \
          : (void)0)
 TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
 
@@ -6237,13 +6308,19 @@ static bool TQKV__I(are_few)(tqkv_format format, int n_rows)
     return n_rows < (tqkv__format_of(format)->kind == TQKV__GRID ? TQKV__LANES_ROWS : TQKV__LANES_ROWS_OF_BOOKS);
 }
 
+/* Returns the dimensions that few rows add straight from the codes: all, or whole passes of 32. */
+static int TQKV__I(fused_end)(const TQKV__S(panel) * a, int n_rows)
+{
+    return TQKV__ARE_PARTIAL(n_rows) ? a->dim : a->dim / 32 * 32;
+}
+
 /* Calls a loop for few rows. */
-TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, const TQKV__I(product) *, int),
-                                const TQKV__S(panel) * panel, TQKV__I(product) p, int n_rows)
+TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const TQKV__I(product) *, int),
+                                const TQKV__S(panel) * panel, int end, TQKV__I(product) p, int n_rows)
 {
     for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
         rows = left >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : left >= 2 ? 2 : 1;
-        loop(panel, &p, rows);
+        loop(panel, end, &p, rows);
     }
 }
 
@@ -6254,7 +6331,7 @@ TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__S(panel) * panel, cons
 {
     TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
     if (TQKV__I(are_few)(panel->format, n_rows)) {
-        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].score, panel, *p, n_rows);
+        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].score, panel, panel->dim, *p, n_rows);
         return;
     }
     for (int j = 0; j < panel->n; j += 2 * TQKV__INTEGER_LANES) {
@@ -6295,11 +6372,10 @@ TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const 
     enum { STEP = 16 * TQKV__MANY_SIXTEENS, PLANE = TQKV__TILE / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES };
     TQKV__ALIGNED int8_t tile[TQKV__CHUNK / 16 * PLANE];
     const int plane = panel->n / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES;
-    if (TQKV__I(are_few)(panel->format, n_rows)) {
-        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, *p, n_rows);
-        return;
-    }
-    for (int d = 0, left; d < panel->dim; d += left) {
+    const bool few = TQKV__I(are_few)(panel->format, n_rows);
+    const int end = few ? TQKV__I(fused_end)(panel, n_rows) : 0;
+    if (few) TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, end, *p, n_rows);
+    for (int d = end, left; d < panel->dim; d += left) {
         left = panel->dim - d < TQKV__CHUNK ? panel->dim - d : TQKV__CHUNK;
         TQKV__I(turn_values)(panel, d, left, tile);
         for (int e = 0; e < left; e += STEP)
@@ -6458,7 +6534,7 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
 /* Loads eight centroids of TQ8 at a time. The asm keeps the codes in a register of which x86 reads the two lowest bytes
-   (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
+   (Q), and each shift a shift of 16, where compilers shift once for each code. */
 TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float *to)
 {
     const float *centroids = s->codebook;
@@ -6505,25 +6581,14 @@ TQKV__OP __m256 tqkv__signs_avx2(uint32_t bits)
         _mm256_sllv_epi32(_mm256_set1_epi32((int)bits), _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
     return _mm256_or_ps(_mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));
 }
-/* Repeats n floats; n is 1 or 2. */
-TQKV__OP __m256 tqkv__repeat_avx2(const int n, const float *p)
+TQKV__OP __m256 tqkv__load_two_avx2(const float *low, const float *high)
 {
-    double two;
-    if (n == 1) return _mm256_set1_ps(*p);
-    memcpy(&two, p, sizeof two);
-    return _mm256_castpd_ps(_mm256_set1_pd(two));
+    return _mm256_set_m128(_mm_loadu_ps(high), _mm_loadu_ps(low));
 }
-/* Takes the i-th half of x, each lane twice. */
-TQKV__OP __m256 tqkv__spread_avx2(const int n, int i, __m256 x)
+TQKV__OP void tqkv__store_two_avx2(float *low, float *high, __m256 x)
 {
-    (void)n; /* 2 */
-    return _mm256_permutevar8x32_ps(
-        x, _mm256_add_epi32(_mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0), _mm256_set1_epi32(4 * i)));
-}
-/* Puts the even lanes of x before the odd ones, if n is 2. */
-TQKV__OP __m256 tqkv__unite_avx2(const int n, __m256 x)
-{
-    return n == 1 ? x : _mm256_permutevar8x32_ps(x, _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0));
+    _mm_storeu_ps(low, _mm256_castps256_ps128(x));
+    _mm_storeu_ps(high, _mm256_extractf128_ps(x, 1));
 }
 /* Widens bytes to words. */
 TQKV__OP __m256i tqkv__widen_bytes_avx2(const uint8_t *p) { return _mm256_cvtepu8_epi32(tqkv__load_64(p)); }
@@ -6553,13 +6618,10 @@ TQKV__OP __m256 tqkv__fold_avx2(const int half, __m256 v, __m256i *side)
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(tqkv__abs_avx2(v)), positive));
 }
 TQKV__OP __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); }
-/* Looks up bytes of a table of 16, the same in either half of a register: the upper three of each lane are 0 and find
-   the first entry, which is 0. */
-TQKV__OP __m256i tqkv__load_below_avx2(const uint8_t *table)
-{
-    return _mm256_broadcastsi128_si256(tqkv__load_128(table));
-}
-TQKV__OP __m256i tqkv__below_avx2(__m256i table, __m256i cells) { return _mm256_shuffle_epi8(table, cells); }
+/* Loads a table of 16 bytes, the same in either half of a register, and looks up: the upper three bytes of each lane are
+   0 and find the first entry, which is 0. */
+TQKV__OP __m256i tqkv__load_16_avx2(const uint8_t *table) { return _mm256_broadcastsi128_si256(tqkv__load_128(table)); }
+TQKV__OP __m256i tqkv__look_up_16_avx2(__m256i table, __m256i index) { return _mm256_shuffle_epi8(table, index); }
 /* Looks up floats of a table of eight. */
 TQKV__OP __m256 tqkv__look_up_8_avx2(const __m256 *table, __m256i index)
 {
@@ -6575,18 +6637,20 @@ TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 a
 {
     return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));
 }
-/* Loads the bounds of 8 cells, the centroids below them and those above. */
-TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[2], const uint32_t *cells, __m256 *x)
+/* Loads eight cells: x[0] their bounds, x[1] and x[2] the centroids, x[3] the bits of n_below. Shufps runs on more ports
+   than unpck. */
+TQKV__OP void tqkv__load_cells_avx2(const tqkv__cell *cells, const uint32_t *at, __m256 *x)
 {
     __m256 four[4];
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
-        four[i] = _mm256_set_m128(_mm_loadu_ps(entries[cells[i + 4]]), _mm_loadu_ps(entries[cells[i]]));
-    const __m256 low = _mm256_shuffle_ps(four[0], four[1], 0x44), next = _mm256_shuffle_ps(four[2], four[3], 0x44);
-    x[0] = _mm256_shuffle_ps(low, next, 0x88);
-    x[1] = _mm256_shuffle_ps(low, next, 0xdd);
-    x[2] =
-        _mm256_shuffle_ps(_mm256_shuffle_ps(four[0], four[1], 0xee), _mm256_shuffle_ps(four[2], four[3], 0xee), 0xdd);
+        four[i] = _mm256_set_m128(_mm_load_ps(&cells[at[i + 4]].bound), _mm_load_ps(&cells[at[i]].bound));
+    const __m256 a = _mm256_shuffle_ps(four[0], four[1], 0x44), b = _mm256_shuffle_ps(four[2], four[3], 0x44);
+    const __m256 c = _mm256_shuffle_ps(four[0], four[1], 0xee), d = _mm256_shuffle_ps(four[2], four[3], 0xee);
+    x[0] = _mm256_shuffle_ps(a, b, 0x88);
+    x[1] = _mm256_shuffle_ps(a, b, 0xdd);
+    x[2] = _mm256_shuffle_ps(c, d, 0x88);
+    x[3] = _mm256_shuffle_ps(c, d, 0xdd);
 }
 TQKV__OP __m256i tqkv__quantise_i8_avx2(__m256 v)
 {
@@ -6847,21 +6911,16 @@ TQKV__OP float32x4_t tqkv__signs_neon(uint32_t bits)
     const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(shifts)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(vorrq_u32(moved, vdupq_n_u32(0x3f800000u)));
 }
-/* No subrow is shorter than a vector: n is 1. */
-TQKV__OP float32x4_t tqkv__repeat_neon(const int n, const float *p)
+/* A vector is no longer than a subrow: high is behind low. */
+TQKV__OP float32x4_t tqkv__load_two_neon(const float *low, const float *high)
 {
-    (void)n;
-    return vld1q_dup_f32(p);
+    (void)high;
+    return vld1q_f32(low);
 }
-TQKV__OP float32x4_t tqkv__spread_neon(const int n, int i, float32x4_t x)
+TQKV__OP void tqkv__store_two_neon(float *low, float *high, float32x4_t x)
 {
-    (void)n, (void)i;
-    return x;
-}
-TQKV__OP float32x4_t tqkv__unite_neon(const int n, float32x4_t x)
-{
-    (void)n;
-    return x;
+    (void)high;
+    vst1q_f32(low, x);
 }
 TQKV__OP uint32x4_t tqkv__widen_bytes_neon(const uint8_t *p)
 {
@@ -6890,11 +6949,11 @@ TQKV__OP float32x4_t tqkv__fold_neon(const int half, float32x4_t v, uint32x4_t *
     return vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(vabsq_f32(v)), positive));
 }
 TQKV__OP uint32x4_t tqkv__truncate_neon(float32x4_t x) { return vcvtq_u32_f32(x); }
-TQKV__OP uint32x4_t tqkv__load_below_neon(const uint8_t *table) { return vreinterpretq_u32_u8(vld1q_u8(table)); }
+TQKV__OP uint32x4_t tqkv__load_16_neon(const uint8_t *table) { return vreinterpretq_u32_u8(vld1q_u8(table)); }
 /* Looks up bytes: the upper three of each lane are 0 and find the table's first entry, which is 0. */
-TQKV__OP uint32x4_t tqkv__below_neon(uint32x4_t table, uint32x4_t cells)
+TQKV__OP uint32x4_t tqkv__look_up_16_neon(uint32x4_t table, uint32x4_t index)
 {
-    return vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(table), vreinterpretq_u8_u32(cells)));
+    return vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(table), vreinterpretq_u8_u32(index)));
 }
 /* Looks up floats of a table of eight, in two vectors: entry i is its bytes 4i to 4i + 3. */
 TQKV__OP float32x4_t tqkv__look_up_8_neon(const float32x4_t *table, uint32x4_t index)
@@ -6912,18 +6971,20 @@ TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32
 {
     return vbslq_f32(vcleq_f32(bound, w), above, below);
 }
-TQKV__OP void tqkv__load_entries_neon(const float (*entries)[2], const uint32_t *cells, float32x4_t *x)
+/* Loads four cells: see >>set-avx2. */
+TQKV__OP void tqkv__load_cells_neon(const tqkv__cell *cells, const uint32_t *at, float32x4_t *x)
 {
     float32x4_t four[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) four[i] = vld1q_f32(entries[cells[i]]);
-    const float64x2_t bounds[2] = {vreinterpretq_f64_f32(vtrn1q_f32(four[0], four[1])),
-                                   vreinterpretq_f64_f32(vtrn1q_f32(four[2], four[3]))};
-    const float64x2_t centroids[2] = {vreinterpretq_f64_f32(vtrn2q_f32(four[0], four[1])),
-                                      vreinterpretq_f64_f32(vtrn2q_f32(four[2], four[3]))};
-    x[0] = vreinterpretq_f32_f64(vtrn1q_f64(bounds[0], bounds[1]));
-    x[1] = vreinterpretq_f32_f64(vtrn1q_f64(centroids[0], centroids[1]));
-    x[2] = vreinterpretq_f32_f64(vtrn2q_f64(centroids[0], centroids[1]));
+    for (int i = 0; i < 4; i++) four[i] = vld1q_f32(&cells[at[i]].bound);
+    const float64x2_t a = vreinterpretq_f64_f32(vtrn1q_f32(four[0], four[1]));
+    const float64x2_t b = vreinterpretq_f64_f32(vtrn1q_f32(four[2], four[3]));
+    const float64x2_t c = vreinterpretq_f64_f32(vtrn2q_f32(four[0], four[1]));
+    const float64x2_t d = vreinterpretq_f64_f32(vtrn2q_f32(four[2], four[3]));
+    x[0] = vreinterpretq_f32_f64(vtrn1q_f64(a, b));
+    x[1] = vreinterpretq_f32_f64(vtrn1q_f64(c, d));
+    x[2] = vreinterpretq_f32_f64(vtrn2q_f64(a, b));
+    x[3] = vreinterpretq_f32_f64(vtrn2q_f64(c, d));
 }
 TQKV__OP uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)
 {
@@ -7094,7 +7155,7 @@ TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i b
 #ifdef __clang__
     return _mm512_dpbusd_epi32(sums, codes, bytes);
 #else
-    __asm__("vpdpbusd\t{%2, %1, %0|%0, %1, %2}" : "+v"(sums) : "v"(codes), "v"(bytes));
+    __asm__("vpdpbusd\t{%2, %1, %0|%0, %1, %2}" : "+v"(sums) : "v"(codes), "vm"(bytes));
     return sums;
 #endif
 }
@@ -7178,6 +7239,19 @@ TQKV__OP void tqkv__i_store_integers_avx512(void *to, int i, int n, __m512i x)
     _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + i), _mm512_cvtepi32_epi8(high));
     _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + n + i), _mm512_cvtepi32_epi8(x));
 }
+TQKV__OP void tqkv__i_store_tile_avx512(void *to, const __m512i *x)
+{
+    const __m512i first = _mm512_set1_epi32(0x00020000);
+    const __m512i step = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i words = _mm512_add_epi16(first, _mm512_mullo_epi32(step, _mm512_set1_epi32(0x00040004)));
+    const __m512i bytes =
+        _mm512_add_epi8(_mm512_set1_epi32(0x06040200), _mm512_mullo_epi32(step, _mm512_set1_epi32(0x08080808)));
+    const __m512i half = _mm512_set1_epi16(128), odd = _mm512_add_epi8(bytes, _mm512_set1_epi8(1));
+    const __m512i a = _mm512_permutex2var_epi16(x[0], words, x[1]), b = _mm512_permutex2var_epi16(x[2], words, x[3]);
+    const __m512i high = _mm512_permutex2var_epi8(_mm512_add_epi16(a, half), odd, _mm512_add_epi16(b, half));
+    _mm512_storeu_si512(to, high);
+    _mm512_storeu_si512((void *)((int8_t *)to + 64), _mm512_permutex2var_epi8(a, bytes, b));
+}
 TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
 TQKV__OP __m512i tqkv__i_add_codes_avx512(__m512i x, __m512i y) { return _mm512_add_epi32(x, y); }
 TQKV__OP __m512i tqkv__i_set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
@@ -7192,12 +7266,12 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_
 #define TQKV__CODE_OFFSET         128
 #define TQKV__OFFSET_OF(format)   true
 #define TQKV__FEW_ROWS            4 /* rows of loops straight from the codes, at most */
-#define TQKV__LANES_ROWS          8 /* from so many rows on, tiles are turned */
+#define TQKV__LANES_ROWS          5 /* from so many rows on, tiles are turned */
 #define TQKV__MANY_ROWS           4 /* rows whose sums fit in registers: keys, */
 #define TQKV__MANY_VALUE_ROWS     4 /* and values */
 #define TQKV__SUM_SIXTEENS        8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
 #define TQKV__MOST_SIXTEENS       4 /* of one row */
-#define TQKV__LANES_ROWS_OF_BOOKS 8
+#define TQKV__LANES_ROWS_OF_BOOKS 5
 #define TQKV__PARTIAL             1 /* passes of sums may be partial */
 #include "tqkv.h"
 #endif
@@ -7372,9 +7446,8 @@ TQKV__OP __m256i tqkv__i_dot_lanes_avx2(__m256i sums, __m256i words, __m256i int
 #ifdef __clang__
     return _mm256_add_epi32(sums, products);
 #else
-    __m256i sum;
-    __asm__("vpaddd\t{%2, %1, %0|%0, %1, %2}" : "=x"(sum) : "x"(sums), "x"(products));
-    return sum;
+    __asm__("vpaddd\t{%1, %0, %0|%0, %0, %1}" : "+x"(sums) : "x"(products));
+    return sums;
 #endif
 }
 TQKV__OP tqkv__i_sum_avx2 tqkv__i_dot_avx2(const tqkv_format format, tqkv__i_sum_avx2 sums, tqkv__i_unit_avx2 x,
@@ -7448,6 +7521,11 @@ TQKV__OP void tqkv__i_store_integers_avx2(void *to, int i, int n, __m256i x)
     (void)n;
     _mm_storeu_si128((__m128i *)(void *)((int16_t *)to + i),
                      _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
+}
+TQKV__OP void tqkv__i_store_tile_avx2(void *to, const __m256i *x)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 8; i++) tqkv__i_store_integers_avx2(to, 8 * i, 64, x[i]);
 }
 TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
 {
@@ -7649,6 +7727,11 @@ TQKV__OP void tqkv__i_store_integers_neon(void *to, int i, int n, uint32x4_t x)
     (void)n;
     vst1_s16((int16_t *)to + i, vmovn_s32(vreinterpretq_s32_u32(x)));
 }
+TQKV__OP void tqkv__i_store_tile_neon(void *to, const uint32x4_t *x)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 16; i++) tqkv__i_store_integers_neon(to, 4 * i, 64, x[i]);
+}
 TQKV__OP uint32x4_t tqkv__i_add_codes_neon(uint32x4_t x, uint32x4_t y) { return vaddq_u32(x, y); }
 TQKV__OP uint32x4_t tqkv__i_set_codes_neon(int32_t x) { return vdupq_n_u32((uint32_t)x); }
 TQKV__OP int32_t tqkv__i_sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
@@ -7737,6 +7820,11 @@ TQKV__OP void tqkv__i_store_integers_dotprod(void *to, int i, int n, uint32x4_t 
     vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + i), bytes, 0);
     vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + n + i), bytes, 1);
 }
+TQKV__OP void tqkv__i_store_tile_dotprod(void *to, const uint32x4_t *x)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 16; i++) tqkv__i_store_integers_dotprod(to, 4 * i, 64, x[i]);
+}
 TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const tqkv_format format, const int8_t *p, int plane, int i)
 {
     const tqkv__i_row_dotprod row = {vreinterpretq_u32_s8(vld1q_s8(p + i)),
@@ -7820,6 +7908,7 @@ TQKV__OP uint32x4_t tqkv__i_whole_lanes_i8mm(tqkv__i_sum_i8mm sums)
     return vaddq_u32(vshlq_n_u32(vuzp1q_u32(sums.high, sums.low), 8), vuzp2q_u32(sums.high, sums.low));
 }
 #define tqkv__i_store_integers_i8mm tqkv__i_store_integers_dotprod
+#define tqkv__i_store_tile_i8mm     tqkv__i_store_tile_dotprod
 #define tqkv__i_load_row_i8mm       tqkv__i_load_row_dotprod
 #define tqkv__i_dot_i8mm            tqkv__i_dot_dotprod
 #define tqkv__i_whole_i8mm          tqkv__i_whole_dotprod
@@ -8840,12 +8929,8 @@ static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *re
     if (a->call.tail) tqkv__open_segment(region->tail, tile->position, tile->n, end, &tile->tail);
 }
 
-/* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines,
-   but late where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128,
-   32768 positions, AMD EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with
-   codes in a cache it adds 1%. Not for codes of less than two lines a row that go on where this tile ends: the
-   processor sees one stream and reads it ahead by itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8
-   and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
+/* Prefetches a line of each 4 KiB of the next tile, and its norms: the loops prefetch the rest, but late where the
+   processor does not know the memory page yet. It reads short rows that go on where this tile ends ahead by itself. */
 static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__segment *segment)
 {
     const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
@@ -8965,6 +9050,18 @@ static size_t tqkv__first_floats(const tqkv__attention *a)
     return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
 }
 
+/* Adds the scores of the second digits: only few rows have any, and their units say which. digits: [n_rows][head_dim] */
+static void tqkv__score_digits(const tqkv__attention *a, const tqkv__stream *s, int kv_head,
+                               const tqkv__segment *segment, const float *digits, int n_rows, float *scores)
+{
+    const size_t dim = (size_t)s->head_dim;
+    for (int row = 0, n; row<n_rows; row += n> 0 ? n : 1) {
+        for (n = 0; row + n < n_rows && digits[(size_t)(row + n + 1) * dim - 1] != 0.0f;) n++;
+        if (n > 0)
+            a->kernels->score_tile(s, kv_head, segment, digits + (size_t)row * dim, n, true, scores + row * TQKV__TILE);
+    }
+}
+
 /* Finds the scores of a tile: the sum of those of the parts of the keys, in their order, and of the second digits. q,
    digits: as tqkv__arrange_queries gives them */
 static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n_rows)
@@ -8978,16 +9075,15 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n
                            n_rows, false, scores);
     if (a->call.tail)
         a->kernels->score_tile(tile->region.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
-    if ((digits & 1) && codes) a->kernels->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
+    if ((digits & 1) && codes) tqkv__score_digits(a, &a->keys, tile->kv_head, &tile->keys, rest, n_rows, scores);
     if (digits & 2)
-        a->kernels->score_tile(tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
+        tqkv__score_digits(a, tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, scores);
 }
 
 /* >>walk: an item from tile to tile */
 
-/* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a
-   piece and of a stretch. A tile's values are added after the next tile's scores. These steps are independent, and the
-   processor overlaps them. */
+/* An item at work: its queries, what centres add to its scores, and its sums. A tile's values are added after the next
+   tile's scores: these steps are independent, so the processor overlaps them. */
 typedef struct tqkv__work {
     const tqkv__attention *a;
     const tqkv__item *item;
@@ -9126,14 +9222,12 @@ static tqkv__source tqkv__source_of(const tqkv__stream *s, int kv_head)
     return source;
 }
 
-/* Asks for a row, to the L1 cache. With requests to the L2 a list of 2,048 of 32,768 positions takes 1.4 times as long
-   from memory (TQ4 of 128, group 4, blocks of 1, Zen 5), and F16 of 512, whose tiles are larger than an L1, as long.
-   Rows that are not aligned to lines lie in one more, which is not asked for: they take 1.1 to 1.2 times as long with a
-   request for it (TQ4, I8, Xeon). */
+/* Prefetches a row to the L1 cache: requests to the L2 take longer from memory. The last line of a row that is not
+   aligned to lines is left out: its request costs more than it brings. */
 static TQKV__INLINE void tqkv__ask_row(const tqkv__source *s, int32_t slot)
 {
     const uint8_t *row = s->codes + (size_t)slot * s->size;
-    tqkv__prefetch(TQKV__L1, row, 1); /* by the line: a loop over a size takes 1.1 times as long in all */
+    tqkv__prefetch(TQKV__L1, row, 1); /* by the line, which takes less time than a loop over a size */
     for (size_t i = 64; i < s->size; i += 64) tqkv__prefetch(TQKV__L1, row + i, 1);
     if (s->norms) tqkv__prefetch(TQKV__L1, (const uint8_t *)(s->of_rows + (size_t)slot * s->norms), 1);
 }
@@ -9153,9 +9247,8 @@ static void tqkv__gather_any(const tqkv__source *s, const int32_t *slot_list, in
     }
 }
 
-/* Likewise for rows with a norm each, none of them hidden, whose size is a constant. It asks for a row whenever it has
-   copied one: a burst of requests would wait until all but the last lines have come, and nothing be done meanwhile. It
-   does not ask for norms, whose lines follow one another: with requests it takes 1.05 times as long (Xeon). */
+/* Likewise for rows with a norm each, none of them hidden, whose size is a constant. It prefetches a row for each it
+   copies: a burst of requests would wait until most lines have come. The lines of norms follow one another. */
 static TQKV__INLINE void tqkv__gather_rows(const tqkv__source *s, const size_t size, const int32_t *slot_list, int n,
                                            const int32_t *next, int n_next, uint8_t *row, float *norm)
 {
@@ -9172,9 +9265,8 @@ static TQKV__INLINE void tqkv__gather_rows(const tqkv__source *s, const size_t s
     for (int j = n; j < n_next; j++) tqkv__ask_row(s, next[j]);
 }
 
-/* Copies the rows of a tile to slots of another stream from `slot` on, and asks for the n_next of the next tile, none
-   of them hidden. What is hidden becomes zeros, because it may be NaN. The sizes of TQ2 to TQ6 and of a byte a value at
-   64, 128 and 256 are constants: a loop over a size takes 1.2 to 1.8 times as long in all. */
+/* Copies the rows of a tile to slots of another stream from `slot` on, and prefetches the n_next of the next tile, none
+   of them hidden. What is hidden becomes zeros, because it may be NaN. Frequent sizes are constants, for speed. */
 static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
                          const int32_t *next, int n_next, const tqkv__stream *to, int slot)
 {
@@ -9317,10 +9409,8 @@ static void tqkv__open_ends(tqkv__work *w, tqkv__range seen)
     if (!w->list && n > 0) tqkv__ask_halves(w, TQKV__FIRST_END, seen.from, n < TQKV__TILE ? (int)n : TQKV__TILE);
 }
 
-/* Asks for a few of the newest halves with each tile of codes, so that all are there when their pass begins; `left`
-   positions of codes come before it. They are four times as long as codes of TQ4, and nothing else asks for the first
-   of them: a token over 4,096 positions from the L3, 128 of them halves, takes 0.97 to 0.98 of the time (Xeon), in
-   integers 0.94 to 0.98. */
+/* Prefetches a few of the newest halves with each tile of codes, so that all are there when their pass begins; nothing
+   else asks for the first of them. left: positions of codes before that pass */
 static void tqkv__ask_newest(tqkv__work *w, int64_t left)
 {
     enum { SHARE = 4 };
@@ -9772,9 +9862,8 @@ static void tqkv__add_share(const tqkv__attention *a, const float *center, float
     for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + tqkv__rounded(share * center[d]));
 }
 
-/* Finishes a row: out = out / (sum + exp(sink - max)), brought to the basis of outputs, then the values' centre unless
-   that is NULL; zeros if the row saw nothing. unrotate: sums are of the rotated basis, the output is not. center, out:
-   [value_dim], center in the basis of outputs */
+/* Finishes a row: out = out / (sum + exp(sink - max)) in the basis of outputs, plus the values' centre; zeros if the
+   row saw nothing. unrotate: the basis changes. center: in the basis of outputs, or NULL; out: [value_dim] */
 static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, bool unrotate, const float *center,
                                             float *out, float max, float sum)
 {
@@ -10022,10 +10111,8 @@ static int tqkv__chunk_rows(int head_dim)
     return 8192 / head_dim < TQKV__CHUNK_ROWS ? 8192 / head_dim : TQKV__CHUNK_ROWS;
 }
 
-/* Returns the query rows of an item: as many of `all` as there are, evenly, up to TQKV__CHUNK_ROWS and 144 KiB of sums.
-   Sums that only fit the L2 cache cost less than decoding once more: 64 heads of 512 take 0.92 (TQ4), 0.88 (I8) and
-   0.86 times (TQ4, integers) the time of 16 rows an item on an AMD EPYC with 1 MiB of L2. But 32 KiB where tasks would
-   be left without work, of which there is `others` times that of these rows. */
+/* Returns the query rows of an item, of `all`: up to 144 KiB of sums, which the L2 cache holds, or 32 KiB where tasks
+   would be left without work. others: how many times the work of these rows there is */
 static int tqkv__item_rows(const tqkv__attention *a, int all, int64_t others)
 {
     const int dim = a->key_dim > a->value_dim ? a->key_dim : a->value_dim;
@@ -10637,7 +10724,7 @@ static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const 
         const int heads = n < n_heads ? n : n_heads; /* whole queries, or some heads of one */
         const size_t at = (size_t)row * (size_t)x->a.key_dim;
         x->a.kernels->score_tile(&x->a.keys, 0, segment, s->q + at, n, false, s->tile);
-        if (s->digits) x->a.kernels->score_tile(&x->a.keys, 0, segment, s->rest + at, n, true, s->tile);
+        if (s->digits) tqkv__score_digits(&x->a, &x->a.keys, 0, segment, s->rest + at, n, s->tile);
         for (int i = 0; i < n; i += heads)
             x->a.kernels->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
                                     heads, s->sums + (row + i) / n_heads * TQKV__TILE);

@@ -35,6 +35,30 @@ static void print_errors(const char *name, int head_dim, int n_kv_heads, const f
     printf("\n");
 }
 
+/* The same of what attention reads: each position alone has the weight 1, so the output is its value. */
+static double error_in_attention(tqkv_format format, int head_dim, const float *rows, int n_tokens)
+{
+    tqkv_store s = {.format = format, .head_dim = head_dim, .n_kv_heads = 1, .capacity = 1};
+    tqkv_attention a = {.keys = &s, .values = &s, .n_heads = 1, .n_queries = 1, .end = 1};
+    float q[TQKV_MAX_HEAD_DIM] = {0}, out[TQKV_MAX_HEAD_DIM];
+    double error = 0.0, size = 0.0;
+    s.codes_size = tqkv_codes_size(&s);
+    s.norms_size = tqkv_norms_size(&s);
+    s.codes = bench_alloc(s.codes_size);
+    s.norms = (float *)bench_alloc(s.norms_size);
+    for (int t = 0; t < n_tokens; t++, rows += head_dim) {
+        bench_check(tqkv_encode(&s, rows, 1, 0));
+        bench_check(tqkv_attend(&a, q, out));
+        for (int d = 0; d < head_dim; d++) {
+            error += ((double)out[d] - (double)rows[d]) * ((double)out[d] - (double)rows[d]);
+            size += (double)rows[d] * (double)rows[d];
+        }
+    }
+    free(s.codes);
+    free(s.norms);
+    return error / size;
+}
+
 /* The layers of a capture; examples/data/README.md has the format. */
 static void print_capture(data_file *file)
 {
@@ -80,6 +104,10 @@ void run_errors(void)
     for (int head_dim = 64; head_dim <= 256; head_dim *= 2) {
         bench_fill(rows, (size_t)(ERROR_TOKENS * head_dim), (uint64_t)head_dim);
         print_errors("gaussian", head_dim, 1, rows, ERROR_TOKENS, false);
+        printf("  %-28s %8d", "gaussian, in attention", head_dim);
+        for (int i = 0; i < COUNT(formats); i++)
+            printf(" %9.3g", error_in_attention(formats[i], head_dim, rows, ERROR_TOKENS));
+        printf("\n");
     }
     free(rows);
     if (data_file_open(&file, CAPTURE)) print_capture(&file); /* in the project's folder */

@@ -295,7 +295,7 @@ static void check_refused(const void *parameters)
     set_up(&p, 5);
     const size_t bytes = (size_t)(p.index.n_queries * p.n_blocks) * sizeof(float);
     float *before = (float *)test_alloc_filled(bytes, 0xff);
-    int32_t list[4] = {7, 7, 7, 7};
+    int32_t list[20] = {7}; /* of as many queries as a problem has */
     row->change(&p);
     test_explained = NULL;
     CHECK_RESULT(tqkv_index_scores(&p.index, queries_of(&p), p.scores), row->scores);

@@ -9,7 +9,7 @@ from forward import Unfit
 FLOATS = np.ctypeslib.ndpointer(np.float32, flags="C_CONTIGUOUS")
 NAME, COUNT, REASON, CACHE = ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p
 FUNCTIONS = {
-    "models_cache_create": (REASON, NAME, NAME, *[COUNT] * 6, ctypes.c_float, *[COUNT] * 5, ctypes.POINTER(CACHE)),
+    "models_cache_create": (REASON, NAME, NAME, *[COUNT] * 6, ctypes.c_float, *[COUNT] * 4, ctypes.POINTER(CACHE)),
     "models_cache_destroy": (None, CACHE),
     "models_cache_learned": (REASON, CACHE, FLOATS, FLOATS),
     "models_cache_run": (REASON, CACHE, FLOATS, FLOATS, FLOATS, COUNT, FLOATS),

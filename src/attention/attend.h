@@ -2,8 +2,7 @@
 
 /* Positions in a tile, which attention scores, weights and sums together. Their scores stay in the L1 cache. */
 #define TQKV__TILE 64
-/* Query rows (queries x heads of a group) that share a decoded tile. Many rows make decoding a small part of the work;
-   the limit keeps their sums in the L2 cache. */
+/* Query rows (queries x heads of a group) that share a decoded tile. The limit keeps their sums in the L2 cache. */
 #define TQKV__CHUNK_ROWS 64
 
 /* The streams of an attention and, with raw ones, the stores of a cache, in the order of its memory and of
@@ -63,11 +62,8 @@ typedef struct tqkv__attention {
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
-/* Asks for codes that will be read soon: the next tile's, while this tile is computed. Nearer requests come too late;
-   farther ones push out what is in use (32k positions: 1.1 to 1.5 times slower at half or twice the distance). They go
-   to the L2 cache: on a Zen 4 core F16 is then twice and I8 1.6 times as fast as with requests to the L1, to which few
-   lines can be on their way (D=128, 32k). Formats with a field of upper bits take the L1: they wait for look-ups and
-   not for memory (TQ5 1.3 times, TQ6 1.2 times as fast there). cache is a constant. */
+/* Prefetches the codes of the next tile while this one is computed: nearer requests come too late, farther ones push out
+   what is in use. Streams go to the L2 cache, because few lines can be on their way to the L1. cache is a constant. */
 enum { TQKV__L1 = 1, TQKV__L2 };
 static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, size_t size)
 {

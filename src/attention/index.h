@@ -125,7 +125,7 @@ static void tqkv__score_keys(const tqkv__index *x, const tqkv__scored *s, const 
         const int heads = n < n_heads ? n : n_heads; /* whole queries, or some heads of one */
         const size_t at = (size_t)row * (size_t)x->a.key_dim;
         x->a.kernels->score_tile(&x->a.keys, 0, segment, s->q + at, n, false, s->tile);
-        if (s->digits) x->a.kernels->score_tile(&x->a.keys, 0, segment, s->rest + at, n, true, s->tile);
+        if (s->digits) tqkv__score_digits(&x->a, &x->a.keys, 0, segment, s->rest + at, n, s->tile);
         for (int i = 0; i < n; i += heads)
             x->a.kernels->sum_heads(s->tile + i * TQKV__TILE, s->weights + row + i, s->offsets + row + i, x->call.relu,
                                     heads, s->sums + (row + i) / n_heads * TQKV__TILE);

@@ -99,12 +99,8 @@ static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *re
     if (a->call.tail) tqkv__open_segment(region->tail, tile->position, tile->n, end, &tile->tail);
 }
 
-/* Asks for a line of each 4 KiB of the next tile, and for its norms, a tile early. The loops ask for the other lines,
-   but late where the processor does not know the memory page yet. With codes that come from memory (32 heads of 128,
-   32768 positions, AMD EPYC) this takes away 24% of the time of F16 and 3 to 7% of I8 keys and TQ4, paged or not; with
-   codes in a cache it adds 1%. Not for codes of less than two lines a row that go on where this tile ends: the
-   processor sees one stream and reads it ahead by itself, and a touch out of its order adds 10% to 18% (TQ4 of 128, I8
-   and F16 of 64; Zen 5), 2% to 8% (I8 of 96, TQ4 of 192). */
+/* Prefetches a line of each 4 KiB of the next tile, and its norms: the loops prefetch the rest, but late where the
+   processor does not know the memory page yet. It reads short rows that go on where this tile ends ahead by itself. */
 static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__segment *segment)
 {
     const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
@@ -224,6 +220,18 @@ static size_t tqkv__first_floats(const tqkv__attention *a)
     return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
 }
 
+/* Adds the scores of the second digits: only few rows have any, and their units say which. digits: [n_rows][head_dim] */
+static void tqkv__score_digits(const tqkv__attention *a, const tqkv__stream *s, int kv_head,
+                               const tqkv__segment *segment, const float *digits, int n_rows, float *scores)
+{
+    const size_t dim = (size_t)s->head_dim;
+    for (int row = 0, n; row<n_rows; row += n> 0 ? n : 1) {
+        for (n = 0; row + n < n_rows && digits[(size_t)(row + n + 1) * dim - 1] != 0.0f;) n++;
+        if (n > 0)
+            a->kernels->score_tile(s, kv_head, segment, digits + (size_t)row * dim, n, true, scores + row * TQKV__TILE);
+    }
+}
+
 /* Finds the scores of a tile: the sum of those of the parts of the keys, in their order, and of the second digits. q,
    digits: as tqkv__arrange_queries gives them */
 static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n_rows)
@@ -237,7 +245,7 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n
                            n_rows, false, scores);
     if (a->call.tail)
         a->kernels->score_tile(tile->region.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
-    if ((digits & 1) && codes) a->kernels->score_tile(&a->keys, tile->kv_head, &tile->keys, rest, n_rows, true, scores);
+    if ((digits & 1) && codes) tqkv__score_digits(a, &a->keys, tile->kv_head, &tile->keys, rest, n_rows, scores);
     if (digits & 2)
-        a->kernels->score_tile(tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, true, scores);
+        tqkv__score_digits(a, tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, scores);
 }

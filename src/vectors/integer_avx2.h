@@ -168,9 +168,8 @@ TQKV__OP __m256i tqkv__i_dot_lanes_avx2(__m256i sums, __m256i words, __m256i int
 #ifdef __clang__
     return _mm256_add_epi32(sums, products);
 #else
-    __m256i sum;
-    __asm__("vpaddd\t{%2, %1, %0|%0, %1, %2}" : "=x"(sum) : "x"(sums), "x"(products));
-    return sum;
+    __asm__("vpaddd\t{%1, %0, %0|%0, %0, %1}" : "+x"(sums) : "x"(products));
+    return sums;
 #endif
 }
 TQKV__OP tqkv__i_sum_avx2 tqkv__i_dot_avx2(const tqkv_format format, tqkv__i_sum_avx2 sums, tqkv__i_unit_avx2 x,
@@ -244,6 +243,11 @@ TQKV__OP void tqkv__i_store_integers_avx2(void *to, int i, int n, __m256i x)
     (void)n;
     _mm_storeu_si128((__m128i *)(void *)((int16_t *)to + i),
                      _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
+}
+TQKV__OP void tqkv__i_store_tile_avx2(void *to, const __m256i *x)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 8; i++) tqkv__i_store_integers_avx2(to, 8 * i, 64, x[i]);
 }
 TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
 {

@@ -118,7 +118,7 @@ TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i b
 #ifdef __clang__
     return _mm512_dpbusd_epi32(sums, codes, bytes);
 #else
-    __asm__("vpdpbusd\t{%2, %1, %0|%0, %1, %2}" : "+v"(sums) : "v"(codes), "v"(bytes));
+    __asm__("vpdpbusd\t{%2, %1, %0|%0, %1, %2}" : "+v"(sums) : "v"(codes), "vm"(bytes));
     return sums;
 #endif
 }
@@ -202,6 +202,19 @@ TQKV__OP void tqkv__i_store_integers_avx512(void *to, int i, int n, __m512i x)
     _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + i), _mm512_cvtepi32_epi8(high));
     _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + n + i), _mm512_cvtepi32_epi8(x));
 }
+TQKV__OP void tqkv__i_store_tile_avx512(void *to, const __m512i *x)
+{
+    const __m512i first = _mm512_set1_epi32(0x00020000);
+    const __m512i step = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i words = _mm512_add_epi16(first, _mm512_mullo_epi32(step, _mm512_set1_epi32(0x00040004)));
+    const __m512i bytes =
+        _mm512_add_epi8(_mm512_set1_epi32(0x06040200), _mm512_mullo_epi32(step, _mm512_set1_epi32(0x08080808)));
+    const __m512i half = _mm512_set1_epi16(128), odd = _mm512_add_epi8(bytes, _mm512_set1_epi8(1));
+    const __m512i a = _mm512_permutex2var_epi16(x[0], words, x[1]), b = _mm512_permutex2var_epi16(x[2], words, x[3]);
+    const __m512i high = _mm512_permutex2var_epi8(_mm512_add_epi16(a, half), odd, _mm512_add_epi16(b, half));
+    _mm512_storeu_si512(to, high);
+    _mm512_storeu_si512((void *)((int8_t *)to + 64), _mm512_permutex2var_epi8(a, bytes, b));
+}
 TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
 TQKV__OP __m512i tqkv__i_add_codes_avx512(__m512i x, __m512i y) { return _mm512_add_epi32(x, y); }
 TQKV__OP __m512i tqkv__i_set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
@@ -216,12 +229,12 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_
 #define TQKV__CODE_OFFSET         128
 #define TQKV__OFFSET_OF(format)   true
 #define TQKV__FEW_ROWS            4 /* rows of loops straight from the codes, at most */
-#define TQKV__LANES_ROWS          8 /* from so many rows on, tiles are turned */
+#define TQKV__LANES_ROWS          5 /* from so many rows on, tiles are turned */
 #define TQKV__MANY_ROWS           4 /* rows whose sums fit in registers: keys, */
 #define TQKV__MANY_VALUE_ROWS     4 /* and values */
 #define TQKV__SUM_SIXTEENS        8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
 #define TQKV__MOST_SIXTEENS       4 /* of one row */
-#define TQKV__LANES_ROWS_OF_BOOKS 8
+#define TQKV__LANES_ROWS_OF_BOOKS 5
 #define TQKV__PARTIAL             1 /* passes of sums may be partial */
 #include "loops.h"
 #endif

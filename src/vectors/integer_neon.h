@@ -161,6 +161,11 @@ TQKV__OP void tqkv__i_store_integers_neon(void *to, int i, int n, uint32x4_t x)
     (void)n;
     vst1_s16((int16_t *)to + i, vmovn_s32(vreinterpretq_s32_u32(x)));
 }
+TQKV__OP void tqkv__i_store_tile_neon(void *to, const uint32x4_t *x)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 16; i++) tqkv__i_store_integers_neon(to, 4 * i, 64, x[i]);
+}
 TQKV__OP uint32x4_t tqkv__i_add_codes_neon(uint32x4_t x, uint32x4_t y) { return vaddq_u32(x, y); }
 TQKV__OP uint32x4_t tqkv__i_set_codes_neon(int32_t x) { return vdupq_n_u32((uint32_t)x); }
 TQKV__OP int32_t tqkv__i_sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
@@ -249,6 +254,11 @@ TQKV__OP void tqkv__i_store_integers_dotprod(void *to, int i, int n, uint32x4_t 
     vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + i), bytes, 0);
     vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + n + i), bytes, 1);
 }
+TQKV__OP void tqkv__i_store_tile_dotprod(void *to, const uint32x4_t *x)
+{
+    TQKV__UNROLL
+    for (int i = 0; i < 16; i++) tqkv__i_store_integers_dotprod(to, 4 * i, 64, x[i]);
+}
 TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const tqkv_format format, const int8_t *p, int plane, int i)
 {
     const tqkv__i_row_dotprod row = {vreinterpretq_u32_s8(vld1q_s8(p + i)),
@@ -332,6 +342,7 @@ TQKV__OP uint32x4_t tqkv__i_whole_lanes_i8mm(tqkv__i_sum_i8mm sums)
     return vaddq_u32(vshlq_n_u32(vuzp1q_u32(sums.high, sums.low), 8), vuzp2q_u32(sums.high, sums.low));
 }
 #define tqkv__i_store_integers_i8mm tqkv__i_store_integers_dotprod
+#define tqkv__i_store_tile_i8mm     tqkv__i_store_tile_dotprod
 #define tqkv__i_load_row_i8mm       tqkv__i_load_row_dotprod
 #define tqkv__i_dot_i8mm            tqkv__i_dot_dotprod
 #define tqkv__i_whole_i8mm          tqkv__i_whole_dotprod

@@ -63,7 +63,8 @@ void report(const std::string &name, double microseconds);
 void report_ratio(const std::string &name, double ratio);
 
 // The largest error of a row of D values, relative to the row. Each side may differ from double precision by 2e-5.
-void report_error(const std::string &name, const std::vector<float> &got, const std::vector<float> &expected, size_t D);
+void report_error(const std::string &name, const std::vector<float> &got, const std::vector<float> &expected, size_t D,
+                  const tqkv_attention &call);
 
 // ---- Stores on the GPU ----
 

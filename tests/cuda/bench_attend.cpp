@@ -134,7 +134,7 @@ void check_attention(const attention &a, const tqkv_store &keys, const tqkv_stor
     CUDA(cudaStreamSynchronize(stream));
     std::vector<float> q = rows_of_head(a, a.q), got = rows_of_head(a, a.out), expected(q.size());
     check_plan(tqkv_attend(&c, q.data(), expected.data()));
-    report_error(shape_name(a.shape), got, expected, (size_t)a.shape.head_dim);
+    report_error(shape_name(a.shape), got, expected, (size_t)a.shape.head_dim, c);
 }
 
 double attend_limit(const attention &a, const tqkv_store &keys, const tqkv_store &values)

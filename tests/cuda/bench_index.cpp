@@ -210,7 +210,7 @@ void check_list(const std::string &name, const list_memory &m, const std::vector
     c.list_length = m.length;
     c.list_block = m.block;
     check_plan(tqkv_attend(&c, q.data(), expected.data()));
-    report_error(name, got, expected, 128);
+    report_error(name, got, expected, 128, c);
 }
 
 list_memory make_list(tqkv_format format, int n_kv_heads, int positions, int group)

@@ -97,7 +97,7 @@ void check_latent(const std::string &name, const latent &l, const latent_memory 
     CUDA(cudaMemcpy(q.data(), m.q, q.size() * sizeof(float), cudaMemcpyDeviceToHost));
     CUDA(cudaMemcpy(got.data(), m.out, got.size() * sizeof(float), cudaMemcpyDeviceToHost));
     check_plan(tqkv_attend(&call, q.data(), expected.data()));
-    report_error(name, got, expected, LATENT_DIM);
+    report_error(name, got, expected, LATENT_DIM, call);
 }
 
 void report_latent(const std::string &name, const std::vector<latent> &copies, const latent_memory &m, double bytes)

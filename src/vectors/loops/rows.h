@@ -9,7 +9,7 @@
      key_lanes            16 bytes of each position to lanes of TQKV__PRODUCTS dimensions
      value_lanes          vectors of TQKV__PRODUCTS positions to lanes of a dimension each
      repeat, dot_lanes    TQKV__PRODUCTS integers of a row in each lane; their products with lanes, added to a sum
-     store_integers       lanes to integers as products find them
+     store_integers       lanes to integers as products find them; store_tile: of a tile
      whole, whole_lanes   a sum in one integer a lane                                                              */
 
 #define TQKV__VECTOR        TQKV__(vector)
@@ -139,21 +139,36 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(round_weights)(const tqkv__strea
                                                                const float *factors, int n, float *to)
 {
     TQKV__ALIGNED float x[TQKV__TILE];
-    TQKV__(codes) largest_of;
+    enum { VECTORS = TQKV__TILE / TQKV__INTEGER_LANES };
+    TQKV__VECTOR scaled[VECTORS];
+    TQKV__(codes) rounded[VECTORS], largest_of, sum;
     memset(&largest_of, 0, sizeof largest_of);
+    memset(&sum, 0, sizeof sum);
     if (n < TQKV__TILE) {
         memset(x, 0, sizeof x);
         memcpy(x, weights, (size_t)n * sizeof *x);
         weights = x;
     }
     TQKV__UNROLL
-    for (int j = 0; j < TQKV__TILE; j += TQKV__INTEGER_LANES) {
-        const TQKV__VECTOR scaled = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
-        largest_of = TQKV__(larger_bits)(largest_of, scaled);
-        TQKV__(store)(x + j, scaled);
+    for (int i = 0; i < VECTORS; i++) {
+        const int j = i * TQKV__INTEGER_LANES;
+        scaled[i] = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
+        largest_of = TQKV__(larger_bits)(largest_of, scaled[i]);
     }
     const uint32_t largest = TQKV__S(largest_code)(largest_of);
-    const int32_t offset = TQKV__I(round_floats)(x, TQKV__TILE, largest, to);
+    const float scale = tqkv__integer_scale(largest);
+    TQKV__UNROLL
+    for (int i = 0; i < VECTORS; i++) {
+        rounded[i] = TQKV__S(round_codes)(scaled[i] * TQKV__(set1)(scale));
+        if (TQKV__CODE_OFFSET) sum = TQKV__S(add_codes)(sum, rounded[i]);
+    }
+    int32_t offset = TQKV__CODE_OFFSET ? -TQKV__CODE_OFFSET * TQKV__S(sum_codes)(sum) : 0;
+    if (scale > 0.0f) {
+        TQKV__I(store_tile)(to, rounded);
+    } else {
+        memset(to, 0, TQKV__TILE * sizeof(int16_t));
+        offset = 0;
+    }
     memcpy(to + TQKV__WEIGHTS_OFFSET, &offset, sizeof offset);
     to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
 }
@@ -254,22 +269,29 @@ static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int,
 
 /* -- Scores of few rows -- */
 
-/* Loads 64 integers of each row. */
+/* Sixteens of dimensions whose integers registers keep for so many rows */
+#define TQKV__KEPT(rows) (TQKV__INTEGER_LANES == 16 && (rows) > 2 ? 2 : 4)
+
+/* Loads the integers of a pass. */
 TQKV__OP void TQKV__I(load_rows)(const tqkv_format format, const int rows, const TQKV__I(product) * p, int dim, int d,
                                  TQKV__I(row) (*q)[4])
 {
+    const int kept = TQKV__KEPT(rows);
     TQKV__UNROLL
-    for (int i = 0; i < 4 * rows; i++)
-        q[i / 4][i % 4] =
-            TQKV__I(load_row)(format, p->rows + (size_t)(i / 4 * p->row_floats) * sizeof(float), dim, d + i % 4 * 16);
+    for (int r = 0; r < rows; r++) {
+        TQKV__UNROLL
+        for (int k = 0; k < kept; k++)
+            q[r][k] = TQKV__I(load_row)(format, p->rows + (size_t)(r * p->row_floats) * sizeof(float), dim, d + 16 * k);
+    }
 }
 
-/* Adds the products of a unit of positions with up to 64 dimensions. format and rows are constants. */
+/* Adds the products of a unit of positions with the dimensions of a pass. format and rows are constants. */
 TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const TQKV__S(chunk) * chunk,
                                 const TQKV__S(raw) * raw, int left, TQKV__I(row) (*q)[4], TQKV__I(sum) * sums)
 {
+    const int kept = TQKV__KEPT(rows);
     TQKV__UNROLL
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < kept; k++) {
         if (16 * k >= left) continue;
         const TQKV__S(unit) x = TQKV__S(look_up)(format, k, chunk, raw);
         TQKV__UNROLL
@@ -277,12 +299,12 @@ TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const 
     }
 }
 
-/* Adds the products of up to 64 dimensions from d on: sums[row][u] for each unit. Four units are LANES positions; lane
+/* Adds the products of a pass from d on: sums[row][u] for each unit. Four units are LANES positions; lane
    i of unit v has position v + 4 i. */
 TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
                                    const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
 {
-    const int left = a->dim - d;
+    const int left = a->dim - d < 16 * TQKV__KEPT(rows) ? a->dim - d : 16 * TQKV__KEPT(rows);
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
     TQKV__I(load_rows)(format, rows, p, a->dim, d, q);
@@ -313,12 +335,12 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(finish_scores)(const TQKV__I(pro
             TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / TQKV__POSITIONS));
 }
 
-TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
+TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel, int end,
                                   const TQKV__I(product) * p)
 {
     TQKV__(codes) sums[TQKV__FEW_ROWS][TQKV__MOST_UNITS];
     const TQKV__S(panel) a = *panel; /* sums lie elsewhere */
-    for (int d = 0; d < a.dim; d += TQKV__CHUNK) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
+    for (int d = 0; d < end; d += 16 * TQKV__KEPT(rows)) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
     TQKV__I(finish_scores)(p, rows, a.n, sums);
 }
 
@@ -391,9 +413,23 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
     ((rows)*TQKV__MOST_SIXTEENS <= TQKV__SUM_SIXTEENS ? TQKV__MOST_SIXTEENS : TQKV__SUM_SIXTEENS / (rows))
 
 /* Whether a pass may have less than its sixteens. */
-#define TQKV__ARE_PARTIAL(rows) (TQKV__PARTIAL && (rows) <= 2)
+#define TQKV__ARE_PARTIAL(rows) (TQKV__PARTIAL && (rows) < 4)
 
-/* Adds n of the sums of a pass, sums: [rows][vectors], to results[row][d] and on. Not inlined, because all loops have one. */
+/* Adds n of the sums of a pass, sums: [rows][vectors], to results[row][d] and on. */
+TQKV__OP void TQKV__I(add_sums_of)(const TQKV__I(product) * p, int rows, int vectors, int n, int d,
+                                   const TQKV__(codes) * sums)
+{
+    TQKV__UNROLL
+    for (int r = 0; r < rows; r++, sums += vectors) {
+        float *to = p->results + r * p->result_floats + d;
+        const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
+        TQKV__UNROLL
+        for (int i = 0; i < n; i++, to += TQKV__INTEGER_LANES)
+            TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sums[i]), unit, TQKV__(load)(to)));
+    }
+}
+
+/* The same for all loops of few rows, whose code would be half as long again with it */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors, int n,
                                                           int d, const TQKV__(codes) * sums)
 {
@@ -467,18 +503,20 @@ TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const
     TQKV__(codes) whole[TQKV__FEW_ROWS * 4 * TQKV__DIM_LANES];
     TQKV__UNROLL
     for (int i = 0; i < rows * all; i++) whole[i] = TQKV__I(whole_lanes)(sums[i / all][i % all]);
-    TQKV__I(add_sums)(p, rows, all, left / 16 * TQKV__DIM_LANES, d, whole);
+    if (format == TQKV__READY)
+        TQKV__I(add_sums_of)(p, rows, all, all, d, whole);
+    else
+        TQKV__I(add_sums)(p, rows, all, left / 16 * TQKV__DIM_LANES, d, whole);
 }
 
-TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel,
+/* The dimensions of a panel below `end`, see fused_end */
+TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel, int end,
                                 const TQKV__I(product) * p)
 {
-    const int step = 16 * TQKV__SIXTEENS(rows);
-    const TQKV__S(panel) a = *panel; /* results lie elsewhere */
-    int d = 0;
-    for (; d + (TQKV__ARE_PARTIAL(rows) ? 16 : step) <= a.dim; d += step)
+    TQKV__S(panel) a = *panel; /* results lie elsewhere */
+    a.dim = end;
+    for (int d = 0; d < end; d += 16 * TQKV__SIXTEENS(rows))
         TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p, NULL);
-    if (!TQKV__ARE_PARTIAL(rows) && d < a.dim) TQKV__I(add_chunk)(format, rows, 1, &a, d, p, NULL);
 }
 
 /* Finds the lanes of the dimensions [d, d + left) for all positions. tile: as add_chunk has it */
@@ -520,20 +558,20 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) 
 /* -- The loops of each format, for one and two rows -- */
 
 typedef struct TQKV__I(loops) {
-    void (*score)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
-    void (*add)(const TQKV__S(panel) *, const TQKV__I(product) *, int rows);
+    void (*score)(const TQKV__S(panel) *, int end, const TQKV__I(product) *, int rows);
+    void (*add)(const TQKV__S(panel) *, int end, const TQKV__I(product) *, int rows);
 } TQKV__I(loops);
 
 /* Codes of 5 bits in bytes take the loops of 6 bits: the codebook is repeated. */
 #define TQKV__FEW_LOOPS(format, kind, book) (TQKV__HAS_INTEGERS(kind, book) && (format) != TQKV_TQ5_BYTES)
 #define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain)                                    \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a,                          \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a, int end,                 \
                                                                     const TQKV__I(product) * product, int rows)        \
     {                                                                                                                  \
         const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
         if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind);                              \
     }                                                                                                                  \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a,                            \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a, int end,                   \
                                                                   const TQKV__I(product) * product, int rows)          \
     {                                                                                                                  \
         const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
@@ -548,10 +586,10 @@ TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const T
 }
 
 #define TQKV__BY_ROWS(loop, format, kind)                                                                              \
-    (rows == 1   ? TQKV__I(loop)(format, 1, a, p)                                                                      \
-     : rows == 2 ? TQKV__I(loop)(format, 2, a, p)                                                                      \
+    (rows == 1   ? TQKV__I(loop)(format, 1, a, end, p)                                                                 \
+     : rows == 2 ? TQKV__I(loop)(format, 2, a, end, p)                                                                 \
      : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || TQKV__LANES_ROWS_OF_BOOKS > 3)                                   \
-         ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, p)                                                                 \
+         ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, end, p)                                                            \
          : (void)0)
 TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
 
@@ -564,13 +602,19 @@ static bool TQKV__I(are_few)(tqkv_format format, int n_rows)
     return n_rows < (tqkv__format_of(format)->kind == TQKV__GRID ? TQKV__LANES_ROWS : TQKV__LANES_ROWS_OF_BOOKS);
 }
 
+/* Returns the dimensions that few rows add straight from the codes: all, or whole passes of 32. */
+static int TQKV__I(fused_end)(const TQKV__S(panel) * a, int n_rows)
+{
+    return TQKV__ARE_PARTIAL(n_rows) ? a->dim : a->dim / 32 * 32;
+}
+
 /* Calls a loop for few rows. */
-TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, const TQKV__I(product) *, int),
-                                const TQKV__S(panel) * panel, TQKV__I(product) p, int n_rows)
+TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const TQKV__I(product) *, int),
+                                const TQKV__S(panel) * panel, int end, TQKV__I(product) p, int n_rows)
 {
     for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
         rows = left >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : left >= 2 ? 2 : 1;
-        loop(panel, &p, rows);
+        loop(panel, end, &p, rows);
     }
 }
 
@@ -581,7 +625,7 @@ TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__S(panel) * panel, cons
 {
     TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
     if (TQKV__I(are_few)(panel->format, n_rows)) {
-        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].score, panel, *p, n_rows);
+        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].score, panel, panel->dim, *p, n_rows);
         return;
     }
     for (int j = 0; j < panel->n; j += 2 * TQKV__INTEGER_LANES) {
@@ -622,11 +666,10 @@ TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const 
     enum { STEP = 16 * TQKV__MANY_SIXTEENS, PLANE = TQKV__TILE / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES };
     TQKV__ALIGNED int8_t tile[TQKV__CHUNK / 16 * PLANE];
     const int plane = panel->n / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES;
-    if (TQKV__I(are_few)(panel->format, n_rows)) {
-        TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, *p, n_rows);
-        return;
-    }
-    for (int d = 0, left; d < panel->dim; d += left) {
+    const bool few = TQKV__I(are_few)(panel->format, n_rows);
+    const int end = few ? TQKV__I(fused_end)(panel, n_rows) : 0;
+    if (few) TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, end, *p, n_rows);
+    for (int d = end, left; d < panel->dim; d += left) {
         left = panel->dim - d < TQKV__CHUNK ? panel->dim - d : TQKV__CHUNK;
         TQKV__I(turn_values)(panel, d, left, tile);
         for (int e = 0; e < left; e += STEP)
