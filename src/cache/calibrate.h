@@ -444,6 +444,7 @@ static void tqkv__count_append(tqkv_cache *c, int n_tokens)
     if (c->learning && end >= c->learn_new) {
         c->learnt_at = c->attention.end;
         tqkv__count_settled(c, c->learn_new, c->learn_new, end);
+        c->raw_end = end < c->learn_new + TQKV__TILE ? end : c->learn_new + TQKV__TILE;
         tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, true);
         tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, true);
         if (c->attention.non_causal) tqkv__drop_raw(c);

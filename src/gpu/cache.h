@@ -182,8 +182,9 @@ static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, 
                                  tqkv_metal_plan *plan)
 {
     const int left = (int)(c->learn_new - rows->position);
-    const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left);
-    tqkv_result r = tqkv__add_streams(c, memory, &now, TQKV__RAW, plan);
+    const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left),
+                                raw = tqkv__rows_until(rows, left + TQKV__TILE); /* see tqkv__fit_raw */
+    tqkv_result r = tqkv__add_streams(c, memory, &raw, TQKV__RAW, plan);
     if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &now, TQKV__TAIL, TQKV__TAIL, plan);
     if (r == TQKV_OK) r = tqkv__add_first(c, memory, &now, true, plan);
     if (r != TQKV_OK || now.n_tokens < left) return r;

@@ -13,8 +13,8 @@ run f16/f16 gemma3 1e-5
 run safe llama 1e-3
 run small llama 4e-3
 run small biased 2e-2
-run small gemma3 1e-4
-run tiny gemma3 1e-3
+run small gemma3 1e-3
+run tiny gemma3 5e-3
 server() { # FORMATS MODEL TOLERANCE of the logarithm of a probability
     echo "-- llama-server, $1, $2"
     "$python" "$(dirname "$0")/server_test.py" "$bin" "$backend" "$models/$2.gguf" "$1" "$3" || status=1
