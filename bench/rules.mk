@@ -8,6 +8,9 @@
 BENCH_FLAGS ?=
 BENCH_HEADERS := $(wildcard bench/*.h) examples/thread_pool.h bench/rules.mk $(TQKV_FILES)
 BENCH_COMPILE = $(CC) $(STANDARD) -D_POSIX_C_SOURCE=200809L $(CPPFLAGS) $(CFLAGS) $(WARNINGS) $(INCLUDE)
+# Static libraries name none of C++'s.
+ggml_static = $(if $(wildcard $(1)/lib/libggml.a),$(if $(filter Darwin,$(SYSTEM)),-lc++,-lstdc++))
+
 BENCH_PEERS := $(if $(GGML_PREFIX),$(BUILD)/peer-ggml.so) $(if $(IK_PREFIX),$(BUILD)/peer-ik.so) \
 	$(if $(GGML_AVX2_PREFIX),$(BUILD)/peer-ggml-avx2.so)
 

@@ -25,26 +25,6 @@ deps-mpi: ## install what `make demo-mpi` needs: Open MPI
 demo-mpi: $(BUILD)/mpi_context ## one context over four processes; the same program runs on four machines
 	@$(MPI_RUN) -n 4 $<
 
-# ---- With ggml: GGML_PREFIX=FOLDER, headers in FOLDER/include and libraries in FOLDER/lib, as for `make bench` ----
-
-# Static libraries name none of C++'s.
-ggml_static = $(if $(wildcard $(1)/lib/libggml.a),$(if $(filter Darwin,$(SYSTEM)),-lc++,-lstdc++))
-
-$(BUILD)/ggml_layer: examples/ggml/layer.c examples/ggml/tqkv_ggml.h $(BUILD)/tqkv.o
-	$(CC) $(STANDARD) -D_POSIX_C_SOURCE=200809L $(CPPFLAGS) $(CFLAGS) $(WARNINGS) $(INCLUDE) -isystem $(GGML_PREFIX)/include $< \
-		$(BUILD)/tqkv.o -o $@ -L$(GGML_PREFIX)/lib -Wl,-rpath,$(GGML_PREFIX)/lib -lggml -lggml-cpu -lggml-base \
-		$(call ggml_static,$(GGML_PREFIX)) $(LIBRARIES)
-
-.PHONY: test-ggml bench-ggml
-test-ggml: $(BUILD)/ggml_layer ## the nodes for ggml against ggml's own attention: GGML_PREFIX=...
-	@echo "== ggml"
-	@$<
-
-bench-ggml: $(BUILD)/ggml_layer ## measure them beside ggml's, as in docs/llama.md: GGML_PREFIX=...
-	@for threads in 1 2; do for tokens in 1 128; do $< --bench $$threads $$tokens || exit 1; done; done
-
-TEST_TARGETS += $(if $(GGML_PREFIX),test-ggml)
-
 # ---- The tests ----
 
 EXAMPLE_TESTS := $(TEST_BUILD)/examples

@@ -13,6 +13,9 @@ namespace
 /* Ends of so many sequences find room in any cache; a larger one has more, an eighth of its cells. */
 enum { SEQUENCES = 16 };
 
+/* After a prompt, when so few tokens come, its halves go, but for some that drafts and answers taken back may need. */
+enum { FEW = 64, LEFT = 128 };
+
 std::vector<int32_t> range_of(int32_t first, int n)
 {
     std::vector<int32_t> cells((size_t)n);
@@ -93,7 +96,7 @@ size_t cache::open_all()
 
 void cache::begin_batch(const int32_t *cells, int n)
 {
-    if (settling_) give_back();
+    if (settling_ || (!learning_ && n <= FEW && ends_.capacity() > ends_.n_needed() + 2 * LEFT)) give_back();
     if (has_heard_enough()) end_learning();
     batches_++;
     batch_.assign(cells, cells + n);

@@ -56,10 +56,12 @@ void ends_map::take(const int32_t *cells, size_t n, uint64_t graph)
     std::vector<int32_t> without, found;
     for (size_t i = 0; i < n; i++) {
         const int32_t at = slot_of_[(size_t)cells[i]];
-        if (at >= 0)
-            slots_[(size_t)at].used = graph;
-        else
+        if (at < 0) {
             without.push_back(cells[i]);
+            continue;
+        }
+        slots_[(size_t)at].used = graph;
+        slots_[(size_t)at].passed = false;
     }
     if (without.empty()) return;
     find_free(without.size(), graph, &found);
@@ -93,6 +95,11 @@ void ends_map::pass(int32_t cell, uint64_t graph)
 {
     const int32_t at = slot_of_[(size_t)cell];
     if (at >= 0 && slots_[(size_t)at].kept != graph) slots_[(size_t)at].passed = true;
+}
+
+int ends_map::n_needed() const
+{
+    return (int)std::count_if(slots_.begin(), slots_.end(), [](const slot &s) { return s.cell >= 0 && !s.passed; });
 }
 
 std::vector<int32_t> ends_map::shrink()

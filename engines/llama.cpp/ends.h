@@ -34,6 +34,7 @@ class ends_map
     uint32_t generation(int32_t at) const { return slots_[(size_t)at].generation; }
     const std::vector<slot> &slots() const { return slots_; }
     int capacity() const { return (int)slots_.size(); }
+    int n_needed() const; /* slots that no sequence has passed */
     /* Slots that are left when those not needed any more go. The moved ones: [new slot] = old slot. */
     std::vector<int32_t> shrink();
 

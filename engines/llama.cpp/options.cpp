@@ -48,8 +48,7 @@ void read_options(options *o)
     const char *preset = environment("TQKV", "small"), *path = environment("TQKV_PROFILE", "");
     o->valid = read_preset(o, preset);
     if (!o->valid) {
-        say("TQKV=%s is none of safe, small, tiny or two formats as in TQKV=tq4/tq4 (f16, i8, tq8, tq6 to tq2): the "
-            "cache stays llama.cpp's own",
+        say("TQKV=%s is none of safe, small, tiny or two formats as in TQKV=tq4/tq4 (f16, i8, tq8, tq6 to tq2)",
             preset);
     } else if (*path && profile_load(path, &o->learned) != TQKV_OK) {
         say("TQKV_PROFILE=%s is not a profile that bench/models/measure.py wrote: keys are calibrated as they come",
@@ -87,3 +86,6 @@ void say(const char *format, ...)
 }
 
 } // namespace tqkv_llama
+
+extern "C" void tqkv_llama_explain(const char *text);
+void tqkv_llama_explain(const char *text) { tqkv_llama::say("%s", text); }

@@ -72,7 +72,7 @@ $(LLAMA_TEST): engines/llama.cpp/tests/llama_test.cpp engines/llama.cpp/tests/dr
 test-llama: $(BACKEND) $(LLAMA_TEST) ## what people do with a cache, in llama.cpp with and without the backend: after make deps-llama
 	@echo "== llama.cpp"
 	@$(PYTHON)/bin/python engines/llama.cpp/tests/tiny_models.py $(LLAMA_FOLDER)/tiny
-	@sh engines/llama.cpp/tests/test.sh $(BACKEND) $(LLAMA_TEST) $(LLAMA_FOLDER)/tiny
+	@sh engines/llama.cpp/tests/test.sh $(abspath $(BACKEND)) $(LLAMA_TEST) $(LLAMA_FOLDER)/tiny $(LLAMA_BIN) $(PYTHON)/bin/python
 
 # Without llama.cpp and ggml.
 BACKEND_TEST := $(TEST_BUILD)/backend
@@ -87,3 +87,20 @@ test-backend: $(BACKEND_TEST)/core_test
 	@$<
 
 TEST_TARGETS += test-backend
+
+# ---- The table ----
+
+LLAMA_MODEL ?= $(PYTHON)/models/smollm2.gguf
+LLAMA_TEXT ?= docs/integrating.md
+LLAMA_DEPTH ?= 4096
+LLAMA_THREADS ?= 2
+
+$(LLAMA_FOLDER)/measure: engines/llama.cpp/demo/measure.cpp engines/llama.cpp/tests/drive.h
+	@mkdir -p $(@D)
+	$(CXX) -std=c++17 -O1 $(WARNINGS) -isystem $(LLAMA)/include -isystem $(LLAMA)/ggml/include $< -o $@ -L$(LLAMA_BIN) -lllama -lggml \
+		-lggml-base -Wl,-rpath,$(abspath $(LLAMA_BIN))
+
+llama-demo: $(BACKEND) $(LLAMA_FOLDER)/measure ## loss, speed and memory of caches in llama.cpp, after make deps-llama: LLAMA_DEPTH=4096 LLAMA_THREADS=2
+	@$(PYTHON)/bin/python engines/llama.cpp/demo/demo.py $(LLAMA_BIN) $(BACKEND) $(LLAMA_FOLDER)/measure $(LLAMA_MODEL) $(LLAMA_TEXT) \
+		$(LLAMA_FOLDER) --depth $(LLAMA_DEPTH) --threads $(LLAMA_THREADS)
+	@$(PYTHON)/bin/python engines/llama.cpp/demo/load.py $(LLAMA_BIN) $(BACKEND) $(LLAMA_MODEL)

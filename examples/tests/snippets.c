@@ -45,34 +45,6 @@ static void check(const char *name, bool good)
     if (!good) printf("FAIL snippets/%s\n", name);
 }
 
-/* The nodes of examples/ggml/tqkv_ggml.h, which needs ggml: `make test-ggml` runs it. Here only how they are called. */
-struct ggml_context;
-struct ggml_tensor {
-    int node;
-};
-struct tqkv_ggml_layer;
-
-static struct ggml_tensor *tqkv_ggml_write(struct ggml_context *context, struct tqkv_ggml_layer *layer,
-                                           struct ggml_tensor *key, struct ggml_tensor *value)
-{
-    return context || layer || key == value ? NULL : value;
-}
-
-static struct ggml_tensor *tqkv_ggml_attend(struct ggml_context *context, struct tqkv_ggml_layer *layer,
-                                            struct ggml_tensor *query, struct ggml_tensor *written)
-{
-    return context || layer || !written ? NULL : query;
-}
-
-static void test_llama_nodes(void)
-{
-    struct ggml_context *context = NULL;
-    struct tqkv_ggml_layer *layer = NULL;
-    struct ggml_tensor tensors[3], *k = &tensors[0], *v = &tensors[1], *q = &tensors[2];
-#include "llama_nodes.h"
-    check("llama/nodes", out == q);
-}
-
 static void fill(float *values, int count)
 {
     for (int i = 0; i < count; i++) values[i] = 4.0f * ((float)rand() / (float)RAND_MAX - 0.5f);
@@ -511,7 +483,6 @@ int main(void)
     test_team();
     test_header_example();
     test_header_team();
-    test_llama_nodes();
     test_threads_and_window();
     test_slices();
     test_fork();

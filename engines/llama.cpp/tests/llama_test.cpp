@@ -120,9 +120,9 @@ void prompt_512() { prompt("prompt/512", 512, 3); }
 void drafts()
 {
     pair_of t("drafts", parameters(true, 1, 1));
-    t.step("prompt", span(1, 0, 300, 0));
+    t.step("prompt", span(1, 0, 800, 0));
     for (int round = 0; round < 12; round++) {
-        const int at = 300 + round * 3;
+        const int at = 800 + round * 3;
         t.step("draft", span(2, at, 8, 0));
         t.both([&](llama_memory_t m) { llama_memory_seq_rm(m, 0, at, -1); });
         t.step("after a draft", span(1, at, 3, 0));

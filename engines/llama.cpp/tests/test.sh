@@ -1,7 +1,7 @@
 #!/bin/sh
-# Runs llama_test with each model and some formats: test.sh BACKEND LLAMA_TEST MODELS. The bounds are the largest mean
+# Runs llama_test with each model and some formats: test.sh BACKEND LLAMA_TEST MODELS BIN PYTHON. The bounds are the largest mean
 # divergence of a step in nats: f16/f16 shows that nothing but rounding is lost on the way.
-backend=$1 test=$2 models=$3
+backend=$1 test=$2 models=$3 bin=$4 python=$5
 status=0
 run() { # FORMATS MODEL BOUND
     echo "-- $1, $2"
@@ -13,6 +13,20 @@ run f16/f16 gemma3 1e-5
 run safe llama 1e-3
 run small llama 4e-3
 run small biased 2e-2
-run small gemma3 1e-4
-run tiny gemma3 1e-3
+run small gemma3 1e-3
+run tiny gemma3 5e-3
+server() { # FORMATS MODEL TOLERANCE of the logarithm of a probability
+    echo "-- llama-server, $1, $2"
+    "$python" "$(dirname "$0")/server_test.py" "$bin" "$backend" "$models/$2.gguf" "$1" "$3" || status=1
+}
+server f16/f16 llama 0.02
+server small llama 0.5
+server f16/f16 gemma3 0.02
+server small gemma3 0.1
+refused() { # WHAT, a word of the sentence, TQKV
+    TQKV=$3 GGML_BACKEND_PATH=$backend "$bin/llama-completion" -m "$models/llama.gguf" -dev TQKV -no-cnv -n 1 -p a 2>&1 |
+        grep -q "$2" && echo "ok     $1 is refused in words" || { echo "FAILED $1" && status=1; }
+}
+refused "an unknown preset" "none of safe, small" huge
+refused "half a pair" "none of safe, small" tq4/
 exit $status
