@@ -4194,7 +4194,7 @@ typedef struct tqkv__attention {
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
-/* Prefetches the codes of the next tile while this tile is computed: nearer requests come too late, farther ones push out
+/* Prefetches the codes of the next tile while this one is computed: nearer requests come too late, farther ones push out
    what is in use. Streams go to the L2 cache, because few lines can be on their way to the L1. cache is a constant. */
 enum { TQKV__L1 = 1, TQKV__L2 };
 static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, size_t size)
@@ -5630,10 +5630,14 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim,
     const int bytes = halves ? 2 : 4; /* of a value */
     const bool wide = TQKV__INTEGER_LANES == 16 || rows <= 2;
     int d = 0;
-    for (; wide && d + 16 * most <= dim; d += 16 * most) TQKV__S(add_half_vectors)
-    (rows, most * sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
-    for (; d < dim; d += 16) TQKV__S(add_half_vectors)
-    (rows, sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
+    for (; wide && d + 16 * most <= dim; d += 16 * most) {
+        const uint8_t *from = codes + bytes * d;
+        TQKV__S(add_half_vectors)(rows, most * sixteen, halves, dim, from, stride, n, d ? 0 : ahead, weights, out + d);
+    }
+    for (; d < dim; d += 16) {
+        const uint8_t *from = codes + bytes * d;
+        TQKV__S(add_half_vectors)(rows, sixteen, halves, dim, from, stride, n, d ? 0 : ahead, weights, out + d);
+    }
 }
 
 /* Does the same for all rows; halves is a constant. */
@@ -6539,7 +6543,7 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
 /* Loads eight centroids of TQ8 at a time. The asm keeps the codes in a register of which x86 reads the two lowest bytes
-   (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
+   (Q), and each shift a shift of 16, where compilers shift once for each code. */
 TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float *to)
 {
     const float *centroids = s->codebook;
@@ -9087,9 +9091,8 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n
 
 /* >>walk: an item from tile to tile */
 
-/* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a
-   piece and of a stretch. A tile's values are added after the next tile's scores. These steps are independent, and the
-   processor overlaps them. */
+/* An item at work: its queries, what centres add to its scores, and its sums. A tile's values are added after the next
+   tile's scores: these steps are independent, so the processor overlaps them. */
 typedef struct tqkv__work {
     const tqkv__attention *a;
     const tqkv__item *item;
@@ -9228,14 +9231,12 @@ static tqkv__source tqkv__source_of(const tqkv__stream *s, int kv_head)
     return source;
 }
 
-/* Asks for a row, to the L1 cache. With requests to the L2 a list of 2,048 of 32,768 positions takes 1.4 times as long
-   from memory (TQ4 of 128, group 4, blocks of 1, Zen 5), and F16 of 512, whose tiles are larger than an L1, as long.
-   Rows that are not aligned to lines lie in one more, which is not asked for: they take 1.1 to 1.2 times as long with a
-   request for it (TQ4, I8, Xeon). */
+/* Prefetches a row to the L1 cache: requests to the L2 take longer from memory. The last line of a row that is not
+   aligned to lines is left out: its request costs more than it brings. */
 static TQKV__INLINE void tqkv__ask_row(const tqkv__source *s, int32_t slot)
 {
     const uint8_t *row = s->codes + (size_t)slot * s->size;
-    tqkv__prefetch(TQKV__L1, row, 1); /* by the line: a loop over a size takes 1.1 times as long in all */
+    tqkv__prefetch(TQKV__L1, row, 1); /* by the line, which takes less time than a loop over a size */
     for (size_t i = 64; i < s->size; i += 64) tqkv__prefetch(TQKV__L1, row + i, 1);
     if (s->norms) tqkv__prefetch(TQKV__L1, (const uint8_t *)(s->of_rows + (size_t)slot * s->norms), 1);
 }
@@ -9255,9 +9256,8 @@ static void tqkv__gather_any(const tqkv__source *s, const int32_t *slot_list, in
     }
 }
 
-/* Likewise for rows with a norm each, none of them hidden, whose size is a constant. It asks for a row whenever it has
-   copied one: a burst of requests would wait until all but the last lines have come, and nothing be done meanwhile. It
-   does not ask for norms, whose lines follow one another: with requests it takes 1.05 times as long (Xeon). */
+/* Likewise for rows with a norm each, none of them hidden, whose size is a constant. It prefetches a row for each it
+   copies: a burst of requests would wait until most lines have come. The lines of norms follow one another. */
 static TQKV__INLINE void tqkv__gather_rows(const tqkv__source *s, const size_t size, const int32_t *slot_list, int n,
                                            const int32_t *next, int n_next, uint8_t *row, float *norm)
 {
@@ -9274,9 +9274,8 @@ static TQKV__INLINE void tqkv__gather_rows(const tqkv__source *s, const size_t s
     for (int j = n; j < n_next; j++) tqkv__ask_row(s, next[j]);
 }
 
-/* Copies the rows of a tile to slots of another stream from `slot` on, and asks for the n_next of the next tile, none
-   of them hidden. What is hidden becomes zeros, because it may be NaN. The sizes of TQ2 to TQ6 and of a byte a value at
-   64, 128 and 256 are constants: a loop over a size takes 1.2 to 1.8 times as long in all. */
+/* Copies the rows of a tile to slots of another stream from `slot` on, and prefetches the n_next of the next tile, none
+   of them hidden. What is hidden becomes zeros, because it may be NaN. Frequent sizes are constants, for speed. */
 static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
                          const int32_t *next, int n_next, const tqkv__stream *to, int slot)
 {
@@ -9419,10 +9418,8 @@ static void tqkv__open_ends(tqkv__work *w, tqkv__range seen)
     if (!w->list && n > 0) tqkv__ask_halves(w, TQKV__FIRST_END, seen.from, n < TQKV__TILE ? (int)n : TQKV__TILE);
 }
 
-/* Asks for a few of the newest halves with each tile of codes, so that all are there when their pass begins; `left`
-   positions of codes come before it. They are four times as long as codes of TQ4, and nothing else asks for the first
-   of them: a token over 4,096 positions from the L3, 128 of them halves, takes 0.97 to 0.98 of the time (Xeon), in
-   integers 0.94 to 0.98. */
+/* Prefetches a few of the newest halves with each tile of codes, so that all are there when their pass begins; nothing
+   else asks for the first of them. left: positions of codes before that pass */
 static void tqkv__ask_newest(tqkv__work *w, int64_t left)
 {
     enum { SHARE = 4 };
@@ -9874,9 +9871,8 @@ static void tqkv__add_share(const tqkv__attention *a, const float *center, float
     for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + tqkv__rounded(share * center[d]));
 }
 
-/* Finishes a row: out = out / (sum + exp(sink - max)), brought to the basis of outputs, then the values' centre unless
-   that is NULL; zeros if the row saw nothing. unrotate: sums are of the rotated basis, the output is not. center, out:
-   [value_dim], center in the basis of outputs */
+/* Finishes a row: out = out / (sum + exp(sink - max)) in the basis of outputs, plus the values' centre; zeros if the
+   row saw nothing. unrotate: the basis changes. center: in the basis of outputs, or NULL; out: [value_dim] */
 static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, bool unrotate, const float *center,
                                             float *out, float max, float sum)
 {
@@ -10124,10 +10120,8 @@ static int tqkv__chunk_rows(int head_dim)
     return 8192 / head_dim < TQKV__CHUNK_ROWS ? 8192 / head_dim : TQKV__CHUNK_ROWS;
 }
 
-/* Returns the query rows of an item: as many of `all` as there are, evenly, up to TQKV__CHUNK_ROWS and 144 KiB of sums.
-   Sums that only fit the L2 cache cost less than decoding once more: 64 heads of 512 take 0.92 (TQ4), 0.88 (I8) and
-   0.86 times (TQ4, integers) the time of 16 rows an item on an AMD EPYC with 1 MiB of L2. But 32 KiB where tasks would
-   be left without work, of which there is `others` times that of these rows. */
+/* Returns the query rows of an item, of `all`: up to 144 KiB of sums, which the L2 cache holds, or 32 KiB where tasks
+   would be left without work. others: how many times the work of these rows there is */
 static int tqkv__item_rows(const tqkv__attention *a, int all, int64_t others)
 {
     const int dim = a->key_dim > a->value_dim ? a->key_dim : a->value_dim;

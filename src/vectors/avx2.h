@@ -52,7 +52,7 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
 /* Loads eight centroids of TQ8 at a time. The asm keeps the codes in a register of which x86 reads the two lowest bytes
-   (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
+   (Q), and each shift a shift of 16, where compilers shift once for each code. */
 TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float *to)
 {
     const float *centroids = s->codebook;
