@@ -3017,40 +3017,43 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
    change nothing. Boundaries in earlier cells are below the value, boundaries in later cells are above it. One
    comparison remains, with the boundary in the value's own cell or, if it has none, the next one. */
 #define TQKV__CELL_MARGIN 0.004f /* of a cell's width; a value's cell is off by 0.0001 at most */
+typedef struct tqkv__cell {
+    float bound, below, above; /* what a value there is compared with, and the centroids on both sides of that */
+    uint32_t n_below;          /* boundaries below the value, but for this one */
+} tqkv__cell;
+
 typedef struct tqkv__quantiser {
-    TQKV__ALIGNED uint8_t below[256]; /* boundaries in the cells before this one */
-    float bounds[128];                /* the positive boundaries, then infinity */
-    /* Of each cell, from 5 bits up, the bound that a value there is compared with, and the centroid below it; the one
-       above is that of the next cell, if the bound is in this one. One load of two cells takes all. */
-    float entries[257][2];
-    float squares[16];   /* TQ2: of its centroids, repeated */
-    float centroids[16]; /* the positive ones, up to 4 bits */
-    float slope, top;    /* cell of a magnitude w: the whole part of min(w * slope, top) */
-    int half;            /* the codes of one sign */
+    TQKV__ALIGNED tqkv__cell cells[256];
+    /* Of codebooks of up to 4 bits, for look-ups in registers: n_below of each cell, and the positive boundaries, then
+       infinity, and centroids */
+    uint8_t n_below[16];
+    float bounds[8], centroids[8];
+    float squares[8]; /* TQ2: of its centroids, repeated */
+    float slope, top; /* cell of a magnitude w: the whole part of min(w * slope, top) */
+    int half;         /* the codes of one sign */
 } tqkv__quantiser;
 
 static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
 {
     const int bits = s->book_bits, n = (1 << (bits - 1)) - 1;
-    const float *positive = s->boundaries + n + 1; /* boundaries[n] is 0 */
-    int cell = 0;
+    const float *positive = s->boundaries + n + 1, *centroids = s->codebook + n + 1; /* boundaries[n] is 0 */
+    int i = 0;
     q->half = n + 1;
     q->top = (float)((1 << bits) - 1);
     q->slope = (q->top + 0.45f) / positive[n - 1];
-    for (int i = 0; i < n; i++) {
-        const float at = positive[i] * q->slope;
-        TQKV_ASSERT(at - floorf(at) > TQKV__CELL_MARGIN && at - floorf(at) < 1.0f - TQKV__CELL_MARGIN);
-        for (const int own = (int)(at < q->top ? at : q->top); cell <= own; cell++) q->below[cell] = (uint8_t)i;
-        q->bounds[i] = positive[i];
+    for (int c = 0; c < 1 << bits; c++) {
+        const tqkv__cell cell = {i < n ? positive[i] : INFINITY, centroids[i], centroids[i < n ? i + 1 : n],
+                                 (uint32_t)i};
+        const float at = i < n ? positive[i] * q->slope : INFINITY;
+        TQKV_ASSERT(i == n || (at - floorf(at) > TQKV__CELL_MARGIN && at - floorf(at) < 1.0f - TQKV__CELL_MARGIN));
+        q->cells[c] = cell;
+        if (c < 16) q->n_below[c] = (uint8_t)i;
+        i += at < (float)(c + 1) || (i < n && c == (1 << bits) - 1);
     }
-    for (; cell < 256; cell++) q->below[cell] = (uint8_t)n;
-    for (int i = n; i < 128; i++) q->bounds[i] = INFINITY;
-    for (int i = 0; i < 16; i++) q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
-    for (int i = 0; i < 16; i++) q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
-    for (int i = 0; bits > 4 && i <= 1 << bits; i++) {
-        const int below = i < 1 << bits ? q->below[i] : n;
-        q->entries[i][0] = q->bounds[below];
-        q->entries[i][1] = s->codebook[n + 1 + below];
+    for (i = 0; i < 8; i++) {
+        q->bounds[i] = i < n ? positive[i] : INFINITY;
+        q->centroids[i] = centroids[i < n ? i : n];
+        q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
     }
 }
 
@@ -4191,7 +4194,7 @@ typedef struct tqkv__attention {
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
-/* Prefetches the codes of the next tile while this tile is computed: nearer requests come too late, farther ones push out
+/* Prefetches the codes of the next tile while this one is computed: nearer requests come too late, farther ones push out
    what is in use. Streams go to the L2 cache, because few lines can be on their way to the L1. cache is a constant. */
 enum { TQKV__L1 = 1, TQKV__L2 };
 static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, size_t size)
@@ -4895,108 +4898,141 @@ TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, floa
         }
 }
 
-/* Writes a column of the matrix as floats, +-1; signs: [m] and room for whole vectors */
-TQKV__OP void TQKV__(matrix_column)(int m, int column, float *signs)
+/* A vector of a row or, if n is 4 and LANES 8, of two: each has a half. pair is a constant. */
+TQKV__OP TQKV__VECTOR TQKV__(load_column)(const bool pair, const float *low, const float *high)
 {
-    uint64_t bits = 0;
-    for (int i = 0; i < m; i += 8) bits |= (uint64_t)tqkv__matrix_row(m, column)[i / 8] << i; /* symmetric */
-    for (int row = 0; row < m; row += TQKV__LANES, bits >>= TQKV__LANES)
-        TQKV__(store)(signs + row, TQKV__(signs)((uint32_t)bits));
+    return pair ? TQKV__(load_two)(low, high) : TQKV__(load)(low);
 }
 
-/* Between columns of signs: five vectors of 8 hold one of 36 */
-#define TQKV__COLUMN 40
-
-/* Mixes subrows: out[b] = sum over c of P[b][c] * x[c] in order, times factor, for `at_once` subrows b that share a
-   vector: lane at_once * a + i is element a of subrow b + i. x: m vectors, x_stride floats apart; their lanes have each
-   element at_once times. The product with 1 or -1 is exact. count vectors of sums at a time, in registers; m, at_once
-   and count are constants. signs: [m][TQKV__COLUMN], out: [m][n] */
-TQKV__OP void TQKV__(mix_subrows)(const int m, const int at_once, const int count, const float *x, int x_stride,
-                                  const float *signs, float factor, int n, float *out)
+TQKV__OP void TQKV__(store_column)(const bool pair, float *low, float *high, TQKV__VECTOR x)
 {
-    for (int b = 0; b < m; b += count * at_once) {
+    if (pair)
+        TQKV__(store_two)(low, high, x);
+    else
+        TQKV__(store)(low, x);
+}
+
+/* Applies the matrix of order m to a column of subrows n floats apart, in place, with signs that the compiler knows, and
+   no loads of them: encoding I8 takes a quarter less at 80, 96 and 192. Every second sum is made of multiply-adds: a Zen 4
+   core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other, since clang 14 would
+   reorder sums there with -fassociative-math. */
+TQKV__OP void TQKV__(mix_known)(const int m, const bool pair, int n, float factor, float *low, float *high)
+{
+    const TQKV__VECTOR plus = TQKV__(rounded)(TQKV__(set1)(1.0f)), minus = TQKV__(rounded)(TQKV__(set1)(-1.0f));
+    const int count = m > 12 ? m / 2 : m; /* sums in registers, and terms that are unrolled together */
+    TQKV__VECTOR sums[20];
+    TQKV__UNROLL
+    for (int part = 0; part < m / count * (m / count); part++) {
+        const int first = part / (m / count) * count, from = part % (m / count) * count;
+        TQKV__UNROLL
+        for (int c = from; c < from + count; c++) {
+            const TQKV__VECTOR x = TQKV__(load_column)(pair, low + c * n, high + c * n);
+            TQKV__UNROLL
+            for (int b = first; b < first + count; b++) {
+                const bool subtract = (tqkv__matrix_row(m, b)[c / 8] >> (c % 8)) & 1;
+                if (c == 0)
+                    sums[b] = x * (subtract ? minus : plus);
+                else if (b % 2 || TQKV__LANES == 4)
+                    sums[b] = TQKV__(fma)(x, subtract ? minus : plus, sums[b]);
+                else
+                    sums[b] = subtract ? sums[b] - x : sums[b] + x;
+            }
+        }
+    }
+    for (int b = 0; b < m; b++) TQKV__(store_column)(pair, low + b * n, high + b * n, sums[b] * TQKV__(set1)(factor));
+}
+
+/* Writes the matrix as floats, +-1: signs: [m][TQKV__COLUMN], five vectors of 8 hold a column of 36 */
+#define TQKV__COLUMN 40
+TQKV__OP void TQKV__(open_signs)(int m, float *signs)
+{
+    for (int c = 0; c < m; c++, signs += TQKV__COLUMN) {
+        uint64_t bits = 0;
+        for (int i = 0; i < m; i += 8) bits |= (uint64_t)tqkv__matrix_row(m, c)[i / 8] << i; /* symmetric */
+        for (int b = 0; b < m; b += TQKV__LANES, bits >>= TQKV__LANES)
+            TQKV__(store)(signs + b, TQKV__(signs)((uint32_t)bits));
+    }
+}
+
+/* Does what mix_known does with `count` sums in registers, a constant that divides m. */
+TQKV__OP void TQKV__(mix)(const int count, const bool pair, int m, int n, const float *signs, float factor, float *low,
+                          float *high)
+{
+    TQKV__VECTOR x[36];
+    for (int c = 0; c < m; c++) x[c] = TQKV__(load_column)(pair, low + c * n, high + c * n);
+    for (int b = 0; b < m; b += count) {
         const float *sign = signs + b;
         TQKV__VECTOR sums[9];
         TQKV__UNROLL
-        for (int i = 0; i < count; i++) sums[i] = TQKV__(load)(x) * TQKV__(repeat)(at_once, sign + i * at_once);
+        for (int i = 0; i < count; i++) sums[i] = x[0] * TQKV__(set1)(sign[i]);
         for (int c = 1; c < m; c++) {
-            const TQKV__VECTOR subrow = TQKV__(load)(x + c * x_stride);
             sign += TQKV__COLUMN;
             TQKV__UNROLL
-            for (int i = 0; i < count; i++)
-                sums[i] = TQKV__(fma)(subrow, TQKV__(repeat)(at_once, sign + i * at_once), sums[i]);
+            for (int i = 0; i < count; i++) sums[i] = TQKV__(fma)(x[c], TQKV__(set1)(sign[i]), sums[i]);
         }
         TQKV__UNROLL
-        for (int i = 0; i < count; i++) {
-            const TQKV__VECTOR sum = TQKV__(unite)(at_once, sums[i]);
-            TQKV__(store)(out + (b + i * at_once) * n, sum * TQKV__(set1)(factor));
-        }
+        for (int i = 0; i < count; i++)
+            TQKV__(store_column)(pair, low + (b + i) * n, high + (b + i) * n, sums[i] * TQKV__(set1)(factor));
     }
 }
 
-/* Applies the matrix of order m across the subrows. subrows: [m][n], out: [m * n], elsewhere; at_once is LANES / n, or
-   1 */
-TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *subrows, float factor, int n, float *out)
+/* Mixes a column by the order of the matrix. */
+TQKV__OP void TQKV__(mix_column)(const bool pair, int m, int n, const float *signs, float factor, float *low,
+                                 float *high)
 {
-    const int count = m > 12 ? m / 4 : 6;
-    TQKV__ALIGNED float signs[36 * TQKV__COLUMN], spread[36 * TQKV__LANES];
-    for (int c = 0; c < m; c++) TQKV__(matrix_column)(m, c, signs + c * TQKV__COLUMN);
-    if (at_once == 1) {
-        for (int a = 0; a < n; a += TQKV__LANES)
-            TQKV__(mix_subrows)(m, 1, count, subrows + a, n, signs, factor, n, out + a);
-        return;
-    }
-    for (int c = 0; c < m; c++) {
-        const TQKV__VECTOR x = TQKV__(load)(subrows + c / at_once * TQKV__LANES);
-        TQKV__(store)(spread + c * TQKV__LANES, TQKV__(spread)(at_once, c % at_once, x));
-    }
-    TQKV__(mix_subrows)(m, at_once, count, spread, TQKV__LANES, signs, factor, n, out);
+    if (m == 12 && !pair)
+        TQKV__(mix_known)(12, pair, n, factor, low, high);
+    else if (m == 20 && pair)
+        TQKV__(mix_known)(20, pair, n, factor, low, high);
+    else if (m == 12)
+        TQKV__(mix)(6, pair, m, n, signs, factor, low, high);
+    else if (m == 20)
+        TQKV__(mix)(5, pair, m, n, signs, factor, low, high);
+    else if (m == 28)
+        TQKV__(mix)(7, pair, m, n, signs, factor, low, high);
+    else
+        TQKV__(mix)(9, pair, m, n, signs, factor, low, high);
 }
 
-#define TQKV__MIX(m)                                                                                                   \
-    case m:                                                                                                            \
-        if (TQKV__LANES > 4 && n < TQKV__LANES)                                                                        \
-            TQKV__(mix)(m, TQKV__LANES / 4, subrows, factor, n, out);                                                  \
-        else                                                                                                           \
-            TQKV__(mix)(m, 1, subrows, factor, n, out);                                                                \
-        break;
-
-/* Subrows shorter than a vector have 4 values. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float *subrows, float factor, int n,
-                                                             float *out)
+/* Ends the rotation of rows of head_dim = m * n, m > 1, with the matrix across the subrows: of a few rows, because the
+   signs take as long as one. rows: [n_rows][head_dim] */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_rows)(int head_dim, float *rows, int n_rows)
 {
-    switch (m) {
-        TQKV__MIX(12)
-        TQKV__MIX(20)
-        TQKV__MIX(28)
-        TQKV__MIX(36)
+    const tqkv__size *size = tqkv__size_of(head_dim);
+    const int m = size->order, n = size->subrow;
+    TQKV__ALIGNED float signs[36 * TQKV__COLUMN];
+    if (m != (n < TQKV__LANES ? 20 : 12)) TQKV__(open_signs)(m, signs);
+    for (int row = 0; row < n_rows; row += n < TQKV__LANES ? 2 : 1, rows += head_dim) {
+        if (n < TQKV__LANES) {
+            float *next = rows + (row + 1 < n_rows ? head_dim : 0);
+            TQKV__(mix_column)(true, m, n, signs, size->inverse_root, rows, next);
+            rows += head_dim;
+        } else
+            for (int a = 0; a < n; a += TQKV__LANES)
+                TQKV__(mix_column)(false, m, n, signs, size->inverse_root, rows + a, rows + a);
     }
 }
 
-/* Does what hadamard does for head_dim = m * n, m > 1: H over the subrows, then the matrix across them */
+/* Does what hadamard does for head_dim = m * n, m > 1: H over the subrows */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, const void *in, int head_dim, bool flip,
                                                                float *out)
 {
-    TQKV__ALIGNED float subrows[TQKV_MAX_HEAD_DIM];
-    const tqkv__size *size = tqkv__size_of(head_dim);
-    const int m = size->order, n = size->subrow; /* n: 4 to 64 */
-    const float factor = size->inverse_root;
+    const int n = tqkv__size_of(head_dim)->subrow; /* 4 to 64 */
     if (n == 4 && TQKV__LANES > 4)
-        TQKV__(hadamard_subrows)(1, 4, type, in, head_dim, flip, subrows);
+        TQKV__(hadamard_subrows)(1, 4, type, in, head_dim, flip, out);
     else if (n == TQKV__LANES)
-        TQKV__(hadamard_subrows)(1, TQKV__LANES, type, in, head_dim, flip, subrows);
+        TQKV__(hadamard_subrows)(1, TQKV__LANES, type, in, head_dim, flip, out);
     else if (n == 2 * TQKV__LANES)
-        TQKV__(hadamard_subrows)(2, 2 * TQKV__LANES, type, in, head_dim, flip, subrows);
+        TQKV__(hadamard_subrows)(2, 2 * TQKV__LANES, type, in, head_dim, flip, out);
     else if (n == 4 * TQKV__LANES)
-        TQKV__(hadamard_subrows)(4, 4 * TQKV__LANES, type, in, head_dim, flip, subrows);
+        TQKV__(hadamard_subrows)(4, 4 * TQKV__LANES, type, in, head_dim, flip, out);
     else if (n == 8 * TQKV__LANES)
-        TQKV__(hadamard_subrows)(8, 8 * TQKV__LANES, type, in, head_dim, flip, subrows);
+        TQKV__(hadamard_subrows)(8, 8 * TQKV__LANES, type, in, head_dim, flip, out);
     else if (TQKV__LANES < 8)
-        TQKV__(hadamard_subrows)(16, 16 * TQKV__LANES, type, in, head_dim, flip, subrows);
-    TQKV__(mix_by_order)(m, subrows, factor, n, out);
+        TQKV__(hadamard_subrows)(16, 16 * TQKV__LANES, type, in, head_dim, flip, out);
 }
 
-/* Rotates: out = R(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */
+/* Rotates: out = R(in)/sqrt(D), after flipping signs if asked, but for mix_rows; floats in and out may be the same. */
 TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip, float *out)
 {
     int h = head_dim < TQKV__LANES * TQKV__WIDTH ? head_dim : TQKV__LANES * TQKV__WIDTH;
@@ -5017,11 +5053,13 @@ TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int he
 TQKV__TARGET static void TQKV__(rotate)(float *x, int head_dim)
 {
     TQKV__(hadamard)(TQKV_TYPE_F32, x, head_dim, true, x);
+    if (TQKV__HAS_MATRIX(head_dim)) TQKV__(mix_rows)(head_dim, x, 1);
 }
 
 TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
 {
     TQKV__(hadamard)(TQKV_TYPE_F32, y, head_dim, false, y);
+    if (TQKV__HAS_MATRIX(head_dim)) TQKV__(mix_rows)(head_dim, y, 1);
     for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store)(y + d, TQKV__(flip)(TQKV__(load)(y + d), d));
 }
 
@@ -5046,12 +5084,11 @@ TQKV__OP float TQKV__(sum_of_squares)(const float *x, int n)
 /* Returns the sum of the squares of the centroids of codes of TQ2, the one format that is not searched; codes: [n] */
 TQKV__OP float TQKV__(squares_of_codes)(const tqkv__quantiser *q, const uint8_t *codes, int n)
 {
-    TQKV__VECTOR lanes[16 / TQKV__LANES], table[16 / TQKV__LANES];
+    TQKV__VECTOR lanes[16 / TQKV__LANES], table[8 / TQKV__LANES];
     TQKV__UNROLL
-    for (int k = 0; k < 16 / TQKV__LANES; k++) {
-        lanes[k] = TQKV__(set1)(0.0f);
-        table[k] = TQKV__(load)(q->squares + k * TQKV__LANES);
-    }
+    for (int k = 0; k < 16 / TQKV__LANES; k++) lanes[k] = TQKV__(set1)(0.0f);
+    TQKV__UNROLL
+    for (int k = 0; k < 8 / TQKV__LANES; k++) table[k] = TQKV__(load)(q->squares + k * TQKV__LANES);
     for (int d = 0; d < n; d += 16) {
         TQKV__UNROLL
         for (int k = 0; k < 16 / TQKV__LANES; k++)
@@ -5128,15 +5165,15 @@ TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(sizes) * t, int at, TQKV_
 
 /* The tables of a codebook of up to 4 bits, in registers */
 typedef struct TQKV__(book) {
-    TQKV__VECTOR top, bounds[16 / TQKV__LANES], centroids[16 / TQKV__LANES];
-    TQKV__(codes) below;
+    TQKV__VECTOR top, bounds[8 / TQKV__LANES], centroids[8 / TQKV__LANES];
+    TQKV__(codes) n_below;
 } TQKV__(book);
 
 TQKV__OP void TQKV__(load_book)(const tqkv__quantiser *q, TQKV__(book) * book)
 {
     book->top = TQKV__(set1)(q->top);
-    book->below = TQKV__(load_below)(q->below);
-    for (int i = 0; i < 16 / TQKV__LANES; i++) {
+    book->n_below = TQKV__(load_16)(q->n_below);
+    for (int i = 0; i < 8 / TQKV__LANES; i++) {
         book->bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
         book->centroids[i] = TQKV__(load)(q->centroids + i * TQKV__LANES);
     }
@@ -5149,25 +5186,25 @@ TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(sizes) * t, int at, TQKV__VECT
 }
 
 /* Returns the centroids of sizes_times; bits is a constant, 8 for more than 4. For 3 bits three comparisons are quicker
-   than a cell. Of a large codebook one load has the bound and the centroids of a cell. */
+   than a cell. Of a large codebook one load has all of a cell. */
 TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
                                       const TQKV__(sizes) * t, int at, TQKV__VECTOR factor, TQKV__VECTOR slope)
 {
     const TQKV__VECTOR w = TQKV__(sizes_times)(t, at, factor);
     TQKV__(codes) index;
-    TQKV__VECTOR entries[3];
+    TQKV__VECTOR cell[4];
     memset(&index, 0, sizeof index);
     const TQKV__(codes) none = index;
     if (bits == 8) {
-        TQKV__(load_entries)(q->entries, t->cells + at, entries);
-        return TQKV__(choose)(entries[0], w, entries[1], entries[2]);
+        TQKV__(load_cells)(q->cells, t->cells + at, cell);
+        return TQKV__(choose)(cell[0], w, cell[1], cell[2]);
     }
     if (bits == 3) {
         TQKV__UNROLL
         for (int b = 0; b < 3; b++) index = TQKV__(code_from)(index, TQKV__(set1)(q->bounds[b]), w, none);
         return TQKV__(look_up_8)(book->centroids, index);
     }
-    index = TQKV__(below)(book->below, TQKV__(cells)(t, at, slope, book->top));
+    index = TQKV__(look_up_16)(book->n_below, TQKV__(cells)(t, at, slope, book->top));
     index = TQKV__(code_from)(index, TQKV__(look_up_8)(book->bounds, index), w, none);
     return TQKV__(look_up_8)(book->centroids, index);
 }
@@ -5242,9 +5279,9 @@ TQKV__OP void TQKV__(quantise_short)(const int bits, const tqkv__quantiser *q, c
                                      uint8_t *codes)
 {
     TQKV__(codes) four[4], side;
-    TQKV__VECTOR bounds[16 / TQKV__LANES];
-    const TQKV__(codes) below = TQKV__(load_below)(q->below);
-    for (int i = 0; i < 16 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
+    TQKV__VECTOR bounds[8 / TQKV__LANES];
+    const TQKV__(codes) n_below = TQKV__(load_16)(q->n_below);
+    for (int i = 0; i < 8 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
     for (int d = 0; d < n; d += 4 * TQKV__LANES) {
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
@@ -5256,7 +5293,7 @@ TQKV__OP void TQKV__(quantise_short)(const int bits, const tqkv__quantiser *q, c
             }
             const TQKV__VECTOR w = TQKV__(fold)(q->half, v, &side);
             const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
-            const TQKV__(codes) count = TQKV__(below)(below, TQKV__(truncate)(cell));
+            const TQKV__(codes) count = TQKV__(look_up_16)(n_below, TQKV__(truncate)(cell));
             four[i] = TQKV__(code_from)(count, TQKV__(look_up_8)(bounds, count), w, side);
         }
         const TQKV__(codes) bytes = TQKV__(narrow)(four);
@@ -5264,32 +5301,26 @@ TQKV__OP void TQKV__(quantise_short)(const int bits, const tqkv__quantiser *q, c
     }
 }
 
-/* Likewise for a codebook whose tables do not fit registers: vectors find the cells of up to 256 values, loads the
-   counts and bounds, vectors compare. One loop a step: a vector load soon after stores of its lanes would wait. */
+/* Likewise for a codebook whose tables do not fit registers, up to 256 values: one loop stores the cells, since a load
+   of a cell soon after would wait for the store. */
 TQKV__OP void TQKV__(quantise_256)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
-    TQKV__ALIGNED float bounds[256];
-    TQKV__ALIGNED int32_t cells[256];
+    TQKV__ALIGNED uint32_t cells[256];
     TQKV__(codes) side, four[4];
     for (int d = 0; d < n; d += TQKV__LANES) {
         const TQKV__VECTOR w = TQKV__(fold)(q->half, TQKV__(load)(y + d) * TQKV__(set1)(scale), &side);
         four[0] = TQKV__(truncate)(TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top)));
         memcpy(cells + d, &four[0], sizeof four[0]);
     }
-    for (int d = 0; d < n; d += 8) {
-        TQKV__UNROLL
-        for (int i = 0; i < 8; i++) {
-            cells[d + i] = q->below[cells[d + i]];
-            bounds[d + i] = q->bounds[cells[d + i]];
-        }
-    }
     for (int d = 0; d < n; d += 4 * TQKV__LANES) {
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
+            TQKV__VECTOR cell[4];
             const int next = d + i * TQKV__LANES, at = next < n ? next : d;
             const TQKV__VECTOR w = TQKV__(fold)(q->half, TQKV__(load)(y + at) * TQKV__(set1)(scale), &side);
-            memcpy(&four[i], cells + at, sizeof four[i]);
-            four[i] = TQKV__(code_from)(four[i], TQKV__(load)(bounds + at), w, side);
+            TQKV__(load_cells)(q->cells, cells + at, cell);
+            memcpy(&four[i], &cell[3], sizeof four[i]);
+            four[i] = TQKV__(code_from)(four[i], cell[0], w, side);
         }
         const TQKV__(codes) bytes = TQKV__(narrow)(four);
         memcpy(codes + d, &bytes, sizeof bytes);
@@ -5343,7 +5374,10 @@ TQKV__TARGET static void TQKV__(pack_row)(const tqkv__stream *s, const uint8_t *
 /* Stores the codes of F16; type is a constant. */
 TQKV__OP void TQKV__(store_f16_as)(const tqkv_type type, const void *src, int head_dim, uint8_t *row)
 {
-    for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store_f16)(row + 2 * d, TQKV__(load_as)(type, src, d));
+    for (int d = 0; d < head_dim; d += 16) {
+        TQKV__UNROLL
+        for (int k = d; k < d + 16; k += TQKV__LANES) TQKV__(store_f16)(row + 2 * k, TQKV__(load_as)(type, src, k));
+    }
 }
 
 TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, int head_dim, uint8_t *row)
@@ -5356,27 +5390,22 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
         TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
 }
 
-/* Returns the values of a row that are to be quantised: less its centre, times its inverses, rotated, in row:
-   [head_dim] or, where nothing is to be done, in the source. Halves are not widened first: that pass would make them a
-   tenth slower than floats. F16 is stored. */
-TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
+/* Returns the values of a row that are to be quantised: less its centre, times its inverses, rotated but for mix_rows, in
+   row: [head_dim] or, where nothing is to be done, in the source, of its type if the format is F16. Halves are not
+   widened first: that pass would make them a tenth slower than floats. */
+TQKV__TARGET static const void *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
-    const bool half = s->kind == TQKV__HALF;
     const void *src = source->src;
     tqkv_type type = s->type;
-    const bool widens = !s->rotated && !half && type != TQKV_TYPE_F32;
+    const bool widens = !s->rotated && s->kind != TQKV__HALF && type != TQKV_TYPE_F32;
     if (source->center || source->inverses || widens) {
         TQKV__(widen)(type, src, source->center, source->inverses, s->head_dim, row);
         type = TQKV_TYPE_F32;
         src = row;
     }
-    if (s->rotated) {
-        TQKV__(hadamard)(type, src, s->head_dim, true, row);
-        type = TQKV_TYPE_F32;
-        src = row;
-    }
-    if (half) TQKV__(store_f16_row)(type, src, s->head_dim, source->codes);
-    return (const float *)src;
+    if (!s->rotated) return src;
+    TQKV__(hadamard)(type, src, s->head_dim, true, row);
+    return row;
 }
 
 /* Takes a few rows through each step: steps of one row depend on each other, rows do not. */
@@ -5387,24 +5416,28 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     TQKV__ALIGNED float rotated[buffer];
     float norms[most_norms], scales[most_norms], sums[most_norms];
     TQKV__ALIGNED uint8_t codes[TQKV_MAX_HEAD_DIM + 4 * TQKV__LANES];
-    const float *values[most_norms];
+    const void *values[most_norms];
     const int batch = buffer / s->head_dim, per_row = s->norms_per_row;
     for (int first = 0; first < n_rows; first += batch, rows += batch) {
         const int n = n_rows - first < batch ? n_rows - first : batch;
+        for (int i = 0; i < n; i++) values[i] = TQKV__(open_row)(s, &rows[i], rotated + i * s->head_dim);
+        if (s->rotated && TQKV__HAS_MATRIX(s->head_dim)) TQKV__(mix_rows)(s->head_dim, rotated, n);
         for (int i = 0; i < n; i++) {
-            values[i] = TQKV__(open_row)(s, &rows[i], rotated + i * s->head_dim);
-            if (rows[i].half) TQKV__(store_f16_row)(TQKV_TYPE_F32, values[i], s->head_dim, rows[i].half);
+            const tqkv_type type = values[i] == rows[i].src ? s->type : TQKV_TYPE_F32;
+            if (rows[i].half) TQKV__(store_f16_row)(type, values[i], s->head_dim, rows[i].half);
+            if (s->kind == TQKV__HALF) TQKV__(store_f16_row)(type, values[i], s->head_dim, rows[i].codes);
         }
         if (s->kind == TQKV__HALF) continue;
-        for (int i = 0; i < n; i++) TQKV__(norms)(s, values[i], norms + i * per_row, scales + i * per_row);
+        for (int i = 0; i < n; i++)
+            TQKV__(norms)(s, (const float *)values[i], norms + i * per_row, scales + i * per_row);
         for (int i = 0; i < n && s->n_factors > 1; i++) {
             float *scaled = rotated + i * s->head_dim;
-            TQKV__(search_row)(s, q, values[i], scaled, scales + i * per_row, sums + i * per_row);
+            TQKV__(search_row)(s, q, (const float *)values[i], scaled, scales + i * per_row, sums + i * per_row);
             values[i] = scaled;
         }
         for (int i = 0; i < n; i++) {
             float *norm = norms + i * per_row, *scale = scales + i * per_row, *sum = sums + i * per_row;
-            TQKV__(quantise_row)(s, q, values[i], scale, codes);
+            TQKV__(quantise_row)(s, q, (const float *)values[i], scale, codes);
             TQKV__(pack_row)(s, codes, rows[i].codes);
             for (int b = 0; b < per_row && s->n_factors == 1; b++) /* TQ2 */
                 sum[b] = TQKV__(squares_of_codes)(q, codes + b * s->norm_dim, s->norm_dim);
@@ -5591,10 +5624,14 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim,
     const int bytes = halves ? 2 : 4; /* of a value */
     const bool wide = TQKV__INTEGER_LANES == 16 || rows <= 2;
     int d = 0;
-    for (; wide && d + 16 * most <= dim; d += 16 * most) TQKV__S(add_half_vectors)
-    (rows, most * sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
-    for (; d < dim; d += 16) TQKV__S(add_half_vectors)
-    (rows, sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
+    for (; wide && d + 16 * most <= dim; d += 16 * most) {
+        const uint8_t *from = codes + bytes * d;
+        TQKV__S(add_half_vectors)(rows, most * sixteen, halves, dim, from, stride, n, d ? 0 : ahead, weights, out + d);
+    }
+    for (; d < dim; d += 16) {
+        const uint8_t *from = codes + bytes * d;
+        TQKV__S(add_half_vectors)(rows, sixteen, halves, dim, from, stride, n, d ? 0 : ahead, weights, out + d);
+    }
 }
 
 /* Does the same for all rows; halves is a constant. */
@@ -6472,7 +6509,7 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
 /* Loads eight centroids of TQ8 at a time. The asm keeps the codes in a register of which x86 reads the two lowest bytes
-   (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
+   (Q), and each shift a shift of 16, where compilers shift once for each code. */
 TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float *to)
 {
     const float *centroids = s->codebook;
@@ -6519,25 +6556,14 @@ TQKV__OP __m256 tqkv__signs_avx2(uint32_t bits)
         _mm256_sllv_epi32(_mm256_set1_epi32((int)bits), _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
     return _mm256_or_ps(_mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));
 }
-/* Repeats n floats; n is 1 or 2. */
-TQKV__OP __m256 tqkv__repeat_avx2(const int n, const float *p)
+TQKV__OP __m256 tqkv__load_two_avx2(const float *low, const float *high)
 {
-    double two;
-    if (n == 1) return _mm256_set1_ps(*p);
-    memcpy(&two, p, sizeof two);
-    return _mm256_castpd_ps(_mm256_set1_pd(two));
+    return _mm256_set_m128(_mm_loadu_ps(high), _mm_loadu_ps(low));
 }
-/* Takes the i-th half of x, each lane twice. */
-TQKV__OP __m256 tqkv__spread_avx2(const int n, int i, __m256 x)
+TQKV__OP void tqkv__store_two_avx2(float *low, float *high, __m256 x)
 {
-    (void)n; /* 2 */
-    return _mm256_permutevar8x32_ps(
-        x, _mm256_add_epi32(_mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0), _mm256_set1_epi32(4 * i)));
-}
-/* Puts the even lanes of x before the odd ones, if n is 2. */
-TQKV__OP __m256 tqkv__unite_avx2(const int n, __m256 x)
-{
-    return n == 1 ? x : _mm256_permutevar8x32_ps(x, _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0));
+    _mm_storeu_ps(low, _mm256_castps256_ps128(x));
+    _mm_storeu_ps(high, _mm256_extractf128_ps(x, 1));
 }
 /* Widens bytes to words. */
 TQKV__OP __m256i tqkv__widen_bytes_avx2(const uint8_t *p) { return _mm256_cvtepu8_epi32(tqkv__load_64(p)); }
@@ -6567,13 +6593,10 @@ TQKV__OP __m256 tqkv__fold_avx2(const int half, __m256 v, __m256i *side)
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(tqkv__abs_avx2(v)), positive));
 }
 TQKV__OP __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); }
-/* Looks up bytes of a table of 16, the same in either half of a register: the upper three of each lane are 0 and find
-   the first entry, which is 0. */
-TQKV__OP __m256i tqkv__load_below_avx2(const uint8_t *table)
-{
-    return _mm256_broadcastsi128_si256(tqkv__load_128(table));
-}
-TQKV__OP __m256i tqkv__below_avx2(__m256i table, __m256i cells) { return _mm256_shuffle_epi8(table, cells); }
+/* Loads a table of 16 bytes, the same in either half of a register, and looks up: the upper three bytes of each lane are
+   0 and find the first entry, which is 0. */
+TQKV__OP __m256i tqkv__load_16_avx2(const uint8_t *table) { return _mm256_broadcastsi128_si256(tqkv__load_128(table)); }
+TQKV__OP __m256i tqkv__look_up_16_avx2(__m256i table, __m256i index) { return _mm256_shuffle_epi8(table, index); }
 /* Looks up floats of a table of eight. */
 TQKV__OP __m256 tqkv__look_up_8_avx2(const __m256 *table, __m256i index)
 {
@@ -6589,18 +6612,20 @@ TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 a
 {
     return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));
 }
-/* Loads the bounds of 8 cells, the centroids below them and those above. */
-TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[2], const uint32_t *cells, __m256 *x)
+/* Loads eight cells: x[0] their bounds, x[1] and x[2] the centroids, x[3] the bits of n_below. Shufps runs on more ports
+   than unpck. */
+TQKV__OP void tqkv__load_cells_avx2(const tqkv__cell *cells, const uint32_t *at, __m256 *x)
 {
     __m256 four[4];
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
-        four[i] = _mm256_set_m128(_mm_loadu_ps(entries[cells[i + 4]]), _mm_loadu_ps(entries[cells[i]]));
-    const __m256 low = _mm256_shuffle_ps(four[0], four[1], 0x44), next = _mm256_shuffle_ps(four[2], four[3], 0x44);
-    x[0] = _mm256_shuffle_ps(low, next, 0x88);
-    x[1] = _mm256_shuffle_ps(low, next, 0xdd);
-    x[2] =
-        _mm256_shuffle_ps(_mm256_shuffle_ps(four[0], four[1], 0xee), _mm256_shuffle_ps(four[2], four[3], 0xee), 0xdd);
+        four[i] = _mm256_set_m128(_mm_load_ps(&cells[at[i + 4]].bound), _mm_load_ps(&cells[at[i]].bound));
+    const __m256 a = _mm256_shuffle_ps(four[0], four[1], 0x44), b = _mm256_shuffle_ps(four[2], four[3], 0x44);
+    const __m256 c = _mm256_shuffle_ps(four[0], four[1], 0xee), d = _mm256_shuffle_ps(four[2], four[3], 0xee);
+    x[0] = _mm256_shuffle_ps(a, b, 0x88);
+    x[1] = _mm256_shuffle_ps(a, b, 0xdd);
+    x[2] = _mm256_shuffle_ps(c, d, 0x88);
+    x[3] = _mm256_shuffle_ps(c, d, 0xdd);
 }
 TQKV__OP __m256i tqkv__quantise_i8_avx2(__m256 v)
 {
@@ -6861,21 +6886,16 @@ TQKV__OP float32x4_t tqkv__signs_neon(uint32_t bits)
     const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(shifts)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(vorrq_u32(moved, vdupq_n_u32(0x3f800000u)));
 }
-/* No subrow is shorter than a vector: n is 1. */
-TQKV__OP float32x4_t tqkv__repeat_neon(const int n, const float *p)
+/* A vector is no longer than a subrow: high is behind low. */
+TQKV__OP float32x4_t tqkv__load_two_neon(const float *low, const float *high)
 {
-    (void)n;
-    return vld1q_dup_f32(p);
+    (void)high;
+    return vld1q_f32(low);
 }
-TQKV__OP float32x4_t tqkv__spread_neon(const int n, int i, float32x4_t x)
+TQKV__OP void tqkv__store_two_neon(float *low, float *high, float32x4_t x)
 {
-    (void)n, (void)i;
-    return x;
-}
-TQKV__OP float32x4_t tqkv__unite_neon(const int n, float32x4_t x)
-{
-    (void)n;
-    return x;
+    (void)high;
+    vst1q_f32(low, x);
 }
 TQKV__OP uint32x4_t tqkv__widen_bytes_neon(const uint8_t *p)
 {
@@ -6904,11 +6924,11 @@ TQKV__OP float32x4_t tqkv__fold_neon(const int half, float32x4_t v, uint32x4_t *
     return vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(vabsq_f32(v)), positive));
 }
 TQKV__OP uint32x4_t tqkv__truncate_neon(float32x4_t x) { return vcvtq_u32_f32(x); }
-TQKV__OP uint32x4_t tqkv__load_below_neon(const uint8_t *table) { return vreinterpretq_u32_u8(vld1q_u8(table)); }
+TQKV__OP uint32x4_t tqkv__load_16_neon(const uint8_t *table) { return vreinterpretq_u32_u8(vld1q_u8(table)); }
 /* Looks up bytes: the upper three of each lane are 0 and find the table's first entry, which is 0. */
-TQKV__OP uint32x4_t tqkv__below_neon(uint32x4_t table, uint32x4_t cells)
+TQKV__OP uint32x4_t tqkv__look_up_16_neon(uint32x4_t table, uint32x4_t index)
 {
-    return vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(table), vreinterpretq_u8_u32(cells)));
+    return vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(table), vreinterpretq_u8_u32(index)));
 }
 /* Looks up floats of a table of eight, in two vectors: entry i is its bytes 4i to 4i + 3. */
 TQKV__OP float32x4_t tqkv__look_up_8_neon(const float32x4_t *table, uint32x4_t index)
@@ -6926,18 +6946,20 @@ TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32
 {
     return vbslq_f32(vcleq_f32(bound, w), above, below);
 }
-TQKV__OP void tqkv__load_entries_neon(const float (*entries)[2], const uint32_t *cells, float32x4_t *x)
+/* Loads four cells: see >>set-avx2. */
+TQKV__OP void tqkv__load_cells_neon(const tqkv__cell *cells, const uint32_t *at, float32x4_t *x)
 {
     float32x4_t four[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) four[i] = vld1q_f32(entries[cells[i]]);
-    const float64x2_t bounds[2] = {vreinterpretq_f64_f32(vtrn1q_f32(four[0], four[1])),
-                                   vreinterpretq_f64_f32(vtrn1q_f32(four[2], four[3]))};
-    const float64x2_t centroids[2] = {vreinterpretq_f64_f32(vtrn2q_f32(four[0], four[1])),
-                                      vreinterpretq_f64_f32(vtrn2q_f32(four[2], four[3]))};
-    x[0] = vreinterpretq_f32_f64(vtrn1q_f64(bounds[0], bounds[1]));
-    x[1] = vreinterpretq_f32_f64(vtrn1q_f64(centroids[0], centroids[1]));
-    x[2] = vreinterpretq_f32_f64(vtrn2q_f64(centroids[0], centroids[1]));
+    for (int i = 0; i < 4; i++) four[i] = vld1q_f32(&cells[at[i]].bound);
+    const float64x2_t a = vreinterpretq_f64_f32(vtrn1q_f32(four[0], four[1]));
+    const float64x2_t b = vreinterpretq_f64_f32(vtrn1q_f32(four[2], four[3]));
+    const float64x2_t c = vreinterpretq_f64_f32(vtrn2q_f32(four[0], four[1]));
+    const float64x2_t d = vreinterpretq_f64_f32(vtrn2q_f32(four[2], four[3]));
+    x[0] = vreinterpretq_f32_f64(vtrn1q_f64(a, b));
+    x[1] = vreinterpretq_f32_f64(vtrn1q_f64(c, d));
+    x[2] = vreinterpretq_f32_f64(vtrn2q_f64(a, b));
+    x[3] = vreinterpretq_f32_f64(vtrn2q_f64(c, d));
 }
 TQKV__OP uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)
 {
@@ -9035,9 +9057,8 @@ static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n
 
 /* >>walk: an item from tile to tile */
 
-/* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a
-   piece and of a stretch. A tile's values are added after the next tile's scores. These steps are independent, and the
-   processor overlaps them. */
+/* An item at work: its queries, what centres add to its scores, and its sums. A tile's values are added after the next
+   tile's scores: these steps are independent, so the processor overlaps them. */
 typedef struct tqkv__work {
     const tqkv__attention *a;
     const tqkv__item *item;
@@ -9176,14 +9197,12 @@ static tqkv__source tqkv__source_of(const tqkv__stream *s, int kv_head)
     return source;
 }
 
-/* Asks for a row, to the L1 cache. With requests to the L2 a list of 2,048 of 32,768 positions takes 1.4 times as long
-   from memory (TQ4 of 128, group 4, blocks of 1, Zen 5), and F16 of 512, whose tiles are larger than an L1, as long.
-   Rows that are not aligned to lines lie in one more, which is not asked for: they take 1.1 to 1.2 times as long with a
-   request for it (TQ4, I8, Xeon). */
+/* Prefetches a row to the L1 cache: requests to the L2 take longer from memory. The last line of a row that is not
+   aligned to lines is left out: its request costs more than it brings. */
 static TQKV__INLINE void tqkv__ask_row(const tqkv__source *s, int32_t slot)
 {
     const uint8_t *row = s->codes + (size_t)slot * s->size;
-    tqkv__prefetch(TQKV__L1, row, 1); /* by the line: a loop over a size takes 1.1 times as long in all */
+    tqkv__prefetch(TQKV__L1, row, 1); /* by the line, which takes less time than a loop over a size */
     for (size_t i = 64; i < s->size; i += 64) tqkv__prefetch(TQKV__L1, row + i, 1);
     if (s->norms) tqkv__prefetch(TQKV__L1, (const uint8_t *)(s->of_rows + (size_t)slot * s->norms), 1);
 }
@@ -9203,9 +9222,8 @@ static void tqkv__gather_any(const tqkv__source *s, const int32_t *slot_list, in
     }
 }
 
-/* Likewise for rows with a norm each, none of them hidden, whose size is a constant. It asks for a row whenever it has
-   copied one: a burst of requests would wait until all but the last lines have come, and nothing be done meanwhile. It
-   does not ask for norms, whose lines follow one another: with requests it takes 1.05 times as long (Xeon). */
+/* Likewise for rows with a norm each, none of them hidden, whose size is a constant. It prefetches a row for each it
+   copies: a burst of requests would wait until most lines have come. The lines of norms follow one another. */
 static TQKV__INLINE void tqkv__gather_rows(const tqkv__source *s, const size_t size, const int32_t *slot_list, int n,
                                            const int32_t *next, int n_next, uint8_t *row, float *norm)
 {
@@ -9222,9 +9240,8 @@ static TQKV__INLINE void tqkv__gather_rows(const tqkv__source *s, const size_t s
     for (int j = n; j < n_next; j++) tqkv__ask_row(s, next[j]);
 }
 
-/* Copies the rows of a tile to slots of another stream from `slot` on, and asks for the n_next of the next tile, none
-   of them hidden. What is hidden becomes zeros, because it may be NaN. The sizes of TQ2 to TQ6 and of a byte a value at
-   64, 128 and 256 are constants: a loop over a size takes 1.2 to 1.8 times as long in all. */
+/* Copies the rows of a tile to slots of another stream from `slot` on, and prefetches the n_next of the next tile, none
+   of them hidden. What is hidden becomes zeros, because it may be NaN. Frequent sizes are constants, for speed. */
 static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
                          const int32_t *next, int n_next, const tqkv__stream *to, int slot)
 {
@@ -9367,10 +9384,8 @@ static void tqkv__open_ends(tqkv__work *w, tqkv__range seen)
     if (!w->list && n > 0) tqkv__ask_halves(w, TQKV__FIRST_END, seen.from, n < TQKV__TILE ? (int)n : TQKV__TILE);
 }
 
-/* Asks for a few of the newest halves with each tile of codes, so that all are there when their pass begins; `left`
-   positions of codes come before it. They are four times as long as codes of TQ4, and nothing else asks for the first
-   of them: a token over 4,096 positions from the L3, 128 of them halves, takes 0.97 to 0.98 of the time (Xeon), in
-   integers 0.94 to 0.98. */
+/* Prefetches a few of the newest halves with each tile of codes, so that all are there when their pass begins; nothing
+   else asks for the first of them. left: positions of codes before that pass */
 static void tqkv__ask_newest(tqkv__work *w, int64_t left)
 {
     enum { SHARE = 4 };
@@ -9822,9 +9837,8 @@ static void tqkv__add_share(const tqkv__attention *a, const float *center, float
     for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + tqkv__rounded(share * center[d]));
 }
 
-/* Finishes a row: out = out / (sum + exp(sink - max)), brought to the basis of outputs, then the values' centre unless
-   that is NULL; zeros if the row saw nothing. unrotate: sums are of the rotated basis, the output is not. center, out:
-   [value_dim], center in the basis of outputs */
+/* Finishes a row: out = out / (sum + exp(sink - max)) in the basis of outputs, plus the values' centre; zeros if the
+   row saw nothing. unrotate: the basis changes. center: in the basis of outputs, or NULL; out: [value_dim] */
 static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, bool unrotate, const float *center,
                                             float *out, float max, float sum)
 {
@@ -10072,10 +10086,8 @@ static int tqkv__chunk_rows(int head_dim)
     return 8192 / head_dim < TQKV__CHUNK_ROWS ? 8192 / head_dim : TQKV__CHUNK_ROWS;
 }
 
-/* Returns the query rows of an item: as many of `all` as there are, evenly, up to TQKV__CHUNK_ROWS and 144 KiB of sums.
-   Sums that only fit the L2 cache cost less than decoding once more: 64 heads of 512 take 0.92 (TQ4), 0.88 (I8) and
-   0.86 times (TQ4, integers) the time of 16 rows an item on an AMD EPYC with 1 MiB of L2. But 32 KiB where tasks would
-   be left without work, of which there is `others` times that of these rows. */
+/* Returns the query rows of an item, of `all`: up to 144 KiB of sums, which the L2 cache holds, or 32 KiB where tasks
+   would be left without work. others: how many times the work of these rows there is */
 static int tqkv__item_rows(const tqkv__attention *a, int all, int64_t others)
 {
     const int dim = a->key_dim > a->value_dim ? a->key_dim : a->value_dim;

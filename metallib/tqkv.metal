@@ -3,7 +3,7 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// ---- src/types.h ----
+// ---- src/api/types.h ----
 
 #define TQKV_VERSION_MAJOR 0
 #define TQKV_VERSION_MINOR 1
@@ -47,11 +47,11 @@ typedef enum tqkv_type {
     TQKV_TYPE_BF16     /* bfloat16: the upper half of a float */
 } tqkv_type;
 
-// ---- src/tables.h ----
+// ---- src/base/tables.h ----
 
 /* >>tables: one row a format, and tables: one source for C, Objective-C and the Metal shaders. TQKV_SHARED makes it
    visible without the implementation. */
-#define TQKV_TABLE_VERSION 8 /* changes with the tables, the argument structs, or their meaning in the kernels */
+#define TQKV_TABLE_VERSION 9 /* changes with the tables, the argument structs, or their meaning in the kernels */
 
 #ifndef TQKV_TABLE
 #ifdef __METAL_VERSION__
@@ -153,8 +153,6 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 /* Values that share a norm, in a row of D values. */
 #define TQKV__NORM_DIM(kind, D)                                                                                        \
     ((kind) == TQKV__GRID ? TQKV__GRID_DIM(D) : (kind) == TQKV__BOOK && ((D) == 512 || (D) == 1024) ? 256 : (D))
-/* Lanes of the sums of squares: each adds its D/lanes neighbours. */
-#define TQKV__NORM_LANES(D) ((D) % 32 ? 16 : 32)
 
 /* One row a codebook: its bits, which are also part of the names of its tables and hashes. */
 #define TQKV__BOOKS(row, x) row(x, 2) row(x, 3) row(x, 4) row(x, 5) row(x, 6) row(x, 8)
@@ -337,7 +335,7 @@ TQKV_TABLE tqkv__table_set tqkv__tables = {
 #endif
 TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 
-// ---- src/metal_sizes.h ----
+// ---- src/gpu/sizes.h ----
 
 /* >>metal-sizes: function constants, sizes of dispatches and argument structs; the shaders include it, too */
 /* The Metal kernels, tqkv_<family>_d<head_dim>; tqkv_<family>_d<head_dim>_<value_dim> for keys and values that differ.
@@ -346,10 +344,9 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 #define TQKV_FC_VALUE_FORMAT 1    /* uint: encode_kv, attend: that of the values */
 #define TQKV_FC_ROTATED      2    /* bool: encode, probe: rotate (not for F16 and unrotated); encode_kv: the keys */
                                   /* decode, attend: rotate the centre before it is used */
-                                  /* attend_merge: rotate the slice before it is added */
-#define TQKV_FC_VALUE_ROTATED 3   /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
-#define TQKV_FC_UNROTATE      4   /* bool: decode, rotate, attend_merge: rotate rows back; tables: multiply matrices */
-                                  /* attend_merge that adds a slice: rotate it back */
+                                  /* attend_merge that makes a slice: rotate its sums */
+#define TQKV_FC_VALUE_ROTATED  3  /* bool: encode_kv: rotate the values; attend_merge: rotate their centre */
+#define TQKV_FC_UNROTATE       4  /* bool: decode, rotate, attend_merge: rotate rows back; tables: multiply matrices */
 #define TQKV_FC_ROTATE_QUERIES 5  /* bool: attend: keys are rotated, queries are not */
 #define TQKV_FC_COLUMNS        6  /* uint: attend: query rows of one KV head in a threadgroup */
 #define TQKV_FC_MANY_QUERIES   7  /* bool: attend: n_queries > 1, so columns see different positions */
@@ -2580,16 +2577,44 @@ inline void multiply_matrix(thread float *x)
     for (int i = 0; i < M; i++) x[i] = product[i];
 }
 
+// Lanes `distance` apart trade halves of their values: the lane that has the bit `distance` in its number gives those
+// without the bit `bit` in theirs, and takes the others. Twice leaves all as it was.
+template <int N, class T>
+inline void trade_values(thread T *x, uint lane, uint distance, int bit)
+{
+    bool upper = (lane & distance) != 0;
+    TQKV_UNROLL
+    for (int i = 0; i < N; i++) {
+        if (i & bit) continue;
+        T low = x[i], high = x[i + bit], other = simd_shuffle_xor(upper ? low : high, ushort(distance));
+        x[i] = upper ? other : low;
+        x[i + bit] = upper ? high : other;
+    }
+}
+
+// The bit of a value's number that lanes `distance` apart trade for a strided row (see encode.h), 0 if none.
+template <int L>
+inline int traded_bit(uint distance)
+{
+    return distance == 4u ? (L == 8 ? 2 : 1) : distance == 8u ? 2 : 0;
+}
+
 // R without the stages before `start`, which lies within a piece. H has the stages of distance start, 2*start .. in
-// this order: within a lane's piece, across lanes, then across pieces. lane: among the row's lanes.
+// this order: within a lane's piece, across lanes, then across pieces. strided: lanes trade values, once for a stage,
+// where both need all of each other's otherwise. lane: among the row's lanes.
 template <int D, int L, int C>
-inline void hadamard_from(thread float *x, uint lane, int start)
+inline void hadamard_from(thread float *x, uint lane, int start, bool strided)
 {
     const int N = D / L;
     TQKV_UNROLL
     for (int distance = start; distance < C; distance *= 2) butterflies<N>(x, distance);
     TQKV_UNROLL
     for (uint distance = 1; distance < uint(L); distance *= 2) {
+        if (!TQKV__HAS_MATRIX(D) && strided && traded_bit<L>(distance) != 0) {
+            trade_values<N>(x, lane, distance, traded_bit<L>(distance));
+            butterflies<N>(x, traded_bit<L>(distance));
+            continue;
+        }
         float sign = (lane & distance) ? -1.0f : 1.0f; // other - x or other + x, rounded once
         TQKV_UNROLL
         for (int i = 0; i < N; i++) x[i] = fma(x[i], sign, simd_shuffle_xor(x[i], ushort(distance)));
@@ -2605,7 +2630,7 @@ inline void hadamard_from(thread float *x, uint lane, int start)
 template <int D, int L, int C>
 inline void hadamard(thread float *x, uint lane)
 {
-    hadamard_from<D, L, C>(x, lane, 1);
+    hadamard_from<D, L, C>(x, lane, 1, false);
 }
 
 // Bit i is set if x[i] changes its sign. RUN: values whose signs come of one read, a divisor of C and of 8.
@@ -6189,14 +6214,15 @@ struct merge_task {
     device uchar *out;                 // [n_queries][n_heads][D], with strides
     device float *max, *sum;           // [n_rows]: of the slice that is written
     device const float *src_max, *src_sum; // [n_rows]: of the slice that is read
-    threadgroup float *shared;         // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
-    uint row, type;                    // type: of the output
-    float sink;                        // in powers of two; -INFINITY: none. It is added to the denominator only
-    bool from_slice, to_slice, rotate; // from one to another: it is added; rotate, unrotate: change its basis before
-    bool unrotate;
+    threadgroup float *shared;  // [n_simdgroups][D + 4]: the sums of a section, then maximum and sum of weights
+    uint row, type;             // type: of the output
+    float sink;                 // in powers of two; -INFINITY: none. It is added to the denominator only
+    bool from_slice, to_slice;  // from one to another: it is added
+    bool rotate;                // the sums, for a slice: the values are not
+    bool unrotate;              // the result
     bool shifted;               // the keys have a centre, which adds partial_state of the row to all scores
     bool scaled;                // the output is multiplied by the scales of the values' channels
-    bool centered, rotated;     // the values have a centre, and it is rotated before it is added
+    bool centered, rotated;     // the values' centre is added, and rotated before that
     bool center_scaled;         // and divided by the scales before that
     device const float *center; // [n_kv_heads][D]
     device const float *scale;  // the same, of the channels
@@ -6216,7 +6242,8 @@ inline void open_merge_item(constant tqkv__batch_item &item, thread merge_task &
 
 // The sums of a row over some positions, the values across the lanes: E neighbours a lane. Where 32 does not divide D
 // the upper lanes repeat the lower ones. Only the rotation needs the layout of load_row.
-#define MERGE_VALUES(D) ((D) / TQKV__NORM_LANES(D))
+#define MERGE_LANES(D)  ((D) % 32 == 0 ? 32 : 16)
+#define MERGE_VALUES(D) ((D) / MERGE_LANES(D))
 template <int D>
 struct row_sums {
     float maximum, sum, out[MERGE_VALUES(D)];
@@ -6347,7 +6374,7 @@ inline void add_sections(constant tqkv__merge_args &args, thread const merge_tas
         add_partials<D>(args, task, range, row);
     }
     threadgroup float *own = task.shared + task.simdgroup * uint(D + 4);
-    if (task.lane < uint(TQKV__NORM_LANES(D))) {
+    if (task.lane < uint(MERGE_LANES(D))) {
         TQKV_UNROLL
         for (int i = 0; i < E; i++) own[int(task.lane) * E + i] = row.out[i];
     }
@@ -6382,7 +6409,7 @@ inline void spread_row(thread const merge_task &task, thread const row_sums<D> &
     const int L = TQKV__ROW_LANES(D), C = TQKV_ROW_PIECE(D), E = MERGE_VALUES(D);
     to.maximum = row.maximum;
     to.sum = row.sum;
-    if (TQKV__HAS_MATRIX(D) && task.lane < uint(TQKV__NORM_LANES(D))) {
+    if (TQKV__HAS_MATRIX(D) && task.lane < uint(MERGE_LANES(D))) {
         TQKV_UNROLL
         for (int i = 0; i < E; i++) task.shared[int(task.lane) * E + i] = row.out[i];
     }
@@ -6402,8 +6429,6 @@ inline void add_slice(thread const merge_task &task, uint part, thread spread_su
     row.sum = task.src_sum[task.row];
     load_row<D>(task.partial_out + first, part, row.x);
     if (!task.to_slice) return;
-    if (task.rotate) rotate_row<D>(row.x, part);
-    if (task.unrotate) unrotate_row<D>(row.x, part, signs_of_row<D>(part));
     float before = maximum_of_slice(task.max[task.row]), sum = task.sum[task.row], x[TQKV_LANE_VALUES(D)];
     load_typed_row<D>(uint(TQKV_TYPE_F32), task.out, first, part, x);
     simdgroup_barrier(mem_flags::mem_device); // before some lane overwrites what another has yet to load
@@ -6451,7 +6476,8 @@ inline void merge_row(constant tqkv__merge_args &args, thread const merge_task &
     }
     float weight = task.to_slice ? row.sum : divide_row<D>(task, row);
     uint kv_head = task.row % uint(args.n_heads) / uint(args.group);
-    if (task.unrotate && !task.to_slice) unrotate_row<D>(row.x, part, signs);
+    if (task.rotate && row.sum != 0.0f) rotate_row<D>(row.x, part); // rotated, half of the zeros would be negative
+    if (task.unrotate) unrotate_row<D>(row.x, part, signs);
     if (task.scaled) multiply_channels<D>(task.scale, kv_head, part, row.x);
     if (task.centered)
         add_center<D>(task.center, task.scale, kv_head, task.center_scaled, task.rotated, weight, part, row.x);
@@ -6477,7 +6503,7 @@ constant bool value_scaled [[function_constant(TQKV_FC_VALUE_SCALED)]];
 constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 // row_type: declared above
 // batch: declared above
-#define rotate_slice rotate_center // the same function constant
+#define rotate rotate_center // the same function constant
 constant bool from_slice [[function_constant(TQKV_FC_FROM_SLICE)]];
 constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
 
@@ -6519,7 +6545,7 @@ constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
         task.src_sum = src_sum; \
         task.from_slice = from_slice; \
         task.to_slice = to_slice; \
-        task.rotate = rotate_slice; \
+        task.rotate = rotate; \
         task.unrotate = unrotate; \
         task.shifted = key_centered; \
         task.centered = value_centered; \
@@ -6529,7 +6555,7 @@ constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
         task.scale = scale; \
         task.center = center; \
         task.lane = lane; \
-        task.part = lane % uint(TQKV__NORM_LANES(D)); \
+        task.part = lane % uint(MERGE_LANES(D)); \
         task.simdgroup = simdgroup; \
         task.n_simdgroups = n_simdgroups; \
         if (batch) open_merge_item(items[item], task); \
@@ -6725,44 +6751,39 @@ DECODE(1024)
 // ---- shaders/encode.h ----
 
 // Encoding: a simdgroup takes 32/L rows at a time, with L lanes a row. The order of every rounded operation is that of
-// tqkv_encode, so codes and norms are the same bytes. A "part" below is the values that tqkv_encode sums first, D/32 of
-// them, or D/16 where 32 does not divide D.
+// tqkv_encode, so codes and norms are the same bytes.
 //
-// A row lies over its lanes in pieces. With D = 64 a row has 4 lanes, a lane 4 pieces, a piece 4 values and 2 parts:
+// A row lies over its lanes in pieces. With D = 128 a row has 8 lanes, a lane 4 pieces, a piece 4 values:
 //
-//             lane 0     lane 1     lane 2     lane 3
-//   piece 0   0 .. 3     4 .. 7     8 .. 11    12 .. 15
-//   piece 1   16 .. 19   20 .. 23   24 .. 27   28 .. 31
-//   piece 2   32 .. 35   36 .. 39   40 .. 43   44 .. 47
-//   piece 3   48 .. 51   52 .. 55   56 .. 59   60 .. 63
+//             lane 0     lane 1     lane 2     lane 3     lane 4     ..  lane 7
+//   piece 0   0 .. 3     4 .. 7     8 .. 11    12 .. 15   16 .. 19   ..  28 .. 31
+//   piece 1   32 .. 35   36 .. 39   40 .. 43   44 .. 47   48 .. 51   ..  60 .. 63
+//   piece 2   64 .. 67   68 .. 71   72 .. 75   76 .. 79   80 .. 83   ..  92 .. 95
+//   piece 3   96 .. 99   100 ..     104 ..     108 ..     112 ..     ..  124 .. 127
 //
-// A part is longer than a piece from D = 256 on: 2 or 4 neighbouring lanes share it, and each continues the sum of the
-// one before. Sums of parts are added in pairs, first over the lanes, then over the pieces. In the first step over the
-// lanes, 0 gives 1 its sums of pieces 2 and 3 and takes those of 0 and 1, and so on: lane l ends with that of one
-// block, own_block(l).
+// Sums take every 16th value, in order, from each of the first 16. The rotation leaves a row *strided*: a lane has all
+// values of its sums. Lanes 0 and 4 have traded: values 0, 1, 16, 17, 32, 33 .. are in lane 0, and 2, 3, 18, 19, 34 ..
+// in lane 4. Value n of a lane belongs to sum n % S of those that the lane has, S = 16/L or 1. Of rows with a matrix,
+// the rotation has one value of each subrow in a lane, and they are strided as they are. Codes are found in strided
+// rows and put back into pieces, which lie dense in memory.
 //
-// Letters: L lanes of a row, J pieces of a lane, C values of a piece, E of them that belong to one part, S lanes that
-// share a part, N values of a lane.
+// Letters: L lanes of a row, J pieces of a lane, C values of a piece, N values of a lane, S sums of a lane, T values of
+// each sum, B blocks with a norm in a lane.
 #ifndef TQKV_ENCODE_H
 #define TQKV_ENCODE_H
 
 inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
 
 // A lane takes 16 values, or 32 from head_dim 256 on: most stages of the transform then stay in the lane. In pieces of
-// four values the loads are dense. With a matrix a lane takes one value of each subrow for the rotation; then
-// threadgroup memory gives it as many neighbours: whole parts, one piece.
+// four values the loads are dense. With a matrix a piece is all that threadgroup memory gives a lane after the rotation.
 #define ENCODE_LANES(D)  (TQKV__HAS_MATRIX(D) ? TQKV__ROW_LANES(D) : (D) <= 128 ? (D) / 16 : (D) / 32)
-#define ENCODE_PIECE(D)  (TQKV__HAS_MATRIX(D) ? TQKV__MATRIX_ORDER(D) : (D) <= 512 ? 4 : 8)
+#define ENCODE_PIECE(D)  (TQKV__HAS_MATRIX(D) ? TQKV__MATRIX_ORDER(D) : 4)
 #define ENCODE_VALUES(D) ((D) / ENCODE_LANES(D))
 #define ENCODE_PIECES(D) TQKV_PIECES(D, ENCODE_LANES(D), ENCODE_PIECE(D))
 #define ROTATED_PIECE(D) (TQKV__HAS_MATRIX(D) ? 1 : ENCODE_PIECE(D))
 
 // Whether a lane has registers for its part of the next row, and of the centre, besides that of a row.
 #define HOLDS_ROWS(D) (ENCODE_VALUES(D) <= 20)
-
-// Values of a part, and lanes that share one.
-#define PART_VALUES(D) ((D) / TQKV__NORM_LANES(D))
-#define PART_LANES(D)  (PART_VALUES(D) > ENCODE_PIECE(D) ? PART_VALUES(D) / ENCODE_PIECE(D) : 1)
 
 // A row with a NaN or Inf becomes a row of zeros; true for such a row. Only NaN and Inf times 0 are not 0.
 template <int D>
@@ -6782,111 +6803,82 @@ inline bool clear_if_not_finite(thread float *x)
 
 // ---- Norms ----
 
-// A block of values that share a norm spans this many pieces of this many lanes. NORM_BLOCK: the block of formats with
-// a codebook, whose norm is a root of squares. MAXIMUM_BLOCK: that of the 8-bit grid, whose norm is a maximum.
-#define BLOCK_PIECES(D, BLOCK)                                                                                         \
-    ((BLOCK) > ENCODE_LANES(D) * ENCODE_PIECE(D) ? (BLOCK) / (ENCODE_LANES(D) * ENCODE_PIECE(D)) : 1)
-#define BLOCK_LANES(D, BLOCK) ((BLOCK) / (ENCODE_PIECE(D) * BLOCK_PIECES(D, BLOCK)))
-#define NORM_BLOCK(D)         TQKV__NORM_DIM(TQKV__BOOK, D)
-#define MAXIMUM_BLOCK(D)      TQKV__NORM_DIM(TQKV__GRID, D)
+// Values that share a norm: of formats with a codebook, where it is a root of squares, and of the 8-bit grid, where it
+// is a maximum.
+#define NORM_BLOCK(D)    TQKV__NORM_DIM(TQKV__BOOK, D)
+#define MAXIMUM_BLOCK(D) TQKV__NORM_DIM(TQKV__GRID, D)
 
-// Blocks that a lane's pieces belong to. A reduction leaves each lane the result of one of them, its own.
-#define LANE_BLOCKS(D, BLOCK) (ENCODE_PIECES(D) / BLOCK_PIECES(D, BLOCK))
+// Strided rows: sums of a lane, values of each, and blocks of which the lane has such sums.
+#define LANE_SUMS(D)   (ENCODE_LANES(D) < 16 ? 16 / ENCODE_LANES(D) : 1)
+#define SUM_VALUES(D)  (NORM_BLOCK(D) / 16)
+#define LANE_BLOCKS(D) (ENCODE_VALUES(D) / (LANE_SUMS(D) * SUM_VALUES(D)))
 
-// The number of one of L lanes, its lowest bit moved to the top. Of four lanes by a table, 0, 2, 1, 3: of shifts LLVM
-// makes a reversal of two bits, which the builder of the library refuses.
-template <int L>
-inline uint lowest_bit_up(uint lane)
-{
-    return L == 4 ? 0xd8u >> lane * 2u & 3u : (lane & 1u) * uint(L / 2) + lane / 2u;
-}
-
-// Which of them that is: the first steps of the reduction share out the pieces, upper half first.
-template <int B>
-inline uint own_block(uint lane)
-{
-    return B == 4 ? lowest_bit_up<4>(lane & 3u) : lane & uint(B - 1);
-}
-
-inline float joined(bool largest, float a, float b) { return largest ? fmax(a, b) : a + b; }
-
-// The sum, or the largest, of piece[j] over the lanes and pieces of the lane's own block. Sums are in pairs of distance
-// 1, 2, 4 .. A step over lanes halves the pieces of each lane as long as there are several, so it takes half as many
-// shuffles. S: only the last of S lanes has numbers. lane: of the row
-template <int D, int BLOCK, int S>
-inline float reduce_block(bool largest, uint lane, thread float *piece)
-{
-    const int J = ENCODE_PIECES(D), L = BLOCK_LANES(D, BLOCK), M = J < L ? J : L;
-    TQKV_UNROLL
-    for (int distance = 1; distance < M; distance *= 2) {
-        const int n = J / (2 * distance);
-        bool upper = (lane & uint(distance)) != 0;
-        TQKV_UNROLL
-        for (int j = 0; j < J / 2; j++) {
-            if (j >= n) continue;
-            float low = piece[j], high = piece[j + n], keep = upper ? high : low, give = upper ? low : high;
-            float other = simd_shuffle_xor(distance < S ? low : give, ushort(distance));
-            piece[j] = distance >= S ? joined(largest, keep, other) : upper ? keep : other;
-        }
-    }
-    TQKV_UNROLL
-    for (int distance = M; distance < L; distance *= 2)
-        piece[0] = joined(largest, piece[0], simd_shuffle_xor(piece[0], ushort(distance)));
-    if (J > M) piece[0] = joined(largest, piece[0], piece[1]);
-    TQKV_UNROLL
-    for (int distance = M / 2; distance >= LANE_BLOCKS(D, BLOCK); distance /= 2)
-        piece[0] = joined(largest, piece[0], simd_shuffle_xor(piece[0], ushort(distance)));
-    return piece[0];
-}
-
-// all[b]: what the lane has of its own block for each of B blocks.
-template <int B>
-inline void share_blocks(float own, uint lane, thread float *all)
-{
-    all[0] = own;
-    TQKV_UNROLL
-    for (int n = 1; n < B; n *= 2) {
-        uint distance = uint(B / 2 / n);
-        bool upper = (lane & distance) != 0;
-        TQKV_UNROLL
-        for (int b = 0; b < n; b++) {
-            float here = all[b], other = simd_shuffle_xor(here, ushort(distance));
-            all[b] = upper ? other : here;
-            all[b + n] = upper ? here : other;
-        }
-    }
-}
-
-// The sum of a piece's numbers, C of them. A part is added up in order, by one lane after the other, and then the parts
-// of the lane are added in pairs.
+// Which value of the lane is number t of sum s of block b. Lanes of D=1024 trade once more after the rotation, 16 apart.
 template <int D>
-inline float sum_of_piece(thread const float *numbers)
+inline int value_of_sum(int b, int t, int s)
 {
-    const int C = ENCODE_PIECE(D), E = PART_VALUES(D) < C ? PART_VALUES(D) : C, PARTS = C / E;
-    float part[PARTS];
-    TQKV_UNROLL
-    for (int s = 0; s < PART_LANES(D); s++) {
-        TQKV_UNROLL
-        for (int p = 0; p < PARTS; p++) {
-            thread const float *own = numbers + p * E;
-            part[p] = s == 0 ? own[0] : simd_shuffle_xor(part[p], ushort(s ^ (s - 1))) + own[0];
-            TQKV_UNROLL
-            for (int i = 1; i < E; i++) part[p] = part[p] + own[i];
-        }
-    }
-    TQKV_UNROLL
-    for (int distance = 1; distance < PARTS; distance *= 2) {
-        TQKV_UNROLL
-        for (int p = 0; p + distance < PARTS; p += 2 * distance) part[p] = part[p] + part[p + distance];
-    }
-    return part[0];
+    const int order = ENCODE_LANES(D) == 32 ? (t & 3) | (t & 4) << 1 | (t & 8) >> 1 : t;
+    return (b * SUM_VALUES(D) + order) * LANE_SUMS(D) + s;
 }
 
-// The sum over the lane's own block of what its pieces add up to.
-template <int D>
-inline float sum_of_block(uint lane, thread float *piece)
+// Trades from pieces to a strided row. Only D=1024 has the last one; in place_values all of them are undone.
+template <int D, class T>
+inline void trade_last(thread T *x, uint lane)
 {
-    return reduce_block<D, NORM_BLOCK(D), PART_LANES(D)>(false, lane, piece);
+    if (ENCODE_LANES(D) == 32) trade_values<ENCODE_VALUES(D)>(x, lane, 16u, 8);
+}
+
+template <int D, class T>
+inline void trade_all(thread T *x, uint lane)
+{
+    const int L = ENCODE_LANES(D);
+    TQKV_UNROLL
+    for (uint distance = 4; distance < 16u && distance < uint(L); distance *= 2)
+        trade_values<ENCODE_VALUES(D)>(x, lane, distance, traded_bit<L>(distance));
+    trade_last<D>(x, lane);
+}
+
+// The distance of the lanes that have sums `apart` of each other, 0 if a lane has both.
+template <int D>
+inline uint lanes_apart(int apart)
+{
+    const int L = ENCODE_LANES(D);
+    if (TQKV__HAS_MATRIX(D)) return apart < L ? uint(apart) : 0u;
+    if (apart >= 4) return apart == 4 ? 1u : L > 2 ? 2u : 0u;
+    return L >= 16 ? uint(4 * apart) : L == 8 && apart == 2 ? 4u : 0u;
+}
+
+// Adds 16 sums by halves, those that are 8, 4, 2 and 1 apart: all lanes of the row have the result.
+template <int D>
+inline float add_sums(thread float *sums)
+{
+    int n = LANE_SUMS(D);
+    TQKV_UNROLL
+    for (int apart = 8; apart >= 1; apart /= 2) {
+        uint distance = lanes_apart<D>(apart);
+        if (distance == 0) n /= 2;
+        TQKV_UNROLL
+        for (int s = 0; s < LANE_SUMS(D); s++)
+            if (s < n) sums[s] = sums[s] + (distance == 0 ? sums[s + n] : simd_shuffle_xor(sums[s], ushort(distance)));
+    }
+    return sums[0];
+}
+
+// The sum of the squares of block b of a strided row.
+template <int D>
+inline float sum_of_squares(int b, thread const float *x)
+{
+    float sums[LANE_SUMS(D)];
+    TQKV_UNROLL
+    for (int s = 0; s < LANE_SUMS(D); s++) {
+        sums[s] = 0.0f;
+        TQKV_UNROLL
+        for (int t = 0; t < SUM_VALUES(D); t++) {
+            float v = x[value_of_sum<D>(b, t, s)];
+            sums[s] = sums[s] + v * v;
+        }
+    }
+    return add_sums<D>(sums);
 }
 
 // The length of a block of that sum of squares or, if the row has several, its root mean square.
@@ -6896,59 +6888,53 @@ inline float block_length(float squares)
     return precise::sqrt(NORM_BLOCK(D) == D ? squares : squares / float(NORM_BLOCK(D)));
 }
 
-// The largest magnitude in the lane's own block.
+// Lanes that share the block of a maximum, and such blocks of a lane.
+#define MAXIMUM_LANES(D)                                                                                               \
+    (MAXIMUM_BLOCK(D) > ENCODE_LANES(D) * ENCODE_PIECE(D) ? ENCODE_LANES(D) : MAXIMUM_BLOCK(D) / ENCODE_PIECE(D))
+#define MAXIMUM_BLOCKS(D) (D / ENCODE_LANES(D) * MAXIMUM_LANES(D) / MAXIMUM_BLOCK(D))
+
+// The largest magnitude in block b of a row in pieces.
 template <int D>
-inline float block_maximum(uint lane, thread const float *x)
+inline float block_maximum(int b, thread const float *x)
 {
-    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D);
-    float largest[J];
+    const int N = ENCODE_VALUES(D) / MAXIMUM_BLOCKS(D);
+    float largest = 0.0f;
     TQKV_UNROLL
-    for (int j = 0; j < J; j++) {
-        largest[j] = 0.0f;
+    for (int i = 0; i < N; i++) largest = fmax(largest, fabs(x[b * N + i]));
+    TQKV_UNROLL
+    for (int distance = 1; distance < MAXIMUM_LANES(D); distance *= 2)
+        largest = fmax(largest, simd_shuffle_xor(largest, ushort(distance)));
+    return largest;
+}
+
+// Scales the lane's values to units of the codebook, in a strided row, or of the grid, in pieces. norms: of the lane's
+// blocks; a format without norms has none
+template <int D>
+inline void normalise(uint format, float block_scale, thread float *x, thread float *norms)
+{
+    const int B = LANE_BLOCKS(D), M = MAXIMUM_BLOCKS(D);
+    if (!has_norms(format)) return;
+    if (has_codebook(format)) {
         TQKV_UNROLL
-        for (int i = 0; i < C; i++) largest[j] = fmax(largest[j], fabs(x[j * C + i]));
+        for (int b = 0; b < B; b++) {
+            norms[b] = block_length<D>(sum_of_squares<D>(b, x));
+            float inverse = norms[b] > TQKV__MIN_NORM ? 1.0f / norms[b] : 0.0f;
+            scale_values<ENCODE_VALUES(D) / B>(x + b * (ENCODE_VALUES(D) / B),
+                                               inverse * (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale));
+        }
+        return;
     }
-    return reduce_block<D, MAXIMUM_BLOCK(D), 1>(true, lane, largest);
-}
-
-// x times the factor of its block, of which the lane has that of its own.
-template <int D, int BLOCK>
-inline void scale_blocks(float own, uint lane, thread float *x)
-{
-    const int B = LANE_BLOCKS(D, BLOCK), N = ENCODE_VALUES(D) / B;
-    float all[B];
-    share_blocks<B>(own, lane, all);
     TQKV_UNROLL
-    for (int b = 0; b < B; b++) scale_values<N>(x + b * N, all[b]);
-}
-
-// Scales the lane's values to units of the codebook or of the grid. Returns the norm of the lane's own block; 0 for a
-// format without norms. lane: of the row
-template <int D>
-inline float normalise(uint format, float block_scale, uint lane, thread float *x)
-{
-    if (!has_norms(format)) return 0.0f;
-    if (!has_codebook(format)) {
-        float largest = block_maximum<D>(lane, x);
+    for (int b = 0; b < M; b++) {
+        float largest = block_maximum<D>(b, x);
         bool zero = !(largest > TQKV__MIN_NORM);
-        scale_blocks<D, MAXIMUM_BLOCK(D)>(zero ? 0.0f : 127.0f / largest, lane, x);
-        return zero ? 0.0f : largest / 127.0f;
+        scale_values<ENCODE_VALUES(D) / M>(x + b * (ENCODE_VALUES(D) / M), zero ? 0.0f : 127.0f / largest);
+        norms[b] = zero ? 0.0f : largest / 127.0f;
     }
-    float sums[ENCODE_PIECES(D)];
-    TQKV_UNROLL
-    for (int j = 0; j < ENCODE_PIECES(D); j++) {
-        float squares[ENCODE_PIECE(D)];
-        TQKV_UNROLL
-        for (int i = 0; i < ENCODE_PIECE(D); i++) squares[i] = x[j * ENCODE_PIECE(D) + i] * x[j * ENCODE_PIECE(D) + i];
-        sums[j] = sum_of_piece<D>(squares);
-    }
-    float norm = block_length<D>(sum_of_block<D>(lane, sums)), inverse = norm > TQKV__MIN_NORM ? 1.0f / norm : 0.0f;
-    scale_blocks<D, NORM_BLOCK(D)>(inverse * (NORM_BLOCK(D) == D ? TQKV__SQRT(D) : block_scale), lane, x);
-    return norm;
 }
 
 // Quantising shortens a row by its error. The stored norm makes the decoded row as long as the row was. squares: the
-// sum of those of the centroids in the lane's own block
+// sum of those of the block's centroids
 template <int D>
 inline float corrected_norm(float block_scale, float squares, float norm)
 {
@@ -6958,12 +6944,13 @@ inline float corrected_norm(float block_scale, float squares, float norm)
     return (as_type<uint>(norm) & 0x7fffffffu) > 0x7f800000u ? as_type<float>(0x7fc00000u) : norm;
 }
 
-// Stores the norm of the lane's own block. Of the lanes with the same, one does. norms: of the row
-template <int D, int BLOCK>
-inline void store_norm(float norm, uint lane, device float *norms)
+// Stores the norms of a lane's B blocks, of which SHARED lanes have the same. norms: of the lane, to: of the row
+template <int B, int SHARED>
+inline void store_blocks(thread const float *norms, uint lane, uint n_lanes, device float *to)
 {
-    const uint B = LANE_BLOCKS(D, BLOCK), L = BLOCK_LANES(D, BLOCK);
-    if (lane % L < B) norms[own_block<LANE_BLOCKS(D, BLOCK)>(lane) * (ENCODE_LANES(D) / L) + lane / L] = norm;
+    TQKV_UNROLL
+    for (int b = 0; b < B; b++)
+        if (lane % uint(SHARED) == 0) to[uint(b) * (n_lanes / uint(SHARED)) + lane / uint(SHARED)] = norms[b];
 }
 
 // ---- Codes ----
@@ -7006,6 +6993,14 @@ struct encode_place {
     uint lane, token;
     bool exists; // the row
 };
+
+// The number of one of L lanes, its lowest bit moved to the top. Of four lanes by a table, 0, 2, 1, 3: of shifts LLVM
+// makes a reversal of two bits, which the builder of the library refuses.
+template <int L>
+inline uint lowest_bit_up(uint lane)
+{
+    return L == 4 ? 0xd8u >> lane * 2u & 3u : (lane & 1u) * uint(L / 2) + lane / 2u;
+}
 
 // Stores the lower 16 bits of each word, those of a piece, 32 bits at a time: of two pieces a lane has one from its
 // neighbour and gives away the other.
@@ -7087,32 +7082,29 @@ inline void store_halves(thread const encode_place &at, thread const float *x, d
     }
 }
 
-// Sums over the lane's own block: of the squares of the codes' centroids, and of value times centroid.
+// Sums over a block of a strided row: of the squares of the codes' centroids, and of value times centroid.
 struct block_fit {
     float squares, products;
 };
 
-// Those of the codes that x has under a factor. All lanes come here together.
+// Those of the codes that block b has under a factor. All lanes come here together.
 template <int D>
-inline block_fit fit_of(uint bits, float factor, thread const quantiser &book, uint lane, thread const float *x)
+inline block_fit fit_of(uint bits, float factor, thread const quantiser &book, int b, thread const float *x)
 {
-    const int J = ENCODE_PIECES(D), C = ENCODE_PIECE(D);
-    float squares[J], products[J];
+    float squares[LANE_SUMS(D)], products[LANE_SUMS(D)];
     TQKV_UNROLL
-    for (int j = 0; j < J; j++) {
-        float square[C], product[C];
+    for (int s = 0; s < LANE_SUMS(D); s++) {
+        squares[s] = products[s] = 0.0f;
         TQKV_UNROLL
-        for (int i = 0; i < C; i++) {
-            float v = x[j * C + i], centroid = centroid_of_value(v * factor, bits, book);
-            square[i] = centroid * centroid;
-            product[i] = v * centroid;
+        for (int t = 0; t < SUM_VALUES(D); t++) {
+            float v = x[value_of_sum<D>(b, t, s)], centroid = centroid_of_value(v * factor, bits, book);
+            squares[s] = squares[s] + centroid * centroid;
+            products[s] = products[s] + v * centroid;
         }
-        squares[j] = sum_of_piece<D>(square);
-        products[j] = sum_of_piece<D>(product);
     }
     block_fit fit;
-    fit.squares = sum_of_block<D>(lane, squares);
-    fit.products = sum_of_block<D>(lane, products);
+    fit.squares = add_sums<D>(squares);
+    fit.products = add_sums<D>(products);
     return fit;
 }
 
@@ -7179,7 +7171,7 @@ inline void add_rough_fits(uint bits, thread const quantiser &book, thread const
 
 // By how much, in units of 2^-24, rough sums and those of the format may together mistake the shares of two factors.
 // All terms are positive, so each sum errs by as many units as a term is rounded, and a share is a square by a sum.
-#define ROUGH_UNITS(D) (6 * (ENCODE_VALUES(D) + PART_VALUES(D) + 10) + 16)
+#define ROUGH_UNITS(D) (6 * (ENCODE_VALUES(D) + SUM_VALUES(D) + 10) + 16)
 
 // Bit f: factor f may be the best.
 template <int D>
@@ -7206,12 +7198,11 @@ inline uint possible_factors(uint bits, thread const quantiser &book, thread con
     return possible;
 }
 
-// Of the format's factors the one whose codes fit the lane's own block best: the part of the block's length that lies
-// along them is the largest. The first of equal ones, and the first of all if there is a NaN. squares: of the best
-// codes, unless factors are tried roughly
+// Of the format's factors the one whose codes fit block b best: the part of the block's length that lies along them is
+// the largest. The first of equal ones, and the first of all if there is a NaN. squares: of the best codes, unless
+// factors are tried roughly
 template <int D>
-inline float best_factor(uint bits, thread const quantiser &book, uint lane, thread const float *x,
-                         thread float &squares)
+inline float best_factor(uint bits, thread const quantiser &book, int b, thread const float *x, thread float &squares)
 {
     constant float *factors = TQKV__FACTORS(bits);
     uint possible = (1u << TQKV__N_FACTORS(bits)) - 1u;
@@ -7232,7 +7223,7 @@ inline float best_factor(uint bits, thread const quantiser &book, uint lane, thr
         bool own = (possible >> i & 1u) != 0;
         float factor = factors[i];
         if (tries_roughly<D>(bits) && !simd_any(own)) continue;
-        block_fit fit = fit_of<D>(bits, factor, book, lane, x);
+        block_fit fit = fit_of<D>(bits, factor, book, b, x);
         float share = fit.products * fit.products / fit.squares;
         bool better = own && (!began || share > most);
         best = better ? factor : best;
@@ -7243,53 +7234,40 @@ inline float best_factor(uint bits, thread const quantiser &book, uint lane, thr
     return best;
 }
 
-// The sum of the squares of the codes' centroids in the lane's own block. All lanes come here together.
+// The codes of a strided row with a codebook, and the sums of the squares of their centroids, one a block of the lane.
+// All lanes come here together.
 template <int D>
-inline float squares_of_codes(uint bits, thread const quantiser &book, uint lane, thread const uint *codes)
+inline void find_codes(uint bits, thread const quantiser &book, thread float *x, thread uint *codes,
+                       thread float *squares)
 {
-    float squares[ENCODE_PIECES(D)];
+    const int B = LANE_BLOCKS(D), N = ENCODE_VALUES(D) / B;
+    bool searches = TQKV__N_FACTORS(bits) > 1; // else the one factor is 1
     TQKV_UNROLL
-    for (int j = 0; j < ENCODE_PIECES(D); j++) {
-        float square[ENCODE_PIECE(D)];
+    for (int b = 0; b < B; b++) {
+        if (searches) scale_values<N>(x + b * N, best_factor<D>(bits, book, b, x, squares[b]));
         TQKV_UNROLL
-        for (int i = 0; i < ENCODE_PIECE(D); i++) {
-            float centroid = centroid_of_code(codes[j * ENCODE_PIECE(D) + i], bits, book);
-            square[i] = centroid * centroid;
-        }
-        squares[j] = sum_of_piece<D>(square);
+        for (int i = b * N; i < (b + 1) * N; i++) codes[i] = quantise(x[i], bits, book);
+        if (searches && !tries_roughly<D>(bits)) continue;
+        float centroids[ENCODE_VALUES(D)];
+        TQKV_UNROLL
+        for (int i = b * N; i < (b + 1) * N; i++) centroids[i] = centroid_of_code(codes[i], bits, book);
+        squares[b] = sum_of_squares<D>(b, centroids);
     }
-    return sum_of_block<D>(lane, squares);
 }
 
-// The codes of the lane's values. Returns the sum of the squares of their centroids in the lane's own block, 0 without
-// a codebook. All lanes come here together; those whose row does not exist store nothing. row: in the store
+// Stores the codes of a row in pieces. All lanes come here together; those whose row does not exist store nothing.
+// row: in the store
 template <int D>
-inline float store_codes(uint format, thread const encode_target &target, thread const encode_place &at,
-                         device uchar *row, thread float *x)
+inline void store_codes(uint format, thread const encode_place &at, thread const uint *codes, device uchar *row)
 {
-    const int N = ENCODE_VALUES(D);
-    uint codes[N], bits = codebook_bits(format);
-    float squares = 0.0f;
-    if (main_bits(format) == 16) {
-        store_halves<D>(at, x, row);
-        return squares;
-    }
-    bool searches = has_codebook(format) && TQKV__N_FACTORS(bits) > 1; // else the one factor is 1
-    if (searches) scale_blocks<D, NORM_BLOCK(D)>(best_factor<D>(bits, target.book, at.lane, x, squares), at.lane, x);
-    TQKV_UNROLL
-    for (int i = 0; i < N; i++)
-        codes[i] = has_codebook(format) ? quantise(x[i], bits, target.book) : quantise_grid(x[i]);
-    if (has_codebook(format) && (!searches || tries_roughly<D>(bits)))
-        squares = squares_of_codes<D>(bits, target.book, at.lane, codes);
     bool whole = upper_bits(format) == 0;
-    uint offset = has_codebook(format) ? code_offset(bits) : 0u;
+    uint offset = has_codebook(format) ? code_offset(codebook_bits(format)) : 0u;
     if (main_bits(format) == 2) store_field<D, 2>(codes, 0u, whole, offset, at, row);
     if (main_bits(format) == 4) store_field<D, 4>(codes, 0u, whole, offset, at, row);
     if (main_bits(format) == 8) store_field<D, 8>(codes, 0u, whole, offset, at, row);
     device uchar *upper = row + upper_offset<D>(format);
     if (upper_bits(format) == 1) store_field<D, 1>(codes, main_bits(format), false, 0u, at, upper);
     if (upper_bits(format) == 2) store_field<D, 2>(codes, main_bits(format), false, 0u, at, upper);
-    return squares;
 }
 
 // The signs of the lane's values in every row: bits and, where a lane has few values, +-1.
@@ -7314,7 +7292,7 @@ inline row_signs<D> open_signs(uint lane)
 // rotate_values by factors. A product with a sign is exact, and half of the products are part of the first stage of the
 // transform.
 template <int D>
-inline void rotate_by_factors(thread float *x, uint lane, thread const float *sign)
+inline void rotate_by_factors(thread float *x, uint lane, bool strided, thread const float *sign)
 {
     TQKV_UNROLL
     for (int i = 0; i < ENCODE_VALUES(D); i += 2) {
@@ -7322,30 +7300,50 @@ inline void rotate_by_factors(thread float *x, uint lane, thread const float *si
         x[i] = fma(x[i + 1], sign[i + 1], a);
         x[i + 1] = fma(x[i + 1], -sign[i + 1], a);
     }
-    hadamard_from<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, 2);
-    scale_values<ENCODE_VALUES(D)>(x, TQKV__INV_SQRT(D));
+    hadamard_from<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, 2, strided);
 }
 
-// From a value of each subrow to neighbours, through `rows`: the rows of the simdgroup, L floats apart, so that few of
+// From a value of each subrow to neighbours, through `rows`: the rows of the simdgroup, L words apart, so that few of
 // their values share a bank. lane: of the simdgroup
 template <int D>
-inline void gather_neighbours(uint lane, threadgroup float *rows, thread float *x)
+inline void gather_neighbours(uint lane, threadgroup uint *rows, thread uint *x)
 {
     const int L = ENCODE_LANES(D), N = ENCODE_VALUES(D);
     uint part = lane % uint(L);
-    threadgroup float *row = rows + lane / uint(L) * uint(D + L);
+    threadgroup uint *row = rows + lane / uint(L) * uint(D + L);
     TQKV_UNROLL
     for (int i = 0; i < N; i++) row[uint(i * L) + part] = x[i];
     simdgroup_barrier(mem_flags::mem_threadgroup);
     TQKV_UNROLL
     for (int i = 0; i + 3 < N; i += 4) {
-        float4 four = *(threadgroup const float4 *)(row + part * uint(N) + uint(i));
+        uint4 four = *(threadgroup const uint4 *)(row + part * uint(N) + uint(i));
         x[i] = four.x;
         x[i + 1] = four.y;
         x[i + 2] = four.z;
         x[i + 3] = four.w;
     }
     simdgroup_barrier(mem_flags::mem_threadgroup); // before the next row overwrites this one
+}
+
+// From a strided row to pieces. lane: of the simdgroup, space: space_of_simdgroup
+template <int D>
+inline void place_values(uint lane, threadgroup float *space, thread uint *x)
+{
+    if (TQKV__HAS_MATRIX(D))
+        gather_neighbours<D>(lane, (threadgroup uint *)space, x);
+    else
+        trade_all<D>(x, lane);
+}
+
+template <int D>
+inline void place_floats(uint lane, threadgroup float *space, thread float *x)
+{
+    uint bits[ENCODE_VALUES(D)];
+    TQKV_UNROLL
+    for (int i = 0; i < ENCODE_VALUES(D); i++) bits[i] = as_type<uint>(x[i]);
+    place_values<D>(lane, space, bits);
+    TQKV_UNROLL
+    for (int i = 0; i < ENCODE_VALUES(D); i++) x[i] = as_type<float>(bits[i]);
 }
 
 // The simdgroup's rows in threadgroup memory, with a matrix.
@@ -7366,12 +7364,19 @@ struct encode_source {
     device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf, with has_flag
 };
 
+// Whether the rotation, or a codebook, leaves or needs a value of each subrow in a lane.
+template <int D>
+inline bool has_subrows(thread const encode_source &source)
+{
+    return TQKV__HAS_MATRIX(D) && (source.rotated || has_codebook(source.format));
+}
+
 // The lane's part of the row that begins at value `from`: before the rotation, if there is one.
 template <int D>
 inline void load_source(thread const encode_source &source, ulong from, uint lane, thread float *x)
 {
     const int L = ENCODE_LANES(D);
-    if (!TQKV__HAS_MATRIX(D) || source.rotated) // else pieces are the same
+    if (!TQKV__HAS_MATRIX(D) || has_subrows<D>(source)) // else pieces are the same
         load_typed_pieces<D, L, ROTATED_PIECE(D)>(source.type, source.rows, from, lane, x);
     else
         load_typed_pieces<D, L, ENCODE_PIECE(D)>(source.type, source.rows, from, lane, x);
@@ -7384,7 +7389,7 @@ inline void load_channels(thread const encode_source &source, device const float
 {
     const int L = ENCODE_LANES(D);
     device const float *from = channels + row_offset(head, D);
-    if (!TQKV__HAS_MATRIX(D) || source.rotated)
+    if (!TQKV__HAS_MATRIX(D) || has_subrows<D>(source))
         load_pieces<D, L, ROTATED_PIECE(D)>(from, lane, x);
     else
         load_pieces<D, L, ENCODE_PIECE(D)>(from, lane, x);
@@ -7410,7 +7415,7 @@ inline void open_factors(thread const encode_source &source, thread const row_si
                          thread row_channels<D> &channels)
 {
     const int L = ENCODE_LANES(D), N = ENCODE_VALUES(D), ROWS = 32 / L, OWN = (N + ROWS - 1) / ROWS;
-    const uint C = !TQKV__HAS_MATRIX(D) || source.rotated ? uint(ROTATED_PIECE(D)) : uint(ENCODE_PIECE(D));
+    const uint C = !TQKV__HAS_MATRIX(D) || has_subrows<D>(source) ? uint(ROTATED_PIECE(D)) : uint(ENCODE_PIECE(D));
     uint part = lane % uint(L), row = lane / uint(L);
     if (!source.scaled) return;
     if (TQKV_CHEAP_SHUFFLE) {
@@ -7430,24 +7435,26 @@ inline void open_factors(thread const encode_source &source, thread const row_si
     if (source.rotated) flip_signs<N>(channels.factor, signs.bits);
 }
 
-// Factors of channels have given x its signs.
+// Rotates a row; factors of channels have given x its signs. With a codebook it ends strided.
 template <int D>
 inline void rotate_source(thread const encode_source &source, thread const row_signs<D> &signs, uint lane,
                           thread float *x)
 {
-    if (source.scaled) {
-        hadamard<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane);
-        scale_values<ENCODE_VALUES(D)>(x, TQKV__INV_SQRT(D));
-    } else if (HAS_SIGN_FACTORS(D)) {
-        rotate_by_factors<D>(x, lane, signs.factor);
+    const int L = ENCODE_LANES(D), C = ROTATED_PIECE(D);
+    bool strided = has_codebook(source.format);
+    if (!source.scaled && HAS_SIGN_FACTORS(D)) {
+        rotate_by_factors<D>(x, lane, strided, signs.factor);
     } else {
-        rotate_values<D, ENCODE_LANES(D), ROTATED_PIECE(D)>(x, lane, signs.bits);
+        if (!source.scaled) flip_signs<ENCODE_VALUES(D)>(x, signs.bits);
+        hadamard_from<D, L, C>(x, lane, 1, strided);
     }
+    scale_values<ENCODE_VALUES(D)>(x, TQKV__INV_SQRT(D));
 }
 
 // The first steps: centres, scales and rotates. Every value of a rotated row is a sum over the row, so one value shows
 // that there may be a NaN or Inf. Then the row is loaded again, checked itself, which raises the flag, and rotated: by
-// the same code, which is long. x: as load_source has loaded it; lane: of the simdgroup
+// the same code, which is long. With a codebook the row ends strided, else in pieces. x: as load_source has loaded it;
+// lane: of the simdgroup
 template <int D>
 inline void prepare_row(thread const encode_source &source, thread const row_signs<D> &signs, ulong from, uint head,
                         uint lane, thread row_channels<D> &channels, thread float *x)
@@ -7472,21 +7479,48 @@ inline void prepare_row(thread const encode_source &source, thread const row_sig
         again = !checks && simd_any(!is_finite(x[0]));
         checks = true;
     }
-    if (source.rotated && TQKV__HAS_MATRIX(D)) gather_neighbours<D>(lane, source.space, x);
+    if (has_codebook(source.format)) {
+        if (source.rotated)
+            trade_last<D>(x, part);
+        else if (!TQKV__HAS_MATRIX(D))
+            trade_all<D>(x, part);
+    } else if (has_subrows<D>(source)) {
+        place_floats<D>(lane, source.space, x);
+    }
 }
 
-// The corrected norm of the lane's own block. to: the row in the store
+// Finds the codes and norms of a row that prepare_row has left, and stores them. to: the row in the store; lane: of the
+// simdgroup
 template <int D>
-inline void store_norms(uint format, float block_scale, ulong to, thread const encode_place &at, float squares,
-                        float norm, device float *norms)
+inline void store_row(uint format, float block_scale, thread const encode_source &source,
+                      thread const encode_target &target, thread const encode_place &at, ulong to, uint lane,
+                      thread float *x)
 {
-    if (has_codebook(format)) norm = corrected_norm<D>(block_scale, squares, norm);
-    norms += to * ulong(uint(D) / norm_block<D>(format));
-    if (!at.exists || !has_norms(format)) return;
+    const int N = ENCODE_VALUES(D), L = ENCODE_LANES(D), B = LANE_BLOCKS(D), M = MAXIMUM_BLOCKS(D);
+    device uchar *row = target.codes + to * ulong(row_bytes<D>(format));
+    device float *row_norms = target.norms + to * ulong(uint(D) / norm_block<D>(format));
+    uint codes[N];
+    float norms[M > B ? M : B], squares[B];
+    if (!has_norms(format)) {
+        store_halves<D>(at, x, row);
+        return;
+    }
+    normalise<D>(format, block_scale, x, norms);
+    if (has_codebook(format)) {
+        find_codes<D>(codebook_bits(format), target.book, x, codes, squares);
+        TQKV_UNROLL
+        for (int b = 0; b < B; b++) norms[b] = corrected_norm<D>(block_scale, squares[b], norms[b]);
+        place_values<D>(lane, source.space, codes);
+    } else {
+        TQKV_UNROLL
+        for (int i = 0; i < N; i++) codes[i] = quantise_grid(x[i]);
+    }
+    store_codes<D>(format, at, codes, row);
+    if (!at.exists) return;
     if (has_codebook(format))
-        store_norm<D, NORM_BLOCK(D)>(norm, at.lane, norms);
+        store_blocks<B, (L < 16 ? L : 16)>(norms, at.lane, uint(L), row_norms);
     else
-        store_norm<D, MAXIMUM_BLOCK(D)>(norm, at.lane, norms);
+        store_blocks<M, MAXIMUM_LANES(D)>(norms, at.lane, uint(L), row_norms);
 }
 
 // A simdgroup encodes its rows, 32 / L at a time. Lanes without a row repeat the last one and store nothing. A lane
@@ -7516,13 +7550,11 @@ inline void encode_rows(constant tqkv__rows_args &args, thread const encode_sour
         prepare_row<D>(source, signs, own, range.head, lane, channels, x);
         from = source_offset(args, min(at.token + uint(ROWS), last), range.head);
         if (HOLDS_ROWS(D)) load_source<D>(source, from, at.lane, next);
-        float norm = normalise<D>(format, args.block_scale, at.lane, x);
         uint slot = target.paged ? paged_slot_of(args, target.pages, min(at.token, last)) : slot_of(args, at.token);
         at.exists = at.token < range.end && (!target.paged || slot < uint(args.capacity));
         ulong to = row_in_store(args, slot, range.head);
-        float squares = store_codes<D>(format, target, at, target.codes + to * ulong(row_bytes<D>(format)), x);
+        store_row<D>(format, args.block_scale, source, target, at, to, lane, x);
         if (!HOLDS_ROWS(D)) load_source<D>(source, from, at.lane, next);
-        store_norms<D>(format, args.block_scale, to, at, squares, norm, target.norms);
         at.token += uint(ROWS);
     }
 }
@@ -7546,7 +7578,9 @@ inline void probe_rows(constant tqkv__rows_args &args, thread const encode_sourc
         ulong from = source_offset(args, existing, range.head);
         load_source<D>(source, from, part, x);
         prepare_row<D>(source, signs, from, range.head, lane, channels, x);
-        normalise<D>(source.format, args.block_scale, part, x);
+        float norms[MAXIMUM_BLOCKS(D) > LANE_BLOCKS(D) ? MAXIMUM_BLOCKS(D) : LANE_BLOCKS(D)];
+        normalise<D>(source.format, args.block_scale, x, norms);
+        if (has_codebook(source.format)) place_floats<D>(lane, source.space, x);
         device float *to = scaled + row_offset(own * uint(args.n_kv_heads) + range.head, D);
         TQKV_UNROLL
         for (int i = 0; i < ENCODE_VALUES(D); i++)

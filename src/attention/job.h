@@ -176,10 +176,8 @@ static int tqkv__chunk_rows(int head_dim)
     return 8192 / head_dim < TQKV__CHUNK_ROWS ? 8192 / head_dim : TQKV__CHUNK_ROWS;
 }
 
-/* Returns the query rows of an item: as many of `all` as there are, evenly, up to TQKV__CHUNK_ROWS and 144 KiB of sums.
-   Sums that only fit the L2 cache cost less than decoding once more: 64 heads of 512 take 0.92 (TQ4), 0.88 (I8) and
-   0.86 times (TQ4, integers) the time of 16 rows an item on an AMD EPYC with 1 MiB of L2. But 32 KiB where tasks would
-   be left without work, of which there is `others` times that of these rows. */
+/* Returns the query rows of an item, of `all`: up to 144 KiB of sums, which the L2 cache holds, or 32 KiB where tasks
+   would be left without work. others: how many times the work of these rows there is */
 static int tqkv__item_rows(const tqkv__attention *a, int all, int64_t others)
 {
     const int dim = a->key_dim > a->value_dim ? a->key_dim : a->value_dim;

@@ -153,9 +153,8 @@ static void tqkv__add_share(const tqkv__attention *a, const float *center, float
     for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + tqkv__rounded(share * center[d]));
 }
 
-/* Finishes a row: out = out / (sum + exp(sink - max)), brought to the basis of outputs, then the values' centre unless
-   that is NULL; zeros if the row saw nothing. unrotate: sums are of the rotated basis, the output is not. center, out:
-   [value_dim], center in the basis of outputs */
+/* Finishes a row: out = out / (sum + exp(sink - max)) in the basis of outputs, plus the values' centre; zeros if the
+   row saw nothing. unrotate: the basis changes. center: in the basis of outputs, or NULL; out: [value_dim] */
 static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, bool unrotate, const float *center,
                                             float *out, float max, float sum)
 {

@@ -1,8 +1,7 @@
 /* >>walk: an item from tile to tile */
 
-/* An item at work: its queries as tqkv__arrange_queries gives them, what centres add to its scores, and its sums, of a
-   piece and of a stretch. A tile's values are added after the next tile's scores. These steps are independent, and the
-   processor overlaps them. */
+/* An item at work: its queries, what centres add to its scores, and its sums. A tile's values are added after the next
+   tile's scores: these steps are independent, so the processor overlaps them. */
 typedef struct tqkv__work {
     const tqkv__attention *a;
     const tqkv__item *item;
@@ -141,14 +140,12 @@ static tqkv__source tqkv__source_of(const tqkv__stream *s, int kv_head)
     return source;
 }
 
-/* Asks for a row, to the L1 cache. With requests to the L2 a list of 2,048 of 32,768 positions takes 1.4 times as long
-   from memory (TQ4 of 128, group 4, blocks of 1, Zen 5), and F16 of 512, whose tiles are larger than an L1, as long.
-   Rows that are not aligned to lines lie in one more, which is not asked for: they take 1.1 to 1.2 times as long with a
-   request for it (TQ4, I8, Xeon). */
+/* Prefetches a row to the L1 cache: requests to the L2 take longer from memory. The last line of a row that is not
+   aligned to lines is left out: its request costs more than it brings. */
 static TQKV__INLINE void tqkv__ask_row(const tqkv__source *s, int32_t slot)
 {
     const uint8_t *row = s->codes + (size_t)slot * s->size;
-    tqkv__prefetch(TQKV__L1, row, 1); /* by the line: a loop over a size takes 1.1 times as long in all */
+    tqkv__prefetch(TQKV__L1, row, 1); /* by the line, which takes less time than a loop over a size */
     for (size_t i = 64; i < s->size; i += 64) tqkv__prefetch(TQKV__L1, row + i, 1);
     if (s->norms) tqkv__prefetch(TQKV__L1, (const uint8_t *)(s->of_rows + (size_t)slot * s->norms), 1);
 }
@@ -168,9 +165,8 @@ static void tqkv__gather_any(const tqkv__source *s, const int32_t *slot_list, in
     }
 }
 
-/* Likewise for rows with a norm each, none of them hidden, whose size is a constant. It asks for a row whenever it has
-   copied one: a burst of requests would wait until all but the last lines have come, and nothing be done meanwhile. It
-   does not ask for norms, whose lines follow one another: with requests it takes 1.05 times as long (Xeon). */
+/* Likewise for rows with a norm each, none of them hidden, whose size is a constant. It prefetches a row for each it
+   copies: a burst of requests would wait until most lines have come. The lines of norms follow one another. */
 static TQKV__INLINE void tqkv__gather_rows(const tqkv__source *s, const size_t size, const int32_t *slot_list, int n,
                                            const int32_t *next, int n_next, uint8_t *row, float *norm)
 {
@@ -187,9 +183,8 @@ static TQKV__INLINE void tqkv__gather_rows(const tqkv__source *s, const size_t s
     for (int j = n; j < n_next; j++) tqkv__ask_row(s, next[j]);
 }
 
-/* Copies the rows of a tile to slots of another stream from `slot` on, and asks for the n_next of the next tile, none
-   of them hidden. What is hidden becomes zeros, because it may be NaN. The sizes of TQ2 to TQ6 and of a byte a value at
-   64, 128 and 256 are constants: a loop over a size takes 1.2 to 1.8 times as long in all. */
+/* Copies the rows of a tile to slots of another stream from `slot` on, and prefetches the n_next of the next tile, none
+   of them hidden. What is hidden becomes zeros, because it may be NaN. Frequent sizes are constants, for speed. */
 static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
                          const int32_t *next, int n_next, const tqkv__stream *to, int slot)
 {
@@ -332,10 +327,8 @@ static void tqkv__open_ends(tqkv__work *w, tqkv__range seen)
     if (!w->list && n > 0) tqkv__ask_halves(w, TQKV__FIRST_END, seen.from, n < TQKV__TILE ? (int)n : TQKV__TILE);
 }
 
-/* Asks for a few of the newest halves with each tile of codes, so that all are there when their pass begins; `left`
-   positions of codes come before it. They are four times as long as codes of TQ4, and nothing else asks for the first
-   of them: a token over 4,096 positions from the L3, 128 of them halves, takes 0.97 to 0.98 of the time (Xeon), in
-   integers 0.94 to 0.98. */
+/* Prefetches a few of the newest halves with each tile of codes, so that all are there when their pass begins; nothing
+   else asks for the first of them. left: positions of codes before that pass */
 static void tqkv__ask_newest(tqkv__work *w, int64_t left)
 {
     enum { SHARE = 4 };

@@ -216,40 +216,43 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
    change nothing. Boundaries in earlier cells are below the value, boundaries in later cells are above it. One
    comparison remains, with the boundary in the value's own cell or, if it has none, the next one. */
 #define TQKV__CELL_MARGIN 0.004f /* of a cell's width; a value's cell is off by 0.0001 at most */
+typedef struct tqkv__cell {
+    float bound, below, above; /* what a value there is compared with, and the centroids on both sides of that */
+    uint32_t n_below;          /* boundaries below the value, but for this one */
+} tqkv__cell;
+
 typedef struct tqkv__quantiser {
-    TQKV__ALIGNED uint8_t below[256]; /* boundaries in the cells before this one */
-    float bounds[128];                /* the positive boundaries, then infinity */
-    /* Of each cell, from 5 bits up, the bound that a value there is compared with, and the centroid below it; the one
-       above is that of the next cell, if the bound is in this one. One load of two cells takes all. */
-    float entries[257][2];
-    float squares[16];   /* TQ2: of its centroids, repeated */
-    float centroids[16]; /* the positive ones, up to 4 bits */
-    float slope, top;    /* cell of a magnitude w: the whole part of min(w * slope, top) */
-    int half;            /* the codes of one sign */
+    TQKV__ALIGNED tqkv__cell cells[256];
+    /* Of codebooks of up to 4 bits, for look-ups in registers: n_below of each cell, and the positive boundaries, then
+       infinity, and centroids */
+    uint8_t n_below[16];
+    float bounds[8], centroids[8];
+    float squares[8]; /* TQ2: of its centroids, repeated */
+    float slope, top; /* cell of a magnitude w: the whole part of min(w * slope, top) */
+    int half;         /* the codes of one sign */
 } tqkv__quantiser;
 
 static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
 {
     const int bits = s->book_bits, n = (1 << (bits - 1)) - 1;
-    const float *positive = s->boundaries + n + 1; /* boundaries[n] is 0 */
-    int cell = 0;
+    const float *positive = s->boundaries + n + 1, *centroids = s->codebook + n + 1; /* boundaries[n] is 0 */
+    int i = 0;
     q->half = n + 1;
     q->top = (float)((1 << bits) - 1);
     q->slope = (q->top + 0.45f) / positive[n - 1];
-    for (int i = 0; i < n; i++) {
-        const float at = positive[i] * q->slope;
-        TQKV_ASSERT(at - floorf(at) > TQKV__CELL_MARGIN && at - floorf(at) < 1.0f - TQKV__CELL_MARGIN);
-        for (const int own = (int)(at < q->top ? at : q->top); cell <= own; cell++) q->below[cell] = (uint8_t)i;
-        q->bounds[i] = positive[i];
+    for (int c = 0; c < 1 << bits; c++) {
+        const tqkv__cell cell = {i < n ? positive[i] : INFINITY, centroids[i], centroids[i < n ? i + 1 : n],
+                                 (uint32_t)i};
+        const float at = i < n ? positive[i] * q->slope : INFINITY;
+        TQKV_ASSERT(i == n || (at - floorf(at) > TQKV__CELL_MARGIN && at - floorf(at) < 1.0f - TQKV__CELL_MARGIN));
+        q->cells[c] = cell;
+        if (c < 16) q->n_below[c] = (uint8_t)i;
+        i += at < (float)(c + 1) || (i < n && c == (1 << bits) - 1);
     }
-    for (; cell < 256; cell++) q->below[cell] = (uint8_t)n;
-    for (int i = n; i < 128; i++) q->bounds[i] = INFINITY;
-    for (int i = 0; i < 16; i++) q->centroids[i] = i <= n ? s->codebook[n + 1 + i] : 0.0f;
-    for (int i = 0; i < 16; i++) q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
-    for (int i = 0; bits > 4 && i <= 1 << bits; i++) {
-        const int below = i < 1 << bits ? q->below[i] : n;
-        q->entries[i][0] = q->bounds[below];
-        q->entries[i][1] = s->codebook[n + 1 + below];
+    for (i = 0; i < 8; i++) {
+        q->bounds[i] = i < n ? positive[i] : INFINITY;
+        q->centroids[i] = centroids[i < n ? i : n];
+        q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
     }
 }
 

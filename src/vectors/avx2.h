@@ -52,7 +52,7 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
 /* Loads eight centroids of TQ8 at a time. The asm keeps the codes in a register of which x86 reads the two lowest bytes
-   (Q), and each shift a shift of 16: 0.7 of the time on a Zen 4 core. */
+   (Q), and each shift a shift of 16, where compilers shift once for each code. */
 TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float *to)
 {
     const float *centroids = s->codebook;
@@ -99,25 +99,14 @@ TQKV__OP __m256 tqkv__signs_avx2(uint32_t bits)
         _mm256_sllv_epi32(_mm256_set1_epi32((int)bits), _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
     return _mm256_or_ps(_mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));
 }
-/* Repeats n floats; n is 1 or 2. */
-TQKV__OP __m256 tqkv__repeat_avx2(const int n, const float *p)
+TQKV__OP __m256 tqkv__load_two_avx2(const float *low, const float *high)
 {
-    double two;
-    if (n == 1) return _mm256_set1_ps(*p);
-    memcpy(&two, p, sizeof two);
-    return _mm256_castpd_ps(_mm256_set1_pd(two));
+    return _mm256_set_m128(_mm_loadu_ps(high), _mm_loadu_ps(low));
 }
-/* Takes the i-th half of x, each lane twice. */
-TQKV__OP __m256 tqkv__spread_avx2(const int n, int i, __m256 x)
+TQKV__OP void tqkv__store_two_avx2(float *low, float *high, __m256 x)
 {
-    (void)n; /* 2 */
-    return _mm256_permutevar8x32_ps(
-        x, _mm256_add_epi32(_mm256_set_epi32(3, 3, 2, 2, 1, 1, 0, 0), _mm256_set1_epi32(4 * i)));
-}
-/* Puts the even lanes of x before the odd ones, if n is 2. */
-TQKV__OP __m256 tqkv__unite_avx2(const int n, __m256 x)
-{
-    return n == 1 ? x : _mm256_permutevar8x32_ps(x, _mm256_set_epi32(7, 5, 3, 1, 6, 4, 2, 0));
+    _mm_storeu_ps(low, _mm256_castps256_ps128(x));
+    _mm_storeu_ps(high, _mm256_extractf128_ps(x, 1));
 }
 /* Widens bytes to words. */
 TQKV__OP __m256i tqkv__widen_bytes_avx2(const uint8_t *p) { return _mm256_cvtepu8_epi32(tqkv__load_64(p)); }
@@ -147,13 +136,10 @@ TQKV__OP __m256 tqkv__fold_avx2(const int half, __m256 v, __m256i *side)
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(tqkv__abs_avx2(v)), positive));
 }
 TQKV__OP __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); }
-/* Looks up bytes of a table of 16, the same in either half of a register: the upper three of each lane are 0 and find
-   the first entry, which is 0. */
-TQKV__OP __m256i tqkv__load_below_avx2(const uint8_t *table)
-{
-    return _mm256_broadcastsi128_si256(tqkv__load_128(table));
-}
-TQKV__OP __m256i tqkv__below_avx2(__m256i table, __m256i cells) { return _mm256_shuffle_epi8(table, cells); }
+/* Loads a table of 16 bytes, the same in either half of a register, and looks up: the upper three bytes of each lane are
+   0 and find the first entry, which is 0. */
+TQKV__OP __m256i tqkv__load_16_avx2(const uint8_t *table) { return _mm256_broadcastsi128_si256(tqkv__load_128(table)); }
+TQKV__OP __m256i tqkv__look_up_16_avx2(__m256i table, __m256i index) { return _mm256_shuffle_epi8(table, index); }
 /* Looks up floats of a table of eight. */
 TQKV__OP __m256 tqkv__look_up_8_avx2(const __m256 *table, __m256i index)
 {
@@ -169,18 +155,20 @@ TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 a
 {
     return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));
 }
-/* Loads the bounds of 8 cells, the centroids below them and those above. */
-TQKV__OP void tqkv__load_entries_avx2(const float (*entries)[2], const uint32_t *cells, __m256 *x)
+/* Loads eight cells: x[0] their bounds, x[1] and x[2] the centroids, x[3] the bits of n_below. Shufps runs on more ports
+   than unpck. */
+TQKV__OP void tqkv__load_cells_avx2(const tqkv__cell *cells, const uint32_t *at, __m256 *x)
 {
     __m256 four[4];
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
-        four[i] = _mm256_set_m128(_mm_loadu_ps(entries[cells[i + 4]]), _mm_loadu_ps(entries[cells[i]]));
-    const __m256 low = _mm256_shuffle_ps(four[0], four[1], 0x44), next = _mm256_shuffle_ps(four[2], four[3], 0x44);
-    x[0] = _mm256_shuffle_ps(low, next, 0x88);
-    x[1] = _mm256_shuffle_ps(low, next, 0xdd);
-    x[2] =
-        _mm256_shuffle_ps(_mm256_shuffle_ps(four[0], four[1], 0xee), _mm256_shuffle_ps(four[2], four[3], 0xee), 0xdd);
+        four[i] = _mm256_set_m128(_mm_load_ps(&cells[at[i + 4]].bound), _mm_load_ps(&cells[at[i]].bound));
+    const __m256 a = _mm256_shuffle_ps(four[0], four[1], 0x44), b = _mm256_shuffle_ps(four[2], four[3], 0x44);
+    const __m256 c = _mm256_shuffle_ps(four[0], four[1], 0xee), d = _mm256_shuffle_ps(four[2], four[3], 0xee);
+    x[0] = _mm256_shuffle_ps(a, b, 0x88);
+    x[1] = _mm256_shuffle_ps(a, b, 0xdd);
+    x[2] = _mm256_shuffle_ps(c, d, 0x88);
+    x[3] = _mm256_shuffle_ps(c, d, 0xdd);
 }
 TQKV__OP __m256i tqkv__quantise_i8_avx2(__m256 v)
 {

@@ -88,21 +88,16 @@ TQKV__OP float32x4_t tqkv__signs_neon(uint32_t bits)
     const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(shifts)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(vorrq_u32(moved, vdupq_n_u32(0x3f800000u)));
 }
-/* No subrow is shorter than a vector: n is 1. */
-TQKV__OP float32x4_t tqkv__repeat_neon(const int n, const float *p)
+/* A vector is no longer than a subrow: high is behind low. */
+TQKV__OP float32x4_t tqkv__load_two_neon(const float *low, const float *high)
 {
-    (void)n;
-    return vld1q_dup_f32(p);
+    (void)high;
+    return vld1q_f32(low);
 }
-TQKV__OP float32x4_t tqkv__spread_neon(const int n, int i, float32x4_t x)
+TQKV__OP void tqkv__store_two_neon(float *low, float *high, float32x4_t x)
 {
-    (void)n, (void)i;
-    return x;
-}
-TQKV__OP float32x4_t tqkv__unite_neon(const int n, float32x4_t x)
-{
-    (void)n;
-    return x;
+    (void)high;
+    vst1q_f32(low, x);
 }
 TQKV__OP uint32x4_t tqkv__widen_bytes_neon(const uint8_t *p)
 {
@@ -131,11 +126,11 @@ TQKV__OP float32x4_t tqkv__fold_neon(const int half, float32x4_t v, uint32x4_t *
     return vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(vabsq_f32(v)), positive));
 }
 TQKV__OP uint32x4_t tqkv__truncate_neon(float32x4_t x) { return vcvtq_u32_f32(x); }
-TQKV__OP uint32x4_t tqkv__load_below_neon(const uint8_t *table) { return vreinterpretq_u32_u8(vld1q_u8(table)); }
+TQKV__OP uint32x4_t tqkv__load_16_neon(const uint8_t *table) { return vreinterpretq_u32_u8(vld1q_u8(table)); }
 /* Looks up bytes: the upper three of each lane are 0 and find the table's first entry, which is 0. */
-TQKV__OP uint32x4_t tqkv__below_neon(uint32x4_t table, uint32x4_t cells)
+TQKV__OP uint32x4_t tqkv__look_up_16_neon(uint32x4_t table, uint32x4_t index)
 {
-    return vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(table), vreinterpretq_u8_u32(cells)));
+    return vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(table), vreinterpretq_u8_u32(index)));
 }
 /* Looks up floats of a table of eight, in two vectors: entry i is its bytes 4i to 4i + 3. */
 TQKV__OP float32x4_t tqkv__look_up_8_neon(const float32x4_t *table, uint32x4_t index)
@@ -153,18 +148,20 @@ TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32
 {
     return vbslq_f32(vcleq_f32(bound, w), above, below);
 }
-TQKV__OP void tqkv__load_entries_neon(const float (*entries)[2], const uint32_t *cells, float32x4_t *x)
+/* Loads four cells: see >>set-avx2. */
+TQKV__OP void tqkv__load_cells_neon(const tqkv__cell *cells, const uint32_t *at, float32x4_t *x)
 {
     float32x4_t four[4];
     TQKV__UNROLL
-    for (int i = 0; i < 4; i++) four[i] = vld1q_f32(entries[cells[i]]);
-    const float64x2_t bounds[2] = {vreinterpretq_f64_f32(vtrn1q_f32(four[0], four[1])),
-                                   vreinterpretq_f64_f32(vtrn1q_f32(four[2], four[3]))};
-    const float64x2_t centroids[2] = {vreinterpretq_f64_f32(vtrn2q_f32(four[0], four[1])),
-                                      vreinterpretq_f64_f32(vtrn2q_f32(four[2], four[3]))};
-    x[0] = vreinterpretq_f32_f64(vtrn1q_f64(bounds[0], bounds[1]));
-    x[1] = vreinterpretq_f32_f64(vtrn1q_f64(centroids[0], centroids[1]));
-    x[2] = vreinterpretq_f32_f64(vtrn2q_f64(centroids[0], centroids[1]));
+    for (int i = 0; i < 4; i++) four[i] = vld1q_f32(&cells[at[i]].bound);
+    const float64x2_t a = vreinterpretq_f64_f32(vtrn1q_f32(four[0], four[1]));
+    const float64x2_t b = vreinterpretq_f64_f32(vtrn1q_f32(four[2], four[3]));
+    const float64x2_t c = vreinterpretq_f64_f32(vtrn2q_f32(four[0], four[1]));
+    const float64x2_t d = vreinterpretq_f64_f32(vtrn2q_f32(four[2], four[3]));
+    x[0] = vreinterpretq_f32_f64(vtrn1q_f64(a, b));
+    x[1] = vreinterpretq_f32_f64(vtrn1q_f64(c, d));
+    x[2] = vreinterpretq_f32_f64(vtrn2q_f64(a, b));
+    x[3] = vreinterpretq_f32_f64(vtrn2q_f64(c, d));
 }
 TQKV__OP uint32x4_t tqkv__quantise_i8_neon(float32x4_t v)
 {

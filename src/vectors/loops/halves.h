@@ -161,10 +161,14 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim,
     const int bytes = halves ? 2 : 4; /* of a value */
     const bool wide = TQKV__INTEGER_LANES == 16 || rows <= 2;
     int d = 0;
-    for (; wide && d + 16 * most <= dim; d += 16 * most) TQKV__S(add_half_vectors)
-    (rows, most * sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
-    for (; d < dim; d += 16) TQKV__S(add_half_vectors)
-    (rows, sixteen, halves, dim, codes + bytes * d, stride, n, d ? 0 : ahead, weights, out + d);
+    for (; wide && d + 16 * most <= dim; d += 16 * most) {
+        const uint8_t *from = codes + bytes * d;
+        TQKV__S(add_half_vectors)(rows, most * sixteen, halves, dim, from, stride, n, d ? 0 : ahead, weights, out + d);
+    }
+    for (; d < dim; d += 16) {
+        const uint8_t *from = codes + bytes * d;
+        TQKV__S(add_half_vectors)(rows, sixteen, halves, dim, from, stride, n, d ? 0 : ahead, weights, out + d);
+    }
 }
 
 /* Does the same for all rows; halves is a constant. */

@@ -19,12 +19,11 @@ TQKV__OP float TQKV__(sum_of_squares)(const float *x, int n)
 /* Returns the sum of the squares of the centroids of codes of TQ2, the one format that is not searched; codes: [n] */
 TQKV__OP float TQKV__(squares_of_codes)(const tqkv__quantiser *q, const uint8_t *codes, int n)
 {
-    TQKV__VECTOR lanes[16 / TQKV__LANES], table[16 / TQKV__LANES];
+    TQKV__VECTOR lanes[16 / TQKV__LANES], table[8 / TQKV__LANES];
     TQKV__UNROLL
-    for (int k = 0; k < 16 / TQKV__LANES; k++) {
-        lanes[k] = TQKV__(set1)(0.0f);
-        table[k] = TQKV__(load)(q->squares + k * TQKV__LANES);
-    }
+    for (int k = 0; k < 16 / TQKV__LANES; k++) lanes[k] = TQKV__(set1)(0.0f);
+    TQKV__UNROLL
+    for (int k = 0; k < 8 / TQKV__LANES; k++) table[k] = TQKV__(load)(q->squares + k * TQKV__LANES);
     for (int d = 0; d < n; d += 16) {
         TQKV__UNROLL
         for (int k = 0; k < 16 / TQKV__LANES; k++)

@@ -6,9 +6,9 @@ TQKV__OP void TQKV__(quantise_short)(const int bits, const tqkv__quantiser *q, c
                                      uint8_t *codes)
 {
     TQKV__(codes) four[4], side;
-    TQKV__VECTOR bounds[16 / TQKV__LANES];
-    const TQKV__(codes) below = TQKV__(load_below)(q->below);
-    for (int i = 0; i < 16 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
+    TQKV__VECTOR bounds[8 / TQKV__LANES];
+    const TQKV__(codes) n_below = TQKV__(load_16)(q->n_below);
+    for (int i = 0; i < 8 / TQKV__LANES; i++) bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
     for (int d = 0; d < n; d += 4 * TQKV__LANES) {
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
@@ -20,7 +20,7 @@ TQKV__OP void TQKV__(quantise_short)(const int bits, const tqkv__quantiser *q, c
             }
             const TQKV__VECTOR w = TQKV__(fold)(q->half, v, &side);
             const TQKV__VECTOR cell = TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top));
-            const TQKV__(codes) count = TQKV__(below)(below, TQKV__(truncate)(cell));
+            const TQKV__(codes) count = TQKV__(look_up_16)(n_below, TQKV__(truncate)(cell));
             four[i] = TQKV__(code_from)(count, TQKV__(look_up_8)(bounds, count), w, side);
         }
         const TQKV__(codes) bytes = TQKV__(narrow)(four);
@@ -28,32 +28,26 @@ TQKV__OP void TQKV__(quantise_short)(const int bits, const tqkv__quantiser *q, c
     }
 }
 
-/* Likewise for a codebook whose tables do not fit registers: vectors find the cells of up to 256 values, loads the
-   counts and bounds, vectors compare. One loop a step: a vector load soon after stores of its lanes would wait. */
+/* Likewise for a codebook whose tables do not fit registers, up to 256 values: one loop stores the cells, since a load
+   of a cell soon after would wait for the store. */
 TQKV__OP void TQKV__(quantise_256)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
-    TQKV__ALIGNED float bounds[256];
-    TQKV__ALIGNED int32_t cells[256];
+    TQKV__ALIGNED uint32_t cells[256];
     TQKV__(codes) side, four[4];
     for (int d = 0; d < n; d += TQKV__LANES) {
         const TQKV__VECTOR w = TQKV__(fold)(q->half, TQKV__(load)(y + d) * TQKV__(set1)(scale), &side);
         four[0] = TQKV__(truncate)(TQKV__(min)(w * TQKV__(set1)(q->slope), TQKV__(set1)(q->top)));
         memcpy(cells + d, &four[0], sizeof four[0]);
     }
-    for (int d = 0; d < n; d += 8) {
-        TQKV__UNROLL
-        for (int i = 0; i < 8; i++) {
-            cells[d + i] = q->below[cells[d + i]];
-            bounds[d + i] = q->bounds[cells[d + i]];
-        }
-    }
     for (int d = 0; d < n; d += 4 * TQKV__LANES) {
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) {
+            TQKV__VECTOR cell[4];
             const int next = d + i * TQKV__LANES, at = next < n ? next : d;
             const TQKV__VECTOR w = TQKV__(fold)(q->half, TQKV__(load)(y + at) * TQKV__(set1)(scale), &side);
-            memcpy(&four[i], cells + at, sizeof four[i]);
-            four[i] = TQKV__(code_from)(four[i], TQKV__(load)(bounds + at), w, side);
+            TQKV__(load_cells)(q->cells, cells + at, cell);
+            memcpy(&four[i], &cell[3], sizeof four[i]);
+            four[i] = TQKV__(code_from)(four[i], cell[0], w, side);
         }
         const TQKV__(codes) bytes = TQKV__(narrow)(four);
         memcpy(codes + d, &bytes, sizeof bytes);
@@ -107,7 +101,10 @@ TQKV__TARGET static void TQKV__(pack_row)(const tqkv__stream *s, const uint8_t *
 /* Stores the codes of F16; type is a constant. */
 TQKV__OP void TQKV__(store_f16_as)(const tqkv_type type, const void *src, int head_dim, uint8_t *row)
 {
-    for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store_f16)(row + 2 * d, TQKV__(load_as)(type, src, d));
+    for (int d = 0; d < head_dim; d += 16) {
+        TQKV__UNROLL
+        for (int k = d; k < d + 16; k += TQKV__LANES) TQKV__(store_f16)(row + 2 * k, TQKV__(load_as)(type, src, k));
+    }
 }
 
 TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, int head_dim, uint8_t *row)
@@ -120,27 +117,22 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
         TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
 }
 
-/* Returns the values of a row that are to be quantised: less its centre, times its inverses, rotated, in row:
-   [head_dim] or, where nothing is to be done, in the source. Halves are not widened first: that pass would make them a
-   tenth slower than floats. F16 is stored. */
-TQKV__TARGET static const float *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
+/* Returns the values of a row that are to be quantised: less its centre, times its inverses, rotated but for mix_rows, in
+   row: [head_dim] or, where nothing is to be done, in the source, of its type if the format is F16. Halves are not
+   widened first: that pass would make them a tenth slower than floats. */
+TQKV__TARGET static const void *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
-    const bool half = s->kind == TQKV__HALF;
     const void *src = source->src;
     tqkv_type type = s->type;
-    const bool widens = !s->rotated && !half && type != TQKV_TYPE_F32;
+    const bool widens = !s->rotated && s->kind != TQKV__HALF && type != TQKV_TYPE_F32;
     if (source->center || source->inverses || widens) {
         TQKV__(widen)(type, src, source->center, source->inverses, s->head_dim, row);
         type = TQKV_TYPE_F32;
         src = row;
     }
-    if (s->rotated) {
-        TQKV__(hadamard)(type, src, s->head_dim, true, row);
-        type = TQKV_TYPE_F32;
-        src = row;
-    }
-    if (half) TQKV__(store_f16_row)(type, src, s->head_dim, source->codes);
-    return (const float *)src;
+    if (!s->rotated) return src;
+    TQKV__(hadamard)(type, src, s->head_dim, true, row);
+    return row;
 }
 
 /* Takes a few rows through each step: steps of one row depend on each other, rows do not. */
@@ -151,24 +143,28 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     TQKV__ALIGNED float rotated[buffer];
     float norms[most_norms], scales[most_norms], sums[most_norms];
     TQKV__ALIGNED uint8_t codes[TQKV_MAX_HEAD_DIM + 4 * TQKV__LANES];
-    const float *values[most_norms];
+    const void *values[most_norms];
     const int batch = buffer / s->head_dim, per_row = s->norms_per_row;
     for (int first = 0; first < n_rows; first += batch, rows += batch) {
         const int n = n_rows - first < batch ? n_rows - first : batch;
+        for (int i = 0; i < n; i++) values[i] = TQKV__(open_row)(s, &rows[i], rotated + i * s->head_dim);
+        if (s->rotated && TQKV__HAS_MATRIX(s->head_dim)) TQKV__(mix_rows)(s->head_dim, rotated, n);
         for (int i = 0; i < n; i++) {
-            values[i] = TQKV__(open_row)(s, &rows[i], rotated + i * s->head_dim);
-            if (rows[i].half) TQKV__(store_f16_row)(TQKV_TYPE_F32, values[i], s->head_dim, rows[i].half);
+            const tqkv_type type = values[i] == rows[i].src ? s->type : TQKV_TYPE_F32;
+            if (rows[i].half) TQKV__(store_f16_row)(type, values[i], s->head_dim, rows[i].half);
+            if (s->kind == TQKV__HALF) TQKV__(store_f16_row)(type, values[i], s->head_dim, rows[i].codes);
         }
         if (s->kind == TQKV__HALF) continue;
-        for (int i = 0; i < n; i++) TQKV__(norms)(s, values[i], norms + i * per_row, scales + i * per_row);
+        for (int i = 0; i < n; i++)
+            TQKV__(norms)(s, (const float *)values[i], norms + i * per_row, scales + i * per_row);
         for (int i = 0; i < n && s->n_factors > 1; i++) {
             float *scaled = rotated + i * s->head_dim;
-            TQKV__(search_row)(s, q, values[i], scaled, scales + i * per_row, sums + i * per_row);
+            TQKV__(search_row)(s, q, (const float *)values[i], scaled, scales + i * per_row, sums + i * per_row);
             values[i] = scaled;
         }
         for (int i = 0; i < n; i++) {
             float *norm = norms + i * per_row, *scale = scales + i * per_row, *sum = sums + i * per_row;
-            TQKV__(quantise_row)(s, q, values[i], scale, codes);
+            TQKV__(quantise_row)(s, q, (const float *)values[i], scale, codes);
             TQKV__(pack_row)(s, codes, rows[i].codes);
             for (int b = 0; b < per_row && s->n_factors == 1; b++) /* TQ2 */
                 sum[b] = TQKV__(squares_of_codes)(q, codes + b * s->norm_dim, s->norm_dim);

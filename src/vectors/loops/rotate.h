@@ -72,108 +72,141 @@ TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, floa
         }
 }
 
-/* Writes a column of the matrix as floats, +-1; signs: [m] and room for whole vectors */
-TQKV__OP void TQKV__(matrix_column)(int m, int column, float *signs)
+/* A vector of a row or, if n is 4 and LANES 8, of two: each has a half. pair is a constant. */
+TQKV__OP TQKV__VECTOR TQKV__(load_column)(const bool pair, const float *low, const float *high)
 {
-    uint64_t bits = 0;
-    for (int i = 0; i < m; i += 8) bits |= (uint64_t)tqkv__matrix_row(m, column)[i / 8] << i; /* symmetric */
-    for (int row = 0; row < m; row += TQKV__LANES, bits >>= TQKV__LANES)
-        TQKV__(store)(signs + row, TQKV__(signs)((uint32_t)bits));
+    return pair ? TQKV__(load_two)(low, high) : TQKV__(load)(low);
 }
 
-/* Between columns of signs: five vectors of 8 hold one of 36 */
-#define TQKV__COLUMN 40
-
-/* Mixes subrows: out[b] = sum over c of P[b][c] * x[c] in order, times factor, for `at_once` subrows b that share a
-   vector: lane at_once * a + i is element a of subrow b + i. x: m vectors, x_stride floats apart; their lanes have each
-   element at_once times. The product with 1 or -1 is exact. count vectors of sums at a time, in registers; m, at_once
-   and count are constants. signs: [m][TQKV__COLUMN], out: [m][n] */
-TQKV__OP void TQKV__(mix_subrows)(const int m, const int at_once, const int count, const float *x, int x_stride,
-                                  const float *signs, float factor, int n, float *out)
+TQKV__OP void TQKV__(store_column)(const bool pair, float *low, float *high, TQKV__VECTOR x)
 {
-    for (int b = 0; b < m; b += count * at_once) {
+    if (pair)
+        TQKV__(store_two)(low, high, x);
+    else
+        TQKV__(store)(low, x);
+}
+
+/* Applies the matrix of order m to a column of subrows n floats apart, in place, with signs that the compiler knows, and
+   no loads of them: encoding I8 takes a quarter less at 80, 96 and 192. Every second sum is made of multiply-adds: a Zen 4
+   core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other, since clang 14 would
+   reorder sums there with -fassociative-math. */
+TQKV__OP void TQKV__(mix_known)(const int m, const bool pair, int n, float factor, float *low, float *high)
+{
+    const TQKV__VECTOR plus = TQKV__(rounded)(TQKV__(set1)(1.0f)), minus = TQKV__(rounded)(TQKV__(set1)(-1.0f));
+    const int count = m > 12 ? m / 2 : m; /* sums in registers, and terms that are unrolled together */
+    TQKV__VECTOR sums[20];
+    TQKV__UNROLL
+    for (int part = 0; part < m / count * (m / count); part++) {
+        const int first = part / (m / count) * count, from = part % (m / count) * count;
+        TQKV__UNROLL
+        for (int c = from; c < from + count; c++) {
+            const TQKV__VECTOR x = TQKV__(load_column)(pair, low + c * n, high + c * n);
+            TQKV__UNROLL
+            for (int b = first; b < first + count; b++) {
+                const bool subtract = (tqkv__matrix_row(m, b)[c / 8] >> (c % 8)) & 1;
+                if (c == 0)
+                    sums[b] = x * (subtract ? minus : plus);
+                else if (b % 2 || TQKV__LANES == 4)
+                    sums[b] = TQKV__(fma)(x, subtract ? minus : plus, sums[b]);
+                else
+                    sums[b] = subtract ? sums[b] - x : sums[b] + x;
+            }
+        }
+    }
+    for (int b = 0; b < m; b++) TQKV__(store_column)(pair, low + b * n, high + b * n, sums[b] * TQKV__(set1)(factor));
+}
+
+/* Writes the matrix as floats, +-1: signs: [m][TQKV__COLUMN], five vectors of 8 hold a column of 36 */
+#define TQKV__COLUMN 40
+TQKV__OP void TQKV__(open_signs)(int m, float *signs)
+{
+    for (int c = 0; c < m; c++, signs += TQKV__COLUMN) {
+        uint64_t bits = 0;
+        for (int i = 0; i < m; i += 8) bits |= (uint64_t)tqkv__matrix_row(m, c)[i / 8] << i; /* symmetric */
+        for (int b = 0; b < m; b += TQKV__LANES, bits >>= TQKV__LANES)
+            TQKV__(store)(signs + b, TQKV__(signs)((uint32_t)bits));
+    }
+}
+
+/* Does what mix_known does with `count` sums in registers, a constant that divides m. */
+TQKV__OP void TQKV__(mix)(const int count, const bool pair, int m, int n, const float *signs, float factor, float *low,
+                          float *high)
+{
+    TQKV__VECTOR x[36];
+    for (int c = 0; c < m; c++) x[c] = TQKV__(load_column)(pair, low + c * n, high + c * n);
+    for (int b = 0; b < m; b += count) {
         const float *sign = signs + b;
         TQKV__VECTOR sums[9];
         TQKV__UNROLL
-        for (int i = 0; i < count; i++) sums[i] = TQKV__(load)(x) * TQKV__(repeat)(at_once, sign + i * at_once);
+        for (int i = 0; i < count; i++) sums[i] = x[0] * TQKV__(set1)(sign[i]);
         for (int c = 1; c < m; c++) {
-            const TQKV__VECTOR subrow = TQKV__(load)(x + c * x_stride);
             sign += TQKV__COLUMN;
             TQKV__UNROLL
-            for (int i = 0; i < count; i++)
-                sums[i] = TQKV__(fma)(subrow, TQKV__(repeat)(at_once, sign + i * at_once), sums[i]);
+            for (int i = 0; i < count; i++) sums[i] = TQKV__(fma)(x[c], TQKV__(set1)(sign[i]), sums[i]);
         }
         TQKV__UNROLL
-        for (int i = 0; i < count; i++) {
-            const TQKV__VECTOR sum = TQKV__(unite)(at_once, sums[i]);
-            TQKV__(store)(out + (b + i * at_once) * n, sum * TQKV__(set1)(factor));
-        }
+        for (int i = 0; i < count; i++)
+            TQKV__(store_column)(pair, low + (b + i) * n, high + (b + i) * n, sums[i] * TQKV__(set1)(factor));
     }
 }
 
-/* Applies the matrix of order m across the subrows. subrows: [m][n], out: [m * n], elsewhere; at_once is LANES / n, or
-   1 */
-TQKV__OP void TQKV__(mix)(const int m, const int at_once, const float *subrows, float factor, int n, float *out)
+/* Mixes a column by the order of the matrix. */
+TQKV__OP void TQKV__(mix_column)(const bool pair, int m, int n, const float *signs, float factor, float *low,
+                                 float *high)
 {
-    const int count = m > 12 ? m / 4 : 6;
-    TQKV__ALIGNED float signs[36 * TQKV__COLUMN], spread[36 * TQKV__LANES];
-    for (int c = 0; c < m; c++) TQKV__(matrix_column)(m, c, signs + c * TQKV__COLUMN);
-    if (at_once == 1) {
-        for (int a = 0; a < n; a += TQKV__LANES)
-            TQKV__(mix_subrows)(m, 1, count, subrows + a, n, signs, factor, n, out + a);
-        return;
-    }
-    for (int c = 0; c < m; c++) {
-        const TQKV__VECTOR x = TQKV__(load)(subrows + c / at_once * TQKV__LANES);
-        TQKV__(store)(spread + c * TQKV__LANES, TQKV__(spread)(at_once, c % at_once, x));
-    }
-    TQKV__(mix_subrows)(m, at_once, count, spread, TQKV__LANES, signs, factor, n, out);
+    if (m == 12 && !pair)
+        TQKV__(mix_known)(12, pair, n, factor, low, high);
+    else if (m == 20 && pair)
+        TQKV__(mix_known)(20, pair, n, factor, low, high);
+    else if (m == 12)
+        TQKV__(mix)(6, pair, m, n, signs, factor, low, high);
+    else if (m == 20)
+        TQKV__(mix)(5, pair, m, n, signs, factor, low, high);
+    else if (m == 28)
+        TQKV__(mix)(7, pair, m, n, signs, factor, low, high);
+    else
+        TQKV__(mix)(9, pair, m, n, signs, factor, low, high);
 }
 
-#define TQKV__MIX(m)                                                                                                   \
-    case m:                                                                                                            \
-        if (TQKV__LANES > 4 && n < TQKV__LANES)                                                                        \
-            TQKV__(mix)(m, TQKV__LANES / 4, subrows, factor, n, out);                                                  \
-        else                                                                                                           \
-            TQKV__(mix)(m, 1, subrows, factor, n, out);                                                                \
-        break;
-
-/* Subrows shorter than a vector have 4 values. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_by_order)(int m, const float *subrows, float factor, int n,
-                                                             float *out)
+/* Ends the rotation of rows of head_dim = m * n, m > 1, with the matrix across the subrows: of a few rows, because the
+   signs take as long as one. rows: [n_rows][head_dim] */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_rows)(int head_dim, float *rows, int n_rows)
 {
-    switch (m) {
-        TQKV__MIX(12)
-        TQKV__MIX(20)
-        TQKV__MIX(28)
-        TQKV__MIX(36)
+    const tqkv__size *size = tqkv__size_of(head_dim);
+    const int m = size->order, n = size->subrow;
+    TQKV__ALIGNED float signs[36 * TQKV__COLUMN];
+    if (m != (n < TQKV__LANES ? 20 : 12)) TQKV__(open_signs)(m, signs);
+    for (int row = 0; row < n_rows; row += n < TQKV__LANES ? 2 : 1, rows += head_dim) {
+        if (n < TQKV__LANES) {
+            float *next = rows + (row + 1 < n_rows ? head_dim : 0);
+            TQKV__(mix_column)(true, m, n, signs, size->inverse_root, rows, next);
+            rows += head_dim;
+        } else
+            for (int a = 0; a < n; a += TQKV__LANES)
+                TQKV__(mix_column)(false, m, n, signs, size->inverse_root, rows + a, rows + a);
     }
 }
 
-/* Does what hadamard does for head_dim = m * n, m > 1: H over the subrows, then the matrix across them */
+/* Does what hadamard does for head_dim = m * n, m > 1: H over the subrows */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, const void *in, int head_dim, bool flip,
                                                                float *out)
 {
-    TQKV__ALIGNED float subrows[TQKV_MAX_HEAD_DIM];
-    const tqkv__size *size = tqkv__size_of(head_dim);
-    const int m = size->order, n = size->subrow; /* n: 4 to 64 */
-    const float factor = size->inverse_root;
+    const int n = tqkv__size_of(head_dim)->subrow; /* 4 to 64 */
     if (n == 4 && TQKV__LANES > 4)
-        TQKV__(hadamard_subrows)(1, 4, type, in, head_dim, flip, subrows);
+        TQKV__(hadamard_subrows)(1, 4, type, in, head_dim, flip, out);
     else if (n == TQKV__LANES)
-        TQKV__(hadamard_subrows)(1, TQKV__LANES, type, in, head_dim, flip, subrows);
+        TQKV__(hadamard_subrows)(1, TQKV__LANES, type, in, head_dim, flip, out);
     else if (n == 2 * TQKV__LANES)
-        TQKV__(hadamard_subrows)(2, 2 * TQKV__LANES, type, in, head_dim, flip, subrows);
+        TQKV__(hadamard_subrows)(2, 2 * TQKV__LANES, type, in, head_dim, flip, out);
     else if (n == 4 * TQKV__LANES)
-        TQKV__(hadamard_subrows)(4, 4 * TQKV__LANES, type, in, head_dim, flip, subrows);
+        TQKV__(hadamard_subrows)(4, 4 * TQKV__LANES, type, in, head_dim, flip, out);
     else if (n == 8 * TQKV__LANES)
-        TQKV__(hadamard_subrows)(8, 8 * TQKV__LANES, type, in, head_dim, flip, subrows);
+        TQKV__(hadamard_subrows)(8, 8 * TQKV__LANES, type, in, head_dim, flip, out);
     else if (TQKV__LANES < 8)
-        TQKV__(hadamard_subrows)(16, 16 * TQKV__LANES, type, in, head_dim, flip, subrows);
-    TQKV__(mix_by_order)(m, subrows, factor, n, out);
+        TQKV__(hadamard_subrows)(16, 16 * TQKV__LANES, type, in, head_dim, flip, out);
 }
 
-/* Rotates: out = R(in)/sqrt(D), after flipping signs if asked; floats in and out may be the same. */
+/* Rotates: out = R(in)/sqrt(D), after flipping signs if asked, but for mix_rows; floats in and out may be the same. */
 TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip, float *out)
 {
     int h = head_dim < TQKV__LANES * TQKV__WIDTH ? head_dim : TQKV__LANES * TQKV__WIDTH;
@@ -194,10 +227,12 @@ TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int he
 TQKV__TARGET static void TQKV__(rotate)(float *x, int head_dim)
 {
     TQKV__(hadamard)(TQKV_TYPE_F32, x, head_dim, true, x);
+    if (TQKV__HAS_MATRIX(head_dim)) TQKV__(mix_rows)(head_dim, x, 1);
 }
 
 TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
 {
     TQKV__(hadamard)(TQKV_TYPE_F32, y, head_dim, false, y);
+    if (TQKV__HAS_MATRIX(head_dim)) TQKV__(mix_rows)(head_dim, y, 1);
     for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store)(y + d, TQKV__(flip)(TQKV__(load)(y + d), d));
 }

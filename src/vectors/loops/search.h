@@ -37,15 +37,15 @@ TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(sizes) * t, int at, TQKV_
 
 /* The tables of a codebook of up to 4 bits, in registers */
 typedef struct TQKV__(book) {
-    TQKV__VECTOR top, bounds[16 / TQKV__LANES], centroids[16 / TQKV__LANES];
-    TQKV__(codes) below;
+    TQKV__VECTOR top, bounds[8 / TQKV__LANES], centroids[8 / TQKV__LANES];
+    TQKV__(codes) n_below;
 } TQKV__(book);
 
 TQKV__OP void TQKV__(load_book)(const tqkv__quantiser *q, TQKV__(book) * book)
 {
     book->top = TQKV__(set1)(q->top);
-    book->below = TQKV__(load_below)(q->below);
-    for (int i = 0; i < 16 / TQKV__LANES; i++) {
+    book->n_below = TQKV__(load_16)(q->n_below);
+    for (int i = 0; i < 8 / TQKV__LANES; i++) {
         book->bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
         book->centroids[i] = TQKV__(load)(q->centroids + i * TQKV__LANES);
     }
@@ -58,25 +58,25 @@ TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(sizes) * t, int at, TQKV__VECT
 }
 
 /* Returns the centroids of sizes_times; bits is a constant, 8 for more than 4. For 3 bits three comparisons are quicker
-   than a cell. Of a large codebook one load has the bound and the centroids of a cell. */
+   than a cell. Of a large codebook one load has all of a cell. */
 TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
                                       const TQKV__(sizes) * t, int at, TQKV__VECTOR factor, TQKV__VECTOR slope)
 {
     const TQKV__VECTOR w = TQKV__(sizes_times)(t, at, factor);
     TQKV__(codes) index;
-    TQKV__VECTOR entries[3];
+    TQKV__VECTOR cell[4];
     memset(&index, 0, sizeof index);
     const TQKV__(codes) none = index;
     if (bits == 8) {
-        TQKV__(load_entries)(q->entries, t->cells + at, entries);
-        return TQKV__(choose)(entries[0], w, entries[1], entries[2]);
+        TQKV__(load_cells)(q->cells, t->cells + at, cell);
+        return TQKV__(choose)(cell[0], w, cell[1], cell[2]);
     }
     if (bits == 3) {
         TQKV__UNROLL
         for (int b = 0; b < 3; b++) index = TQKV__(code_from)(index, TQKV__(set1)(q->bounds[b]), w, none);
         return TQKV__(look_up_8)(book->centroids, index);
     }
-    index = TQKV__(below)(book->below, TQKV__(cells)(t, at, slope, book->top));
+    index = TQKV__(look_up_16)(book->n_below, TQKV__(cells)(t, at, slope, book->top));
     index = TQKV__(code_from)(index, TQKV__(look_up_8)(book->bounds, index), w, none);
     return TQKV__(look_up_8)(book->centroids, index);
 }
