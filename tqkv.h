@@ -12212,7 +12212,7 @@ static tqkv_result tqkv__follow_tail(const tqkv_cache *c)
 static int tqkv__raw_queries(const tqkv_cache *c, int n_queries)
 {
     const int64_t first = c->attention.end - n_queries, n = c->raw_below;
-    if (first >= n || !c->attention.end) return 0; /* of nothing there is nothing raw */
+    if (!n || first >= n || !c->attention.end) return 0; /* of nothing there is nothing raw */
     return c->attention.end <= n ? n_queries : (int)(n - first);
 }
 
