@@ -1721,8 +1721,13 @@ static inline double tqkv__rounded_double(double x)
 }
 
 /* Returns a*b + c, rounded once. The product of two floats is exact in double. Its sum with c is rounded to odd there:
-   if it is not exact, the last bit of the double is set, and the rounding to float cannot see a tie that is none. */
+   if it is not exact, the last bit of the double is set, and the rounding to float cannot see a tie that is none.
+   clang 14 to 19 compile this function wrongly for s390x where they optimise it. */
+#if defined(__clang__) && defined(__s390x__)
+__attribute__((noinline, optnone)) static float tqkv__fma(float a, float b, float c)
+#else
 static inline float tqkv__fma(float a, float b, float c)
+#endif
 {
 #if defined(__FP_FAST_FMAF) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
     return __builtin_fmaf(a, b, c);
@@ -5494,7 +5499,7 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME, TQKV__LANES, &TQKV__(codec
 /* Query rows that share a key, and a value: enough sums in progress to hide their latency, and few enough for the
    registers. */
 #define TQKV__HALF_KEY_ROWS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
-#define TQKV__HALF_ROWS     (TQKV__INTEGER_LANES == 16 ? 8 : 4)
+#define TQKV__HALF_ROWS     4
 
 /* Floats that are decoded together: 16 KiB, a fraction of an L1 cache */
 #define TQKV__DECODED_FLOATS 4096
@@ -5572,21 +5577,28 @@ TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int di
     }
 }
 
-/* Scores n keys that have become floats; keys: [n][dim] */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_decoded)(const float *keys, int dim, int n, const float *q,
-                                                               int n_rows, bool add, float *scores)
+/* Does the same for all rows; halves is a constant. */
+TQKV__OP void TQKV__S(score_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
+                                 ptrdiff_t ahead, const float *q, int n_rows, bool add, float *scores)
 {
-    const uint8_t *codes = (const uint8_t *)(const void *)keys;
-    const size_t stride = (size_t)dim * sizeof *keys;
     for (int left = n_rows, now; left > 0; left -= now, q += now * dim, scores += now * TQKV__TILE) {
         now = left >= TQKV__HALF_KEY_ROWS ? TQKV__HALF_KEY_ROWS : left >= 2 ? 2 : 1;
         if (now == 1)
-            TQKV__S(score_half_rows)(1, false, dim, codes, stride, n, 0, q, add, scores);
+            TQKV__S(score_half_rows)(1, halves, dim, codes, stride, n, ahead, q, add, scores);
         else if (now == 2)
-            TQKV__S(score_half_rows)(2, false, dim, codes, stride, n, 0, q, add, scores);
+            TQKV__S(score_half_rows)(2, halves, dim, codes, stride, n, ahead, q, add, scores);
         else
-            TQKV__S(score_half_rows)(TQKV__HALF_KEY_ROWS, false, dim, codes, stride, n, 0, q, add, scores);
+            TQKV__S(score_half_rows)(TQKV__HALF_KEY_ROWS, halves, dim, codes, stride, n, ahead, q, add, scores);
+        ahead = 0;
     }
+}
+
+/* keys: [n][dim] */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_decoded)(const float *keys, int dim, int n, const float *q,
+                                                               int n_rows, bool add, float *scores)
+{
+    TQKV__S(score_all)
+    (false, dim, (const uint8_t *)(const void *)keys, (size_t)dim * sizeof *keys, n, 0, q, n_rows, add, scores);
 }
 
 TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream *s, int kv_head,
@@ -5598,18 +5610,17 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream
     const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
     const int dim = s->head_dim, n = segment->n, fit = TQKV__DECODED_FLOATS / dim / 4 * 4, most = fit > 16 ? 16 : fit;
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    if (s->kind == TQKV__HALF && n_rows == 1)
-        TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, ahead, q, add, scores);
-    else if (s->kind == TQKV__HALF && n_rows == 2)
-        TQKV__S(score_half_rows)(2, true, dim, codes, s->row_bytes, n, ahead, q, add, scores);
-    else
-        for (int j = 0; j < n; j += most) {
-            const int now = n - j < most ? n - j : most;
-            tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
-            TQKV__S(decode_floats)
-            (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, true, keys);
-            TQKV__S(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
-        }
+    if (s->kind == TQKV__HALF && n_rows <= TQKV__HALF_ROWS) {
+        TQKV__S(score_all)(true, dim, codes, s->row_bytes, n, ahead, q, n_rows, add, scores);
+        return;
+    }
+    for (int j = 0; j < n; j += most) {
+        const int now = n - j < most ? n - j : most;
+        tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
+        TQKV__S(decode_floats)
+        (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, true, keys);
+        TQKV__S(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
+    }
 }
 
 /* Adds: out[row][d] += weights[row][j] * value j, for `width` vectors of dimensions; rows, width and halves are
@@ -5645,7 +5656,7 @@ TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const b
 TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
                                      int n, ptrdiff_t ahead, const float *weights, float *out)
 {
-    const int sixteen = 16 / TQKV__INTEGER_LANES, most = TQKV__INTEGER_LANES == 16 && rows <= 2 ? 4 : 2;
+    const int sixteen = 16 / TQKV__INTEGER_LANES, most = TQKV__INTEGER_LANES == 16 ? 4 : 2;
     const int bytes = halves ? 2 : 4; /* of a value */
     const bool wide = TQKV__INTEGER_LANES == 16 || rows <= 2;
     int d = 0;
@@ -5691,14 +5702,15 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
     const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
     const int dim = s->head_dim, n = segment->n, most = TQKV__DECODED_FLOATS / dim;
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    if (s->kind == TQKV__HALF) {
+    if (s->kind == TQKV__HALF && n_rows <= TQKV__HALF_ROWS) {
         TQKV__S(add_to_all)(true, dim, codes, s->row_bytes, n, ahead, weights, n_rows, out);
         return;
     }
     for (int j = 0; j < n; j += most) {
         const int now = n - j < most ? n - j : most;
         tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
-        TQKV__S(decode_floats)(s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, false, values);
+        TQKV__S(decode_floats)
+        (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, false, values);
         TQKV__S(add_decoded)(values, dim, now, weights + j, n_rows, out);
     }
 }
@@ -5742,7 +5754,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
 typedef struct TQKV__S(panel) {
     const uint8_t *fields[2], *rest[2]; /* main ones, upper ones */
     size_t stride;
-    ptrdiff_t ahead; /* to the rows that will be read next; 0: not asked for */
+    const uint8_t *next; /* the rows that will be read next, or NULL */
+    int first, head_dim; /* of the row's dimensions */
     const int8_t *centroids;
     tqkv_format format;
     int n, whole, dim;
@@ -5762,11 +5775,12 @@ static TQKV__S(panel) TQKV__S(open_panel)(const tqkv__stream *s, const uint8_t *
                                           int first, const uint8_t *room)
 {
     const int main_at = first * s->main_bits / 8, upper_at = (s->head_dim * s->main_bits + first * s->upper_bits) / 8;
-    const ptrdiff_t ahead = first ? 0 : (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
     const TQKV__S(panel) panel = {{row + main_at, row + upper_at},
                                   {room + main_at, room + upper_at},
                                   s->row_bytes,
-                                  ahead,
+                                  segment->ahead ? row + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes : NULL,
+                                  first,
+                                  s->head_dim,
                                   s->centroids,
                                   s->format == TQKV_TQ5_BYTES ? TQKV_TQ6_BYTES : s->format,
                                   (segment->n + 15) / 16 * 16,
@@ -5780,20 +5794,37 @@ typedef struct TQKV__S(cursor) {
     const uint8_t *fields[2];
 } TQKV__S(cursor);
 
-/* Returns where the positions from j on are, up to 16, from the panel's dimension d on. Asks for as many of those that
-   will be read next, if d is the first dimension. */
-TQKV__OP TQKV__S(cursor)
-    TQKV__S(cursor_at)(const tqkv_format format, const TQKV__S(panel) * a, int j, int positions, int d)
+/* Returns where the positions from j on are, up to 16, from the panel's dimension d on. */
+TQKV__OP TQKV__S(cursor) TQKV__S(cursor_at)(const tqkv_format format, const TQKV__S(panel) * a, int j, int d)
 {
     const uint8_t *const *fields = j < a->whole ? a->fields : a->rest;
     const size_t at = (size_t)(j < a->whole ? j : j - a->whole) * a->stride;
     const TQKV__S(cursor) cursor = {
         {fields[0] + at + d * TQKV__MAIN_BITS(format) / 8, fields[1] + at + d * TQKV__UPPER_BITS(format) / 8}};
-    if (a->ahead && d == 0 && format != TQKV__READY) {
-        const uint8_t *next = a->fields[0] + (size_t)j * a->stride + a->ahead;
-        for (size_t i = 0; i < (size_t)positions * a->stride; i += 128) tqkv__prefetch(TQKV__L2, next + i, 128);
-    }
     return cursor;
+}
+
+/* What a pass asks for of the rows that will be read next, with each `step` bytes of this tile's */
+typedef struct TQKV__S(request) {
+    const uint8_t *next; /* or NULL */
+    size_t step, size;
+} TQKV__S(request);
+
+/* Opens the share of a pass over the dimensions [d, d + dims): requests are spread, because many at once wait for each
+   other. */
+TQKV__OP TQKV__S(request) TQKV__S(open_request)(const TQKV__S(panel) * a, int positions, int j, int d, int dims)
+{
+    const size_t step = (size_t)positions * a->stride, head_dim = (size_t)a->head_dim;
+    TQKV__S(request) request = {NULL, step, step * (size_t)dims / head_dim};
+    if (a->next) request.next = a->next + (size_t)j * a->stride + step * (size_t)(a->first + d) / head_dim;
+    return request;
+}
+
+TQKV__OP void TQKV__S(ask)(TQKV__S(request) * request)
+{
+    if (!request->next) return;
+    tqkv__prefetch(TQKV__L2, request->next, request->size);
+    request->next += request->step;
 }
 
 /* Goes on by so many positions. */
@@ -5942,12 +5973,14 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
                               int first, int n, int8_t *room)
 {
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    TQKV__S(request) request = TQKV__S(open_request)(a, TQKV__POSITIONS, first, d, left);
     for (int j = first; j < first + n; j += TQKV__INTEGER_LANES) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
         TQKV__ROLLED
         for (int v = 0; v < 4; v++, TQKV__S(move)(a, keys ? 1 : TQKV__POSITIONS, &cursor)) {
             const TQKV__S(raw) raw =
                 TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], (keys ? 4 : 1) * a->stride);
+            TQKV__S(ask)(&request);
             TQKV__UNROLL
             for (int k = 0; k < 4; k++) {
                 if (16 * k >= left) continue;
@@ -6013,13 +6046,15 @@ TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, con
     const int left = a->dim - d < 16 * TQKV__KEPT(rows) ? a->dim - d : 16 * TQKV__KEPT(rows);
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
+    TQKV__S(request) request = TQKV__S(open_request)(a, TQKV__POSITIONS, 0, d, left);
     TQKV__I(load_rows)(format, rows, p, a->dim, d, q);
     for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
         TQKV__ROLLED
         for (int v = 0; v < 4; v++, u++, TQKV__S(move)(a, 1, &cursor)) {
             const TQKV__S(raw) raw = TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
             TQKV__I(sum) now[TQKV__FEW_ROWS];
+            TQKV__S(ask)(&request);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) now[r] = TQKV__I(no_sum)();
             TQKV__I(dot_unit)(format, rows, &chunk, &raw, left, q, now);
@@ -6190,15 +6225,17 @@ TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const
     const int all = sixteens * TQKV__DIM_LANES, step = format == TQKV__READY ? a->n : 16;
     const int left = TQKV__ARE_PARTIAL(rows) && a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens;
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    TQKV__S(request) request = TQKV__S(open_request)(a, TQKV__PRODUCTS, 0, d, left);
     TQKV__I(lane_sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
     const int8_t *w = p->rows;
     TQKV__UNROLL
     for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_lanes)();
     for (int first = 0; first < a->n; first += step) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, first, 16, d);
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, first, d);
         TQKV__ROLLED
         for (int j = first; j < first + step; j += TQKV__PRODUCTS, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
             TQKV__I(repeated) y[TQKV__FEW_ROWS];
+            if (format != TQKV__READY) TQKV__S(ask)(&request);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++)
                 y[r] = TQKV__I(repeat)(w + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
@@ -6275,13 +6312,13 @@ typedef struct TQKV__I(loops) {
                                                                     const TQKV__I(product) * product, int rows)        \
     {                                                                                                                  \
         const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
-        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind);                              \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind, book);                        \
     }                                                                                                                  \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a, int end,                   \
                                                                   const TQKV__I(product) * product, int rows)          \
     {                                                                                                                  \
         const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
-        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format, kind);                                \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format, kind, book);                          \
     }
 TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const TQKV__I(product) * p)
 {
@@ -6291,10 +6328,10 @@ TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const T
     return product;
 }
 
-#define TQKV__BY_ROWS(loop, format, kind)                                                                              \
+#define TQKV__BY_ROWS(loop, format, kind, book)                                                                        \
     (rows == 1   ? TQKV__I(loop)(format, 1, a, end, p)                                                                 \
      : rows == 2 ? TQKV__I(loop)(format, 2, a, end, p)                                                                 \
-     : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || TQKV__LANES_ROWS_OF_BOOKS > 3)                                   \
+     : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || (TQKV__LANES_ROWS_OF_BOOKS > 3 && (book) < 6))                   \
          ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, end, p)                                                            \
          : (void)0)
 TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
@@ -6302,10 +6339,12 @@ TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
 #define TQKV__LOOPS_ENTRY(unused, format, ...) {TQKV__I(score_##format), TQKV__I(add_##format)},
 static const TQKV__I(loops) TQKV__I(loops_by_format)[] = {{NULL, NULL}, TQKV__FORMATS(TQKV__LOOPS_ENTRY, )};
 
-/* Whether so many rows are multiplied straight from the codes. */
+/* Whether so many rows are multiplied straight from the codes. Codes of 6 bits are in no preset: they have no loop of
+   four rows. */
 static bool TQKV__I(are_few)(tqkv_format format, int n_rows)
 {
-    return n_rows < (tqkv__format_of(format)->kind == TQKV__GRID ? TQKV__LANES_ROWS : TQKV__LANES_ROWS_OF_BOOKS);
+    const tqkv__format *f = tqkv__format_of(format);
+    return n_rows < (f->kind == TQKV__GRID ? TQKV__LANES_ROWS : f->book_bits == 6 ? 3 : TQKV__LANES_ROWS_OF_BOOKS);
 }
 
 /* Returns the dimensions that few rows add straight from the codes: all, or whole passes of 32. */

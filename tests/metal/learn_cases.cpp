@@ -482,7 +482,7 @@ void run_set(const void *parameters)
 {
     const learn_row *row = (const learn_row *)parameters;
     pair_of_caches caches(row);
-    float *scales = test_scales(1, CACHE_HEADS, caches.key_dim, 6.0);
+    float *scales = test_scales(1, CACHE_HEADS, caches.key_dim, 2.0);
     const size_t bytes = tqkv_cache_bytes(caches.caches[1]);
     for (int side = 0; side < 2; side++)
         CHECK_RESULT(tqkv_cache_set_scale(caches.caches[side], scales, nullptr), TQKV_OK);
