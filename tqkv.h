@@ -248,8 +248,9 @@ typedef struct tqkv_cache_desc {
        new positions, without the exact_first. 0: not; else at least 16. A position is new if its values (of a shared
        stream its row) differ from those of the position before by more than a quarter of their squared length: one
        token again and again, padding and blanks teach nothing. The cache learns when it has that many, at the latest at
-       four times as many positions; both are at most a quarter of the capacity, or 16. With fewer than 64 new ones
-       there (of a `calibrate` below 128, fewer than half, or 16) it takes no centre and no scale.
+       four times as many positions; both are at most a quarter of the capacity, or 16, and a ring
+       refuses to be asked for more. With fewer than 64 new ones there (of a `calibrate` below 128, fewer than half, or
+       16) it takes no centre and no scale.
        Until the append that learns keys and values are halves as they came, and attention is exact. That append
        encodes them; queries at the positions before the point of learning still read the halves, until the next append
        gives their memory back (with non_causal, until this one). What it has learned counts from that append on:
@@ -591,9 +592,8 @@ typedef struct tqkv_attention {
     int64_t exact_from; /* below it there are no newest halves, as after a truncation; 0: none missing */
     /* A ring forgets its first positions, but first_keys, first_values and, with a tail, first_tail (a store of the
        tail's kind) keep them: where all of these are given, those below exact_first are seen as if they were resident.
-       Streams of F16 need theirs for that, too. They are added apart from the others: a query whose window reaches back
-       to one that is gone has other last bits than before it went. A slice has them if it begins with the oldest
-       resident position. */
+       Streams of F16 need theirs for that, too. They are added apart from the others, before and after they are gone. A
+       slice that begins with the oldest resident position has those that are gone. */
     const tqkv_store *first_tail;
 } tqkv_attention;
 
@@ -4220,7 +4220,7 @@ typedef struct tqkv__attention {
     int64_t exact_below, exact_from;
     bool newest_halves; /* on a GPU: this is the region that queries read from halves of the newest */
     bool exact[2][2];
-    int64_t kept; /* positions below are seen though they are no longer resident: in ends[0] and first_tail */
+    int64_t kept; /* positions below are seen, resident or not, from ends[0] and first_tail, apart from the others */
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
@@ -8432,14 +8432,15 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
     return tqkv__check_beside(tail, s);
 }
 
-/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`;
-   follows tqkv__take_ends. */
+/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`. Those
+   of a ring are added apart from the start, so that no bit depends on when they go; follows tqkv__take_ends. */
 static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
     const tqkv_store *const stores[2] = {call->first_keys, call->first_values};
     const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
-    if (!below || !a->first || !stores[0] || (!a->shared && !stores[1]) || (call->tail && !call->first_tail))
+    const bool ring = a->keys.ring;
+    if (!below || (!a->first && !ring) || !stores[0] || (!a->shared && !stores[1]) || (call->tail && !call->first_tail))
         return TQKV_OK;
     for (int side = 0; side < 2; side++) {
         tqkv__stream *s = &a->ends[0][side];
@@ -8456,7 +8457,7 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
         tqkv__fill_integers(&a->first_tail);
     }
     a->exact_below = below;
-    a->kept = below < a->first ? below : a->first;
+    a->kept = ring || below < a->first ? below : a->first;
     return TQKV_OK;
 }
 
@@ -8674,7 +8675,7 @@ typedef struct tqkv__list {
     int64_t recent_from; /* positions of block `recent` before this one are not seen; 0: all are */
     int64_t base;
     tqkv__range seen; /* ranks */
-    /* Of the positions that are no longer resident those in the blocks row[0 .. n_row), and those from kept_from on.
+    /* Of the positions that are added apart those in the blocks row[0 .. n_row), and those from kept_from on.
        They have no ranks. */
     const int32_t *row;
     int64_t n_row, kept_from;
@@ -8750,7 +8751,8 @@ static int64_t tqkv__row_length(const int32_t *row, int length)
 static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, tqkv__range range)
 {
     tqkv__list l;
-    const tqkv__range resident = {a->first, a->call.end}, all = tqkv__visible(a, query, resident), kept = {0, a->kept};
+    const tqkv__range resident = {a->first > a->kept ? a->first : a->kept, a->call.end},
+                      all = tqkv__visible(a, query, resident), kept = {0, a->kept};
     int newest = a->call.list_newest;
     l.entries = l.row = tqkv__list_row(a, query, kv_head);
     l.shift = tqkv__list_shift(a->call.list_block);
@@ -9132,6 +9134,7 @@ typedef struct tqkv__work {
     tqkv__tile *before;
     tqkv__sums piece, sums;
     const tqkv__list *list;           /* or NULL: ranks are positions */
+    tqkv__range kept;                 /* as the request's */
     int64_t exact[2];                 /* tqkv__exact_at of the first and the last row's query */
     tqkv__range passes[TQKV__PASSES]; /* of ranks, in a stretch */
     tqkv__range common[TQKV__PASSES]; /* what all rows see of these, without a list */
@@ -9164,11 +9167,11 @@ static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
     return all;
 }
 
-/* Finds the passes through a range of positions or ranks or, for `kept`, through what is no longer resident, and what
+/* Finds the passes through a range of positions or ranks or, for `kept`, through those that are added apart, and what
    all rows see of them. Without halves of the newest all is in the last. */
 static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
 {
-    const tqkv__range none = {0, 0}, before = {0, w->a->kept};
+    const tqkv__range none = {0, 0}, before = w->kept;
     for (int pass = 0; pass < TQKV__PASSES; pass++) w->passes[pass] = w->common[pass] = none;
     if (kept) {
         const int group = w->a->group, last_row = w->item->first_row + w->item->n_rows - 1;
@@ -9193,9 +9196,8 @@ static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
 /* Returns what a query reads of a range in a pass. */
 static tqkv__range tqkv__range_in_pass(const tqkv__work *w, int pass, int query, tqkv__range range)
 {
-    const tqkv__range kept = {0, w->a->kept};
     const int64_t exact = tqkv__exact_at(w->a, query);
-    if (pass == TQKV__GONE) return kept;
+    if (pass == TQKV__GONE) return w->kept;
     if (pass == TQKV__OLDER && range.to > exact) range.to = exact;
     if (pass == TQKV__NEWEST && range.from < exact) range.from = exact;
     return range;
@@ -9757,7 +9759,7 @@ typedef struct tqkv__request {
     tqkv__range slice;            /* the positions looked at */
     tqkv__range seen;             /* by some query; of lists: ranks */
     int64_t stretch, n_stretches; /* the first stretch, and their number */
-    bool kept;                    /* the first stretch is what is no longer resident */
+    tqkv__range kept;             /* positions of the first stretch, apart from the others; empty: there is none */
     int n_rows; /* of a KV head that may share an item: all of them, or with a list those of a query */
     int rows_each, n_items;
     int first_unit;       /* units of the requests before, in this wave */
@@ -10041,7 +10043,7 @@ static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, in
     const int n_rows = w->item->n_rows;
     w->before = NULL;
     w->sums = *sums;
-    tqkv__find_passes(w, range, request->kept && stretch == request->stretch);
+    tqkv__find_passes(w, range, request->kept.from < request->kept.to && stretch == request->stretch);
     w->asked = w->passes[TQKV__NEWEST].from;
     tqkv__clear_sums(&w->piece, (size_t)n_rows, request->a->value_dim);
     tqkv__clear_sums(sums, (size_t)n_rows, request->a->value_dim);
@@ -10098,6 +10100,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, request->slice);
     if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next, &gathered);
     next += tqkv__gathered_floats(a);
+    w.kept = request->kept;
     tqkv__open_ends(&w, request->seen);
     w.digits = tqkv__arrange_queries(a, &item, request->q, q);
     tqkv__find_offsets(a, &item, request->q, offsets);
@@ -10166,6 +10169,9 @@ static int tqkv__item_rows(const tqkv__attention *a, int all, int64_t others)
 static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q, void *out, float *max, float *sum,
                       tqkv__request *request)
 {
+    const bool begins = slice.from == a->first && (slice.from < slice.to || slice.to == a->call.end);
+    const tqkv__range kept = {begins ? 0 : slice.from, slice.to < a->kept ? slice.to : a->kept};
+    if (slice.from < kept.to) slice.from = kept.to;
     const tqkv__range seen =
         a->call.list ? tqkv__listed_to(a, slice) : tqkv__visible_to(a, 0, a->call.n_queries - 1, slice);
     const int each = a->n_kv_heads * (a->call.list ? a->call.n_queries : 1);
@@ -10179,9 +10185,9 @@ static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q
     request->seen = seen;
     request->stretch = seen.from / TQKV__STRETCH;
     request->n_stretches = seen.to > seen.from ? (seen.to - 1) / TQKV__STRETCH - request->stretch + 1 : 1;
-    request->kept = a->kept && slice.from == a->first && (slice.from < slice.to || slice.to == a->call.end);
-    request->stretch -= request->kept;
-    request->n_stretches += request->kept;
+    request->kept = kept;
+    request->stretch -= kept.from < kept.to;
+    request->n_stretches += kept.from < kept.to;
     request->wave = request->stretch;
     request->n_rows = a->call.list ? a->group : a->call.n_queries * a->group;
     request->rows_each = tqkv__item_rows(a, request->n_rows, request->n_stretches * each);
@@ -11263,6 +11269,8 @@ static tqkv_result tqkv__cache_shapes(const tqkv_cache_desc *desc, tqkv_cache *c
     c->shared = desc->shared;
     if (!c->shared) c->values.format = desc->value_format ? desc->value_format : TQKV_TQ4;
     if (desc->value_dim) c->values.head_dim = desc->value_dim;
+    if (desc->ring && desc->window > desc->capacity)
+        return TQKV__INVALID("window: longer than the ring's capacity, which no query would find");
     if (c->shared &&
         (c->values.head_dim != desc->head_dim || (desc->value_format && desc->value_format != c->keys.format)))
         return TQKV__INVALID("shared: value_format or value_dim is not that of the keys");
@@ -11651,6 +11659,7 @@ static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some,
     if (n_queries == 0) return TQKV_OK;
     if (c->raw_below) return tqkv__attend_raw(c, some, q, n_queries, out);
     tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
+    if (r == TQKV_OK && tqkv__in_cache(c, out, a.out_size)) r = TQKV__INVALID("out overlaps the cache");
     if (r != TQKV_OK) return r;
     if (!c->metal) return tqkv__attend(&a, q, out);
     r = tqkv__check_q_out(&a, q, out);
@@ -11786,6 +11795,8 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (desc->calibrate == 0) return TQKV_OK;
     if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
     if (desc->capacity > 0 && desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
+    if (desc->ring && desc->calibrate > most)
+        return TQKV__INVALID("calibrate: a ring learns from no more than a quarter of its capacity, or 16 positions");
     c->calibrate = desc->calibrate;
     c->learns = c->learning = true;
     c->raw_below = INT64_MAX;
@@ -15032,7 +15043,7 @@ static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffe
 {
     const int last = i == TQKV__LAST_REGION;
     const int64_t gone =
-        a->first - a->kept; /* between the first positions, where they are kept, and the oldest resident one */
+        a->first > a->kept ? a->first - a->kept : 0; /* between the first positions and the oldest resident one */
     const bool ends = a->exact[1][0] || a->exact[1][1];
     *own = *a;
     *buffers = *b;
@@ -16600,7 +16611,7 @@ static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer mem
     size_t coded = 0, bytes;
     const int n = from->n_queries;
     const bool whole = n_raw && n_raw < n && from->some && from->some->tree.buffer;
-    tqkv_result r = n_raw && n_raw < n ? tqkv__check_cut_rows(c, memory, from) : TQKV_OK;
+    tqkv_result r = tqkv__check_cut_rows(c, memory, from);
     if (r != TQKV_OK) return r;
     if (n_raw < n) {
         const int first = whole ? 0 : n_raw;

@@ -51,6 +51,8 @@ static tqkv_cache_desc layer_desc(session *s, const model_layer *shape)
     desc.window = shape->window;
     desc.softcap = shape->softcap;
     if (desc.ring) desc.exact_first = 0; /* a ring forgets the first positions */
+    if (desc.ring && desc.calibrate > desc.capacity / 4)
+        desc.calibrate = desc.capacity / 4; /* what one can learn from */
     desc.parallel = (tqkv_parallel){pool_run, &s->m->pool};
     desc.tag = s->m->tag; /* a snapshot of another model is refused */
     return desc;

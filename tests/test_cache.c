@@ -115,6 +115,53 @@ static void check_defaults(const void *parameters)
     CHECK(!tqkv_cache_keys(NULL) && !tqkv_cache_values(NULL), "NULL has no stores");
 }
 
+/* A ring that cannot hold its window, or what it is to learn from, is refused with a reason when it is created. */
+static void check_ring_refusals(const void *parameters)
+{
+    static const struct {
+        int capacity, window, calibrate;
+        const char *words;
+    } rows[] = {{100, 100, 0, NULL},     {100, 101, 0, "window:"},  {100, 0, 25, NULL},
+                {100, 0, 26, "quarter"}, {400, 60, 512, "quarter"}, {40, 0, 16, NULL}};
+    (void)parameters;
+    for (int i = 0; i < (int)(sizeof rows / sizeof *rows); i++)
+        for (int ring = 0; ring < 2; ring++) {
+            cache_row row = {TQKV_I8, TQKV_TQ4, 32, rows[i].capacity, ring, 0, -1};
+            tqkv_cache_desc desc = cache_desc(&row, NULL);
+            tqkv_cache *cache = NULL;
+            desc.window = rows[i].window;
+            desc.calibrate = rows[i].calibrate;
+            test_explained = "";
+            const bool refused = ring && rows[i].words;
+            CHECK_RESULT(tqkv_cache_create(&desc, &cache), refused ? TQKV_INVALID_ARGUMENT : TQKV_OK);
+            CHECK(!refused || (!cache && strstr(test_explained, rows[i].words)), "row %d: %s", i, test_explained);
+            tqkv_cache_destroy(cache);
+        }
+}
+
+/* Outputs over any part of a cache's memory are refused, and change nothing: its struct, its channels, its codes. */
+static void check_out_over_cache(const void *parameters)
+{
+    enum { D = 64, SIZE = 8192 };
+    (void)parameters;
+    for (int way = 0; way < 3; way++) {
+        cache_row row = {TQKV_I8, TQKV_TQ4, D, 64, false, 10, -1};
+        tqkv_cache_desc desc = cache_desc(&row, NULL);
+        desc.calibrate = way == 1 ? 16 : 0;
+        desc.exact_last = way == 2 ? 4 : 0;
+        tqkv_cache *cache = cache_make(&row, &desc);
+        REQUIRE(cache, "no cache");
+        float *q = test_rows(1, DATA_GAUSSIAN, CACHE_HEADS * CACHE_GROUP, D);
+        unsigned char before[SIZE];
+        memcpy(before, cache, SIZE);
+        for (size_t at = 0; at < SIZE; at += 256)
+            CHECK_RESULT(tqkv_cache_attend(cache, q, 1, (char *)cache + at), TQKV_INVALID_ARGUMENT);
+        CHECK(!memcmp(before, cache, SIZE), "a refused output was written");
+        free(q);
+        tqkv_cache_destroy(cache);
+    }
+}
+
 static void check_empty(const void *parameters)
 {
     (void)parameters;
@@ -604,6 +651,8 @@ void test_cache_cases(void)
         test_add(check_fork, &forks[i], sizeof forks[i], "cache/fork/%d", i);
     test_add(check_options, NULL, 0, "cache/options");
     test_add(check_defaults, NULL, 0, "cache/defaults");
+    test_add(check_ring_refusals, NULL, 0, "cache/ring_refusals");
+    test_add(check_out_over_cache, NULL, 0, "cache/out_over_cache");
     test_add(check_empty, NULL, 0, "cache/empty");
     test_add(check_full, NULL, 0, "cache/full");
     test_add(check_not_finite, NULL, 0, "cache/not_finite");

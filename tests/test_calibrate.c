@@ -431,8 +431,49 @@ static void check_captured(const void *parameters)
     free(scale);
 }
 
+/* Of models that turn a part of each head the channels of a pair have one scale: keys that are divided by it and turned
+ * are those that are turned and divided. Those behind keep their own. */
+static void check_rotary_dim(const void *parameters)
+{
+    enum { D = 256, ROTARY = 64, N = 200, AT = 100 };
+    const tqkv_pairs pairs = *(const int *)parameters ? TQKV_PAIRS_HALVES : TQKV_PAIRS_NEIGHBOURS;
+    const bool halves = pairs == TQKV_PAIRS_HALVES;
+    tqkv_store shape = test_store(TQKV_TQ4, D, 1, 1, false);
+    float *rows = test_rows(3, DATA_GAUSSIAN, N, D), center[D], scale[D], free_scale[D];
+    for (int i = 0; i < N * D; i++) rows[i] *= 1.0f + (float)(i * 37 % D % 11);
+    shape.rotary_dim = ROTARY;
+    CHECK_RESULT(tqkv_calibrate(&shape, rows, N, NULL, 0, 0, TQKV_PAIRS_NONE, center, free_scale), TQKV_OK);
+    CHECK_RESULT(tqkv_calibrate(&shape, rows, N, NULL, 0, 0, pairs, center, scale), TQKV_OK);
+    double wrong = 0.0, all = 0.0;
+    for (int i = 0; i < ROTARY / 2; i++) {
+        const int low = halves ? i : 2 * i, high = halves ? i + ROTARY / 2 : 2 * i + 1;
+        const double angle = AT * pow(1e4, -2.0 * i / ROTARY), a = (double)rows[low], b = (double)rows[high];
+        const double g = (double)scale[low], h = (double)scale[high];
+        const double turned = a * cos(angle) - b * sin(angle), inside = (a / g * cos(angle) - b / h * sin(angle)) * g;
+        CHECK(scale[low] == scale[high], "pair %d: %g and %g", i, g, h);
+        wrong += (turned - inside) * (turned - inside);
+        all += turned * turned;
+    }
+    CHECK(sqrt(wrong / all) < 1e-6, "a shift in the scaled basis is off by %g", sqrt(wrong / all));
+    int tied = 0;
+    for (int i = ROTARY; i + ROTARY / 2 < D; i++) tied += scale[i] == scale[i + (halves ? ROTARY / 2 : 1)];
+    CHECK(tied < 20, "%d channels behind are tied", tied);
+    for (int i = ROTARY; i < D; i++) /* but for the length of all: the same shares */
+        CHECK(fabs((double)(scale[i] / scale[ROTARY] / (free_scale[i] / free_scale[ROTARY])) - 1.0) < 1e-5,
+              "channel %d", i);
+    static const int bad[] = {-2, 63, D + 2};
+    for (int i = 0; i < 3; i++) {
+        shape.rotary_dim = bad[i];
+        CHECK_RESULT(tqkv_calibrate(&shape, rows, N, NULL, 0, 0, pairs, center, scale), TQKV_INVALID_ARGUMENT);
+    }
+    test_store_free(&shape);
+    free(rows);
+}
+
 void test_calibrate_cases(void)
 {
+    for (int i = 0; i < 2; i++)
+        test_add(check_rotary_dim, &i, sizeof i, "calibrate/rotary_dim/%s", i ? "halves" : "neighbours");
     for (int d = 0; d < TEST_ALL_HEAD_DIMS; d++)
         for (int i = 0; i < 4; i++) {
             const calibrate_row row = {test_all_head_dims[d],

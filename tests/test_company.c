@@ -649,6 +649,39 @@ static void check_kept_copies(const kept_ring *r)
     }
 }
 
+/* Slices of a ring of which nothing has gone: each first position is in one of them. */
+static void check_slices_before(const void *parameters)
+{
+    static const int cuts[4][4] = {{0, 3, 40, 60}, {0, 4, 5, 60}, {0, 0, 30, 60}, {0, 2, 4, 60}};
+    static float out[2][GROUP_HEADS * 64], sums[2][2][GROUP_HEADS];
+    static double expected[GROUP_HEADS * 64];
+    const company_row *row = (const company_row *)parameters;
+    const tqkv_cache_desc desc = desc_of(row);
+    company_data data = make_data(row->tail_dim);
+    tqkv_cache *cache = NULL;
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_append(cache, data.k, row->shared ? NULL : data.v, 60), TQKV_OK);
+    const tqkv_attention view = tqkv_cache_view(cache);
+    reference_attend(&view, data.q, expected);
+    for (int i = 0; i < 4; i++) {
+        for (int s = 0; s < 3; s++) {
+            const int to = s > 0, from = cuts[i][s];
+            CHECK_RESULT(
+                tqkv_attend_partial(&view, data.q, from, cuts[i][s + 1] - from, out[to], sums[to][0], sums[to][1]),
+                TQKV_OK);
+            if (s)
+                CHECK_RESULT(
+                    tqkv_attend_merge(&view, out[0], sums[0][0], sums[0][1], &view, out[1], sums[1][0], sums[1][1]),
+                    TQKV_OK);
+        }
+        CHECK_RESULT(tqkv_attend_finish(&view, out[0], sums[0][0], sums[0][1]), TQKV_OK);
+        CHECK(reference_relative_error(out[0], expected, GROUP_HEADS * 64) <= reference_attention_tolerance(&view, 2.0),
+              "cut %d", i);
+    }
+    tqkv_cache_destroy(cache);
+    free_data(&data);
+}
+
 static void check_first_kept(const void *parameters)
 {
     static kept_ring r;
@@ -673,6 +706,8 @@ static void add_first_kept(void)
         {"some_resident", TQKV_TQ4, TQKV_TQ4, 4, 10, 0, TOKENS - 2, 0, false, 0},
     };
     for (int i = 0; i < (int)(sizeof kept / sizeof *kept); i++)
+        test_add(check_slices_before, &kept[i], sizeof *kept, "company/slices_before/%s", kept[i].name);
+    for (int i = 0; i < (int)(sizeof kept / sizeof *kept); i++)
         test_add(check_first_kept, &kept[i], sizeof *kept, "company/first_kept/%s", kept[i].name);
 }
 
@@ -691,6 +726,9 @@ void test_company_cases(void)
         {"ring", TQKV_I8, TQKV_TQ4, 4, 30, 50, 157, 0, false, 0},
         {"latent", TQKV_TQ4, TQKV_TQ4, 4, 64, 0, 0, 32, true, 0},
         {"latent_ring", TQKV_TQ4, TQKV_TQ4, 4, 30, 40, 128, 32, true, 0},
+        {"ring_of_f16", TQKV_F16, TQKV_F16, 140, 0, 90, 171, 0, false, 0},
+        {"ring_of_keys_of_f16", TQKV_F16, TQKV_I8, 70, 12, 60, 131, 0, false, 5},
+        {"ring_with_a_tail", TQKV_TQ4, TQKV_F16, 100, 9, 60, 131, 32, false, 0},
     };
     for (int i = 0; i < (int)(sizeof chunks / sizeof *chunks); i++)
         test_add(check_chunks, &chunks[i], sizeof *chunks, "company/chunks/%s", chunks[i].name);

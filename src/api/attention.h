@@ -82,9 +82,8 @@ typedef struct tqkv_attention {
     int64_t exact_from; /* below it there are no newest halves, as after a truncation; 0: none missing */
     /* A ring forgets its first positions, but first_keys, first_values and, with a tail, first_tail (a store of the
        tail's kind) keep them: where all of these are given, those below exact_first are seen as if they were resident.
-       Streams of F16 need theirs for that, too. They are added apart from the others: a query whose window reaches back
-       to one that is gone has other last bits than before it went. A slice has them if it begins with the oldest
-       resident position. */
+       Streams of F16 need theirs for that, too. They are added apart from the others, before and after they are gone. A
+       slice that begins with the oldest resident position has those that are gone. */
     const tqkv_store *first_tail;
 } tqkv_attention;
 

@@ -25,8 +25,9 @@ typedef struct tqkv_cache_desc {
        new positions, without the exact_first. 0: not; else at least 16. A position is new if its values (of a shared
        stream its row) differ from those of the position before by more than a quarter of their squared length: one
        token again and again, padding and blanks teach nothing. The cache learns when it has that many, at the latest at
-       four times as many positions; both are at most a quarter of the capacity, or 16. With fewer than 64 new ones
-       there (of a `calibrate` below 128, fewer than half, or 16) it takes no centre and no scale.
+       four times as many positions; both are at most a quarter of the capacity, or 16, and a ring
+       refuses to be asked for more. With fewer than 64 new ones there (of a `calibrate` below 128, fewer than half, or
+       16) it takes no centre and no scale.
        Until the append that learns keys and values are halves as they came, and attention is exact. That append
        encodes them; queries at the positions before the point of learning still read the halves, until the next append
        gives their memory back (with non_causal, until this one). What it has learned counts from that append on:

@@ -58,7 +58,7 @@ typedef struct tqkv__attention {
     int64_t exact_below, exact_from;
     bool newest_halves; /* on a GPU: this is the region that queries read from halves of the newest */
     bool exact[2][2];
-    int64_t kept; /* positions below are seen though they are no longer resident: in ends[0] and first_tail */
+    int64_t kept; /* positions below are seen, resident or not, from ends[0] and first_tail, apart from the others */
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 

@@ -67,7 +67,7 @@ static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, in
     const int n_rows = w->item->n_rows;
     w->before = NULL;
     w->sums = *sums;
-    tqkv__find_passes(w, range, request->kept && stretch == request->stretch);
+    tqkv__find_passes(w, range, request->kept.from < request->kept.to && stretch == request->stretch);
     w->asked = w->passes[TQKV__NEWEST].from;
     tqkv__clear_sums(&w->piece, (size_t)n_rows, request->a->value_dim);
     tqkv__clear_sums(sums, (size_t)n_rows, request->a->value_dim);
@@ -124,6 +124,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, request->slice);
     if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next, &gathered);
     next += tqkv__gathered_floats(a);
+    w.kept = request->kept;
     tqkv__open_ends(&w, request->seen);
     w.digits = tqkv__arrange_queries(a, &item, request->q, q);
     tqkv__find_offsets(a, &item, request->q, offsets);
@@ -192,6 +193,9 @@ static int tqkv__item_rows(const tqkv__attention *a, int all, int64_t others)
 static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q, void *out, float *max, float *sum,
                       tqkv__request *request)
 {
+    const bool begins = slice.from == a->first && (slice.from < slice.to || slice.to == a->call.end);
+    const tqkv__range kept = {begins ? 0 : slice.from, slice.to < a->kept ? slice.to : a->kept};
+    if (slice.from < kept.to) slice.from = kept.to;
     const tqkv__range seen =
         a->call.list ? tqkv__listed_to(a, slice) : tqkv__visible_to(a, 0, a->call.n_queries - 1, slice);
     const int each = a->n_kv_heads * (a->call.list ? a->call.n_queries : 1);
@@ -205,9 +209,9 @@ static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q
     request->seen = seen;
     request->stretch = seen.from / TQKV__STRETCH;
     request->n_stretches = seen.to > seen.from ? (seen.to - 1) / TQKV__STRETCH - request->stretch + 1 : 1;
-    request->kept = a->kept && slice.from == a->first && (slice.from < slice.to || slice.to == a->call.end);
-    request->stretch -= request->kept;
-    request->n_stretches += request->kept;
+    request->kept = kept;
+    request->stretch -= kept.from < kept.to;
+    request->n_stretches += kept.from < kept.to;
     request->wave = request->stretch;
     request->n_rows = a->call.list ? a->group : a->call.n_queries * a->group;
     request->rows_each = tqkv__item_rows(a, request->n_rows, request->n_stretches * each);

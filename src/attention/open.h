@@ -258,14 +258,15 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
     return tqkv__check_beside(tail, s);
 }
 
-/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`;
-   follows tqkv__take_ends. */
+/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`. Those
+   of a ring are added apart from the start, so that no bit depends on when they go; follows tqkv__take_ends. */
 static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
     const tqkv_store *const stores[2] = {call->first_keys, call->first_values};
     const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
-    if (!below || !a->first || !stores[0] || (!a->shared && !stores[1]) || (call->tail && !call->first_tail))
+    const bool ring = a->keys.ring;
+    if (!below || (!a->first && !ring) || !stores[0] || (!a->shared && !stores[1]) || (call->tail && !call->first_tail))
         return TQKV_OK;
     for (int side = 0; side < 2; side++) {
         tqkv__stream *s = &a->ends[0][side];
@@ -282,7 +283,7 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
         tqkv__fill_integers(&a->first_tail);
     }
     a->exact_below = below;
-    a->kept = below < a->first ? below : a->first;
+    a->kept = ring || below < a->first ? below : a->first;
     return TQKV_OK;
 }
 

@@ -9,7 +9,7 @@ typedef struct tqkv__request {
     tqkv__range slice;            /* the positions looked at */
     tqkv__range seen;             /* by some query; of lists: ranks */
     int64_t stretch, n_stretches; /* the first stretch, and their number */
-    bool kept;                    /* the first stretch is what is no longer resident */
+    tqkv__range kept;             /* positions of the first stretch, apart from the others; empty: there is none */
     int n_rows; /* of a KV head that may share an item: all of them, or with a list those of a query */
     int rows_each, n_items;
     int first_unit;       /* units of the requests before, in this wave */

@@ -40,7 +40,7 @@ typedef struct tqkv__list {
     int64_t recent_from; /* positions of block `recent` before this one are not seen; 0: all are */
     int64_t base;
     tqkv__range seen; /* ranks */
-    /* Of the positions that are no longer resident those in the blocks row[0 .. n_row), and those from kept_from on.
+    /* Of the positions that are added apart those in the blocks row[0 .. n_row), and those from kept_from on.
        They have no ranks. */
     const int32_t *row;
     int64_t n_row, kept_from;
@@ -116,7 +116,8 @@ static int64_t tqkv__row_length(const int32_t *row, int length)
 static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, tqkv__range range)
 {
     tqkv__list l;
-    const tqkv__range resident = {a->first, a->call.end}, all = tqkv__visible(a, query, resident), kept = {0, a->kept};
+    const tqkv__range resident = {a->first > a->kept ? a->first : a->kept, a->call.end},
+                      all = tqkv__visible(a, query, resident), kept = {0, a->kept};
     int newest = a->call.list_newest;
     l.entries = l.row = tqkv__list_row(a, query, kv_head);
     l.shift = tqkv__list_shift(a->call.list_block);

@@ -11,6 +11,7 @@ typedef struct tqkv__work {
     tqkv__tile *before;
     tqkv__sums piece, sums;
     const tqkv__list *list;           /* or NULL: ranks are positions */
+    tqkv__range kept;                 /* as the request's */
     int64_t exact[2];                 /* tqkv__exact_at of the first and the last row's query */
     tqkv__range passes[TQKV__PASSES]; /* of ranks, in a stretch */
     tqkv__range common[TQKV__PASSES]; /* what all rows see of these, without a list */
@@ -43,11 +44,11 @@ static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
     return all;
 }
 
-/* Finds the passes through a range of positions or ranks or, for `kept`, through what is no longer resident, and what
+/* Finds the passes through a range of positions or ranks or, for `kept`, through those that are added apart, and what
    all rows see of them. Without halves of the newest all is in the last. */
 static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
 {
-    const tqkv__range none = {0, 0}, before = {0, w->a->kept};
+    const tqkv__range none = {0, 0}, before = w->kept;
     for (int pass = 0; pass < TQKV__PASSES; pass++) w->passes[pass] = w->common[pass] = none;
     if (kept) {
         const int group = w->a->group, last_row = w->item->first_row + w->item->n_rows - 1;
@@ -72,9 +73,8 @@ static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
 /* Returns what a query reads of a range in a pass. */
 static tqkv__range tqkv__range_in_pass(const tqkv__work *w, int pass, int query, tqkv__range range)
 {
-    const tqkv__range kept = {0, w->a->kept};
     const int64_t exact = tqkv__exact_at(w->a, query);
-    if (pass == TQKV__GONE) return kept;
+    if (pass == TQKV__GONE) return w->kept;
     if (pass == TQKV__OLDER && range.to > exact) range.to = exact;
     if (pass == TQKV__NEWEST && range.from < exact) range.from = exact;
     return range;

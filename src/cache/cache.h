@@ -226,6 +226,8 @@ static tqkv_result tqkv__cache_shapes(const tqkv_cache_desc *desc, tqkv_cache *c
     c->shared = desc->shared;
     if (!c->shared) c->values.format = desc->value_format ? desc->value_format : TQKV_TQ4;
     if (desc->value_dim) c->values.head_dim = desc->value_dim;
+    if (desc->ring && desc->window > desc->capacity)
+        return TQKV__INVALID("window: longer than the ring's capacity, which no query would find");
     if (c->shared &&
         (c->values.head_dim != desc->head_dim || (desc->value_format && desc->value_format != c->keys.format)))
         return TQKV__INVALID("shared: value_format or value_dim is not that of the keys");
@@ -614,6 +616,7 @@ static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some,
     if (n_queries == 0) return TQKV_OK;
     if (c->raw_below) return tqkv__attend_raw(c, some, q, n_queries, out);
     tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
+    if (r == TQKV_OK && tqkv__in_cache(c, out, a.out_size)) r = TQKV__INVALID("out overlaps the cache");
     if (r != TQKV_OK) return r;
     if (!c->metal) return tqkv__attend(&a, q, out);
     r = tqkv__check_q_out(&a, q, out);

@@ -39,6 +39,8 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (desc->calibrate == 0) return TQKV_OK;
     if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
     if (desc->capacity > 0 && desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
+    if (desc->ring && desc->calibrate > most)
+        return TQKV__INVALID("calibrate: a ring learns from no more than a quarter of its capacity, or 16 positions");
     c->calibrate = desc->calibrate;
     c->learns = c->learning = true;
     c->raw_below = INT64_MAX;

@@ -443,7 +443,7 @@ static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffe
 {
     const int last = i == TQKV__LAST_REGION;
     const int64_t gone =
-        a->first - a->kept; /* between the first positions, where they are kept, and the oldest resident one */
+        a->first > a->kept ? a->first - a->kept : 0; /* between the first positions and the oldest resident one */
     const bool ends = a->exact[1][0] || a->exact[1][1];
     *own = *a;
     *buffers = *b;

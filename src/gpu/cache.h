@@ -436,7 +436,7 @@ static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer mem
     size_t coded = 0, bytes;
     const int n = from->n_queries;
     const bool whole = n_raw && n_raw < n && from->some && from->some->tree.buffer;
-    tqkv_result r = n_raw && n_raw < n ? tqkv__check_cut_rows(c, memory, from) : TQKV_OK;
+    tqkv_result r = tqkv__check_cut_rows(c, memory, from);
     if (r != TQKV_OK) return r;
     if (n_raw < n) {
         const int first = whole ? 0 : n_raw;

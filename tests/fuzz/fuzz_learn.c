@@ -37,6 +37,8 @@ static void read_desc(fuzz_input *input, twins *t)
     desc->tail_dim = flags & 4 ? dims[more >> 3 & 1] : 0;
     desc->tail_format = desc->tail_dim ? test_no_format((more >> 4) % (TEST_FORMATS + 1)) : TQKV_FORMAT_DEFAULT;
     desc->ring = (flags & 8) != 0;
+    if (desc->ring && desc->calibrate > desc->capacity / 4)
+        desc->calibrate = desc->capacity < 64 ? 16 : desc->capacity / 4;
     desc->window = flags & 16 ? fuzz_range(input, 1, desc->capacity) : 0;
     if (flags & 32) desc->exact_first = fuzz_range(input, 0, 9);
     if (flags & 32) desc->exact_last = fuzz_range(input, 0, desc->capacity + 9);

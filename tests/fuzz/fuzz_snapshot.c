@@ -122,7 +122,7 @@ static tqkv_cache_desc make_cache_desc(fuzz_input *input)
     if (flags & 64 && !d.shared) d.value_dim = test_all_head_dims[kind % 6];
     if (flags & 128) d.tail_dim = test_all_head_dims[kind / 8 % 8];
     if (d.tail_dim) d.tail_format = test_formats[kind % TEST_FORMATS];
-    d.window = kind & 64 ? ends : 0;
+    d.window = kind & 64 ? d.ring ? 1 + ends % d.capacity : ends : 0;
     d.scale = numbers[ends % 4];
     d.softcap = numbers[kind % 4];
     d.tag = kind & 128 ? UINT64_MAX - ends : 0;

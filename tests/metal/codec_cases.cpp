@@ -277,6 +277,7 @@ void run_calibrate(const void *parameters)
     const size_t channels = (size_t)(n_kv_heads * dim);
     tqkv_store s = test_store(TQKV_TQ4, dim, n_kv_heads, 128, false);
     s.type = row->type;
+    s.rotary_dim = row->n_tokens % 2 ? dim / 2 : 0;
     std::vector<float> rows_wide((size_t)(row->n_tokens * n_kv_heads * dim)),
         q_wide((size_t)((row->n_queries + 1) * heads * dim)); // one more: a buffer is never empty
     data_rows(61, DATA_STUDENT, rows_wide.data(), row->n_tokens * n_kv_heads, dim);

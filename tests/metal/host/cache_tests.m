@@ -649,7 +649,7 @@ void cache_host_cases(void)
          .calibrate = 16,
          .exact_first = 3,
          .exact_last = 5},
-        {.head_dim = 64, .n_kv_heads = 1, .n_heads = 2, .capacity = 50, .calibrate = 30, .ring = true, .window = 9},
+        {.head_dim = 64, .n_kv_heads = 1, .n_heads = 2, .capacity = 50, .calibrate = 16, .ring = true, .window = 9},
         {.head_dim = 512,
          .n_kv_heads = 1,
          .n_heads = 2,
