@@ -193,6 +193,15 @@ typedef struct tqkv_strides {
     size_t token, head;
 } tqkv_strides;
 
+/* Channels of the rotary embedding that share a scale. Such a scale commutes with the rotation of positions: an engine
+   may fold it into its projections, and may shift contexts. Of models that turn a part of each head (partial rotary
+   embedding) rotary_dim is that part; channels behind it have scales of their own. */
+typedef enum tqkv_pairs {
+    TQKV_PAIRS_NONE = 0,
+    TQKV_PAIRS_NEIGHBOURS, /* channels 2i and 2i + 1 */
+    TQKV_PAIRS_HALVES      /* channels i and i + rotary_dim / 2 */
+} tqkv_pairs;
+
 /* Memory for caches and scratch. All zero: malloc and free. alloc returns NULL or memory aligned like malloc's; free
    receives the size that alloc received. */
 typedef struct tqkv_allocator {
@@ -235,14 +244,22 @@ typedef struct tqkv_cache_desc {
     int exact_first, exact_last;
     /* Make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512. */
     int exact_batch;
-    /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from the first
-       so many positions, without the exact_first. 0: not; else at least 16. More than a quarter of the capacity counts
-       as a quarter, or as 16. Until the append that reaches these positions keys and values are halves as they came,
-       and attention is exact. That append encodes them; queries at these positions still read the halves, until the
-       next append gives their memory back (with non_causal, until this one). The same codes however positions came.
+    /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from so many
+       new positions, without the exact_first. 0: not; else at least 16. A position is new if its values (of a shared
+       stream its row) differ from those of the position before by more than a quarter of their squared length: one
+       token again and again, padding and blanks teach nothing. The cache learns when it has that many, at the latest at
+       four times as many positions; both are at most a quarter of the capacity, or 16. With fewer than 64 new ones
+       there (of a `calibrate` below 128, fewer than half, or 16) it takes no centre and no scale.
+       Until the append that learns keys and values are halves as they came, and attention is exact. That append
+       encodes them; queries at the positions before the point of learning still read the halves, until the next append
+       gives their memory back (with non_causal, until this one). What it has learned counts from that append on:
+       tqkv_cache_truncate, or tqkv_cache_keep with no more than 64 positions behind that point, to a position before it
+       brings the halves back, as if what is taken had never come. The same codes however positions came.
        What it has learned is in tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work
        under way may read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
     int calibrate;
+    tqkv_pairs pairs; /* of the rotary embedding: share a scale in what it learns */
+    int rotary_dim;   /* as tqkv_store's */
 
     /* Attention, as the fields of tqkv_attention. */
     int window;
@@ -288,7 +305,8 @@ TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c);
 /* Codes and norms of all streams, and the halves kept besides, now; 0 for NULL. */
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c);
 /* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
-   the oldest resident position. 0 is always valid and empties the cache. With a window the next query that is answered
+   the oldest resident position. 0 is always valid and empties the cache, which forgets what it has learned itself and
+   learns anew; a copy keeps what it was made with. With a window the next query that is answered
    stands at tqkv_cache_first + window - 1 or behind. */
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
 /* Removes the positions [first, first + count); those behind move down, with their codes as they are: a key keeps the
@@ -298,10 +316,12 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
    [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident.
    Windows as after tqkv_cache_truncate. */
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
-/* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
+/* A copy with the resident positions at their places. One that is made between an append that learns and the next
+   refuses queries that need the halves (TQKV_OUT_OF_RANGE), as a snapshot does. One that still learns does so from no
+   fewer positions than the cache. desc: NULL, or nonzero fields for what the copy has otherwise:
    capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the
-   hook's threads), type, sinks, parallel, allocator, metal, matrix_group, non_causal, exact_batch, a tag. Its other
-   nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring, and one that needs
+   hook's threads), type (not back to TQKV_TYPE_F32, which is 0), sinks, parallel, allocator, metal, matrix_group, non_causal,
+   exact_batch, a tag. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring, and one that needs
    less memory goes on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 
@@ -312,10 +332,10 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, exact_batch, non_causal,
-   and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the
-   tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN
-   tells apart. *out is NULL on failure. */
+/* desc, never NULL, supplies what a snapshot lacks: type (zero is TQKV_TYPE_F32), parallel, allocator, metal,
+   matrix_group, exact_batch, non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must
+   match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or another
+   version of tqkv; TQKV_EXPLAIN says which. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* Centres (means) and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
@@ -378,7 +398,8 @@ struct tqkv_store {
        outputs are those of the scaled basis. */
     const float *channel_scale;
     float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
-    bool rotated;      /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
+    int rotary_dim; /* channels [0, rotary_dim) are turned by the rotary embedding; for tqkv_pairs alone; 0 = head_dim */
+    bool rotated;   /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
     bool unrotated; /* for caches written without the rotation; TQ5, TQ6, TQ8 and their _BYTES forms only. The rotation
                        spreads the heavy tails of real values: without it the error grows by up to four digits. */
 };
@@ -448,13 +469,6 @@ typedef struct tqkv_quality {
    the share that its products have of them. */
 TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out);
 
-/* Channels of the rotary embedding that share a scale. Such a scale commutes with the rotation of positions: an engine
-   may fold it into its projections, and may shift contexts. */
-typedef enum tqkv_pairs {
-    TQKV_PAIRS_NONE = 0,
-    TQKV_PAIRS_NEIGHBOURS, /* channels 2i and 2i + 1 */
-    TQKV_PAIRS_HALVES      /* channels i and i + head_dim / 2 */
-} tqkv_pairs;
 /* Learns centre and scale of keys from rows and, if given, from queries, which say what reads a channel's error:
 
      center = mean,  s = deviation from it,  channel_scale = sqrt(s), or sqrt(s / r), r = root mean square of queries,
@@ -1707,8 +1721,13 @@ static inline double tqkv__rounded_double(double x)
 }
 
 /* Returns a*b + c, rounded once. The product of two floats is exact in double. Its sum with c is rounded to odd there:
-   if it is not exact, the last bit of the double is set, and the rounding to float cannot see a tie that is none. */
+   if it is not exact, the last bit of the double is set, and the rounding to float cannot see a tie that is none.
+   clang 14 to 19 compile this function wrongly for s390x where they optimise it. */
+#if defined(__clang__) && defined(__s390x__)
+__attribute__((noinline, optnone)) static float tqkv__fma(float a, float b, float c)
+#else
 static inline float tqkv__fma(float a, float b, float c)
+#endif
 {
 #if defined(__FP_FAST_FMAF) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
     return __builtin_fmaf(a, b, c);
@@ -3876,21 +3895,32 @@ static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, i
     tqkv__divide_sums(means, s->head_dim, (float)n * (float)n_heads);
 }
 
-/* Finds the two channels of a rotary pair: [head_dim / 2] */
-static void tqkv__pair_of(tqkv_pairs pairs, int head_dim, int i, int *low, int *high)
+/* Channels that share a scale in pairs: of the first `dim` ones */
+typedef struct tqkv__tied {
+    tqkv_pairs pairs;
+    int dim;
+} tqkv__tied;
+
+/* Takes the rotary dimension of a store. */
+static tqkv_result tqkv__take_pairs(tqkv_pairs pairs, int rotary_dim, int head_dim, tqkv__tied *tied)
 {
-    *low = pairs == TQKV_PAIRS_HALVES ? i : 2 * i;
-    *high = pairs == TQKV_PAIRS_HALVES ? i + head_dim / 2 : 2 * i + 1;
+    if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
+        return TQKV__INVALID("pairs: no tqkv_pairs");
+    if (rotary_dim < 0 || rotary_dim > head_dim || rotary_dim % 2)
+        return TQKV__INVALID("rotary_dim: negative, odd, or above head_dim");
+    tied->pairs = pairs;
+    tied->dim = rotary_dim ? rotary_dim : head_dim;
+    return TQKV_OK;
 }
 
 /* Turns mean squares into deviations; channels of a pair share theirs, zeros become the smallest that is none. */
-static TQKV__NOINLINE void tqkv__deviations(tqkv_pairs pairs, int head_dim, float *squares)
+static TQKV__NOINLINE void tqkv__deviations(const tqkv__tied *tied, int head_dim, float *squares)
 {
     float least = 1.0f;
     bool any = false;
-    for (int i = 0; pairs != TQKV_PAIRS_NONE && i < head_dim / 2; i++) {
-        int low, high;
-        tqkv__pair_of(pairs, head_dim, i, &low, &high);
+    for (int i = 0; tied->pairs != TQKV_PAIRS_NONE && i < tied->dim / 2; i++) {
+        const bool halves = tied->pairs == TQKV_PAIRS_HALVES;
+        const int low = halves ? i : 2 * i, high = halves ? i + tied->dim / 2 : 2 * i + 1;
         squares[low] = squares[high] = tqkv__rounded(squares[low] + squares[high]) * 0.5f;
     }
     for (int d = 0; d < head_dim; d++) {
@@ -3919,7 +3949,7 @@ static TQKV__NOINLINE void tqkv__scales_of(const float *s, const float *r, int h
 
 /* Finds centre and scale of a head; center, scale: [head_dim], either may be NULL. queries may be NULL. */
 static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const void *src, int n_tokens, int kv_head,
-                                                const tqkv__queries *queries, tqkv_pairs pairs, float *center,
+                                                const tqkv__queries *queries, const tqkv__tied *tied, float *center,
                                                 float *scale)
 {
     tqkv__learnt learnt;
@@ -3928,11 +3958,11 @@ static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const voi
     if (center) memcpy(center, learnt.center, size);
     if (!scale) return;
     tqkv__channel_means(s, src, n_tokens, kv_head, 1, learnt.center, true, learnt.rows);
-    tqkv__deviations(pairs, s->head_dim, learnt.rows);
+    tqkv__deviations(tied, s->head_dim, learnt.rows);
     if (queries) {
         tqkv__channel_means(&queries->rows, queries->q, queries->n, kv_head * queries->group, queries->group, NULL,
                             true, learnt.queries);
-        tqkv__deviations(pairs, s->head_dim, learnt.queries);
+        tqkv__deviations(tied, s->head_dim, learnt.queries);
     }
     tqkv__scales_of(learnt.rows, queries ? learnt.queries : NULL, s->head_dim, learnt.rows);
     memcpy(scale, learnt.rows, size);
@@ -4010,16 +4040,16 @@ TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, in
 {
     tqkv__stream s;
     tqkv__queries queries;
+    tqkv__tied tied;
     size_t q_bytes;
     tqkv_result r = tqkv__stream_shape(shape, &s);
     if (r != TQKV_OK) return r;
-    if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
-        return TQKV__INVALID("pairs: no tqkv_pairs");
+    if ((r = tqkv__take_pairs(pairs, shape->rotary_dim, s.head_dim, &tied)) != TQKV_OK) return r;
     if ((r = tqkv__take_queries(&s, q, n_heads, n_queries, &queries, &q_bytes)) != TQKV_OK) return r;
     if ((r = tqkv__check_calibration(&s, src, n_tokens, &queries, q_bytes, center, channel_scale)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     for (int h = 0; h < s.n_kv_heads; h++)
-        tqkv__calibrate_head(&s, src, n_tokens, h, q && n_queries ? &queries : NULL, pairs,
+        tqkv__calibrate_head(&s, src, n_tokens, h, q && n_queries ? &queries : NULL, &tied,
                              center ? center + (size_t)h * (size_t)s.head_dim : NULL,
                              channel_scale ? channel_scale + (size_t)h * (size_t)s.head_dim : NULL);
     tqkv__fp_restore(mode);
@@ -5469,7 +5499,7 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME, TQKV__LANES, &TQKV__(codec
 /* Query rows that share a key, and a value: enough sums in progress to hide their latency, and few enough for the
    registers. */
 #define TQKV__HALF_KEY_ROWS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
-#define TQKV__HALF_ROWS     (TQKV__INTEGER_LANES == 16 ? 8 : 4)
+#define TQKV__HALF_ROWS     4
 
 /* Floats that are decoded together: 16 KiB, a fraction of an L1 cache */
 #define TQKV__DECODED_FLOATS 4096
@@ -5547,21 +5577,28 @@ TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int di
     }
 }
 
-/* Scores n keys that have become floats; keys: [n][dim] */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_decoded)(const float *keys, int dim, int n, const float *q,
-                                                               int n_rows, bool add, float *scores)
+/* Does the same for all rows; halves is a constant. */
+TQKV__OP void TQKV__S(score_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
+                                 ptrdiff_t ahead, const float *q, int n_rows, bool add, float *scores)
 {
-    const uint8_t *codes = (const uint8_t *)(const void *)keys;
-    const size_t stride = (size_t)dim * sizeof *keys;
     for (int left = n_rows, now; left > 0; left -= now, q += now * dim, scores += now * TQKV__TILE) {
         now = left >= TQKV__HALF_KEY_ROWS ? TQKV__HALF_KEY_ROWS : left >= 2 ? 2 : 1;
         if (now == 1)
-            TQKV__S(score_half_rows)(1, false, dim, codes, stride, n, 0, q, add, scores);
+            TQKV__S(score_half_rows)(1, halves, dim, codes, stride, n, ahead, q, add, scores);
         else if (now == 2)
-            TQKV__S(score_half_rows)(2, false, dim, codes, stride, n, 0, q, add, scores);
+            TQKV__S(score_half_rows)(2, halves, dim, codes, stride, n, ahead, q, add, scores);
         else
-            TQKV__S(score_half_rows)(TQKV__HALF_KEY_ROWS, false, dim, codes, stride, n, 0, q, add, scores);
+            TQKV__S(score_half_rows)(TQKV__HALF_KEY_ROWS, halves, dim, codes, stride, n, ahead, q, add, scores);
+        ahead = 0;
     }
+}
+
+/* keys: [n][dim] */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_decoded)(const float *keys, int dim, int n, const float *q,
+                                                               int n_rows, bool add, float *scores)
+{
+    TQKV__S(score_all)
+    (false, dim, (const uint8_t *)(const void *)keys, (size_t)dim * sizeof *keys, n, 0, q, n_rows, add, scores);
 }
 
 TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream *s, int kv_head,
@@ -5573,18 +5610,17 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream
     const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
     const int dim = s->head_dim, n = segment->n, fit = TQKV__DECODED_FLOATS / dim / 4 * 4, most = fit > 16 ? 16 : fit;
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    if (s->kind == TQKV__HALF && n_rows == 1)
-        TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, ahead, q, add, scores);
-    else if (s->kind == TQKV__HALF && n_rows == 2)
-        TQKV__S(score_half_rows)(2, true, dim, codes, s->row_bytes, n, ahead, q, add, scores);
-    else
-        for (int j = 0; j < n; j += most) {
-            const int now = n - j < most ? n - j : most;
-            tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
-            TQKV__S(decode_floats)
-            (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, true, keys);
-            TQKV__S(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
-        }
+    if (s->kind == TQKV__HALF && n_rows <= TQKV__HALF_ROWS) {
+        TQKV__S(score_all)(true, dim, codes, s->row_bytes, n, ahead, q, n_rows, add, scores);
+        return;
+    }
+    for (int j = 0; j < n; j += most) {
+        const int now = n - j < most ? n - j : most;
+        tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
+        TQKV__S(decode_floats)
+        (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, true, keys);
+        TQKV__S(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
+    }
 }
 
 /* Adds: out[row][d] += weights[row][j] * value j, for `width` vectors of dimensions; rows, width and halves are
@@ -5620,7 +5656,7 @@ TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const b
 TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
                                      int n, ptrdiff_t ahead, const float *weights, float *out)
 {
-    const int sixteen = 16 / TQKV__INTEGER_LANES, most = TQKV__INTEGER_LANES == 16 && rows <= 2 ? 4 : 2;
+    const int sixteen = 16 / TQKV__INTEGER_LANES, most = TQKV__INTEGER_LANES == 16 ? 4 : 2;
     const int bytes = halves ? 2 : 4; /* of a value */
     const bool wide = TQKV__INTEGER_LANES == 16 || rows <= 2;
     int d = 0;
@@ -5666,14 +5702,15 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
     const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
     const int dim = s->head_dim, n = segment->n, most = TQKV__DECODED_FLOATS / dim;
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    if (s->kind == TQKV__HALF) {
+    if (s->kind == TQKV__HALF && n_rows <= TQKV__HALF_ROWS) {
         TQKV__S(add_to_all)(true, dim, codes, s->row_bytes, n, ahead, weights, n_rows, out);
         return;
     }
     for (int j = 0; j < n; j += most) {
         const int now = n - j < most ? n - j : most;
         tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
-        TQKV__S(decode_floats)(s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, false, values);
+        TQKV__S(decode_floats)
+        (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, false, values);
         TQKV__S(add_decoded)(values, dim, now, weights + j, n_rows, out);
     }
 }
@@ -5717,7 +5754,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
 typedef struct TQKV__S(panel) {
     const uint8_t *fields[2], *rest[2]; /* main ones, upper ones */
     size_t stride;
-    ptrdiff_t ahead; /* to the rows that will be read next; 0: not asked for */
+    const uint8_t *next; /* the rows that will be read next, or NULL */
+    int first, head_dim; /* of the row's dimensions */
     const int8_t *centroids;
     tqkv_format format;
     int n, whole, dim;
@@ -5737,11 +5775,12 @@ static TQKV__S(panel) TQKV__S(open_panel)(const tqkv__stream *s, const uint8_t *
                                           int first, const uint8_t *room)
 {
     const int main_at = first * s->main_bits / 8, upper_at = (s->head_dim * s->main_bits + first * s->upper_bits) / 8;
-    const ptrdiff_t ahead = first ? 0 : (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
     const TQKV__S(panel) panel = {{row + main_at, row + upper_at},
                                   {room + main_at, room + upper_at},
                                   s->row_bytes,
-                                  ahead,
+                                  segment->ahead ? row + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes : NULL,
+                                  first,
+                                  s->head_dim,
                                   s->centroids,
                                   s->format == TQKV_TQ5_BYTES ? TQKV_TQ6_BYTES : s->format,
                                   (segment->n + 15) / 16 * 16,
@@ -5755,20 +5794,37 @@ typedef struct TQKV__S(cursor) {
     const uint8_t *fields[2];
 } TQKV__S(cursor);
 
-/* Returns where the positions from j on are, up to 16, from the panel's dimension d on. Asks for as many of those that
-   will be read next, if d is the first dimension. */
-TQKV__OP TQKV__S(cursor)
-    TQKV__S(cursor_at)(const tqkv_format format, const TQKV__S(panel) * a, int j, int positions, int d)
+/* Returns where the positions from j on are, up to 16, from the panel's dimension d on. */
+TQKV__OP TQKV__S(cursor) TQKV__S(cursor_at)(const tqkv_format format, const TQKV__S(panel) * a, int j, int d)
 {
     const uint8_t *const *fields = j < a->whole ? a->fields : a->rest;
     const size_t at = (size_t)(j < a->whole ? j : j - a->whole) * a->stride;
     const TQKV__S(cursor) cursor = {
         {fields[0] + at + d * TQKV__MAIN_BITS(format) / 8, fields[1] + at + d * TQKV__UPPER_BITS(format) / 8}};
-    if (a->ahead && d == 0 && format != TQKV__READY) {
-        const uint8_t *next = a->fields[0] + (size_t)j * a->stride + a->ahead;
-        for (size_t i = 0; i < (size_t)positions * a->stride; i += 128) tqkv__prefetch(TQKV__L2, next + i, 128);
-    }
     return cursor;
+}
+
+/* What a pass asks for of the rows that will be read next, with each `step` bytes of this tile's */
+typedef struct TQKV__S(request) {
+    const uint8_t *next; /* or NULL */
+    size_t step, size;
+} TQKV__S(request);
+
+/* Opens the share of a pass over the dimensions [d, d + dims): requests are spread, because many at once wait for each
+   other. */
+TQKV__OP TQKV__S(request) TQKV__S(open_request)(const TQKV__S(panel) * a, int positions, int j, int d, int dims)
+{
+    const size_t step = (size_t)positions * a->stride, head_dim = (size_t)a->head_dim;
+    TQKV__S(request) request = {NULL, step, step * (size_t)dims / head_dim};
+    if (a->next) request.next = a->next + (size_t)j * a->stride + step * (size_t)(a->first + d) / head_dim;
+    return request;
+}
+
+TQKV__OP void TQKV__S(ask)(TQKV__S(request) * request)
+{
+    if (!request->next) return;
+    tqkv__prefetch(TQKV__L2, request->next, request->size);
+    request->next += request->step;
 }
 
 /* Goes on by so many positions. */
@@ -5917,12 +5973,14 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
                               int first, int n, int8_t *room)
 {
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    TQKV__S(request) request = TQKV__S(open_request)(a, TQKV__POSITIONS, first, d, left);
     for (int j = first; j < first + n; j += TQKV__INTEGER_LANES) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
         TQKV__ROLLED
         for (int v = 0; v < 4; v++, TQKV__S(move)(a, keys ? 1 : TQKV__POSITIONS, &cursor)) {
             const TQKV__S(raw) raw =
                 TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], (keys ? 4 : 1) * a->stride);
+            TQKV__S(ask)(&request);
             TQKV__UNROLL
             for (int k = 0; k < 4; k++) {
                 if (16 * k >= left) continue;
@@ -5988,13 +6046,15 @@ TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, con
     const int left = a->dim - d < 16 * TQKV__KEPT(rows) ? a->dim - d : 16 * TQKV__KEPT(rows);
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
+    TQKV__S(request) request = TQKV__S(open_request)(a, TQKV__POSITIONS, 0, d, left);
     TQKV__I(load_rows)(format, rows, p, a->dim, d, q);
     for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
         TQKV__ROLLED
         for (int v = 0; v < 4; v++, u++, TQKV__S(move)(a, 1, &cursor)) {
             const TQKV__S(raw) raw = TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
             TQKV__I(sum) now[TQKV__FEW_ROWS];
+            TQKV__S(ask)(&request);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) now[r] = TQKV__I(no_sum)();
             TQKV__I(dot_unit)(format, rows, &chunk, &raw, left, q, now);
@@ -6165,15 +6225,17 @@ TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const
     const int all = sixteens * TQKV__DIM_LANES, step = format == TQKV__READY ? a->n : 16;
     const int left = TQKV__ARE_PARTIAL(rows) && a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens;
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    TQKV__S(request) request = TQKV__S(open_request)(a, TQKV__PRODUCTS, 0, d, left);
     TQKV__I(lane_sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
     const int8_t *w = p->rows;
     TQKV__UNROLL
     for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_lanes)();
     for (int first = 0; first < a->n; first += step) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, first, 16, d);
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, first, d);
         TQKV__ROLLED
         for (int j = first; j < first + step; j += TQKV__PRODUCTS, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
             TQKV__I(repeated) y[TQKV__FEW_ROWS];
+            if (format != TQKV__READY) TQKV__S(ask)(&request);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++)
                 y[r] = TQKV__I(repeat)(w + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
@@ -6250,13 +6312,13 @@ typedef struct TQKV__I(loops) {
                                                                     const TQKV__I(product) * product, int rows)        \
     {                                                                                                                  \
         const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
-        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind);                              \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind, book);                        \
     }                                                                                                                  \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a, int end,                   \
                                                                   const TQKV__I(product) * product, int rows)          \
     {                                                                                                                  \
         const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
-        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format, kind);                                \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format, kind, book);                          \
     }
 TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const TQKV__I(product) * p)
 {
@@ -6266,10 +6328,10 @@ TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const T
     return product;
 }
 
-#define TQKV__BY_ROWS(loop, format, kind)                                                                              \
+#define TQKV__BY_ROWS(loop, format, kind, book)                                                                        \
     (rows == 1   ? TQKV__I(loop)(format, 1, a, end, p)                                                                 \
      : rows == 2 ? TQKV__I(loop)(format, 2, a, end, p)                                                                 \
-     : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || TQKV__LANES_ROWS_OF_BOOKS > 3)                                   \
+     : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || (TQKV__LANES_ROWS_OF_BOOKS > 3 && (book) < 6))                   \
          ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, end, p)                                                            \
          : (void)0)
 TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
@@ -6277,10 +6339,12 @@ TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
 #define TQKV__LOOPS_ENTRY(unused, format, ...) {TQKV__I(score_##format), TQKV__I(add_##format)},
 static const TQKV__I(loops) TQKV__I(loops_by_format)[] = {{NULL, NULL}, TQKV__FORMATS(TQKV__LOOPS_ENTRY, )};
 
-/* Whether so many rows are multiplied straight from the codes. */
+/* Whether so many rows are multiplied straight from the codes. Codes of 6 bits are in no preset: they have no loop of
+   four rows. */
 static bool TQKV__I(are_few)(tqkv_format format, int n_rows)
 {
-    return n_rows < (tqkv__format_of(format)->kind == TQKV__GRID ? TQKV__LANES_ROWS : TQKV__LANES_ROWS_OF_BOOKS);
+    const tqkv__format *f = tqkv__format_of(format);
+    return n_rows < (f->kind == TQKV__GRID ? TQKV__LANES_ROWS : f->book_bits == 6 ? 3 : TQKV__LANES_ROWS_OF_BOOKS);
 }
 
 /* Returns the dimensions that few rows add straight from the codes: all, or whole passes of 32. */
@@ -10993,12 +11057,19 @@ struct tqkv_cache {
     size_t grown_size;
     float *channels;   /* room for centres, scales and inverses, stream after stream: [n_kv_heads][head_dim] */
     int64_t first;     /* resident positions [first, attention.end) */
-    int calibrate;     /* as in the desc */
+    tqkv_pairs pairs;  /* as in the desc */
+    int calibrate;     /* likewise */
     uint64_t tag;      /* likewise */
-    bool learning;     /* positions are in `raw` alone; see >>cache-calibrate */
-    bool reads_raw;    /* some queries read that */
+    bool learns;       /* when it is empty it begins to learn; see >>cache-calibrate */
+    bool learning;     /* positions are in `raw` alone */
+    int learn_new;     /* it learns when it has so many new positions, */
+    int learn_last;    /* or when it has so many */
+    int64_t raw_below; /* queries at positions below it read `raw`; INT64_MAX while the cache learns */
+    int64_t raw_end;   /* the rows there, when it has learned */
     tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
-    void *raw_memory;  /* that holds them, or NULL: on a GPU they lie in the cache's memory, as long as that */
+    uint8_t *is_new;   /* [raw positions]: whether a position is new, up to n_judged */
+    int64_t n_judged;
+    void *raw_memory; /* that holds them, or NULL: on a GPU they lie in the cache's memory, as long as that */
     size_t raw_size;
     int64_t learnt_at; /* on a GPU the end before the append that learned; -1: none, or positions were edited since */
     tqkv_metal *metal;
@@ -11079,10 +11150,9 @@ static bool tqkv__count_channels(const tqkv_cache *c, int n, size_t *channels)
 }
 
 static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c);
-static tqkv_result tqkv__get_raw(tqkv_cache *c);
 static void tqkv__drop_raw(tqkv_cache *c);
 struct tqkv__append;
-static void tqkv__append_learning(tqkv_cache *c, struct tqkv__append *append);
+static tqkv_result tqkv__append_learning(tqkv_cache *c, struct tqkv__append *append);
 static void tqkv__count_append(tqkv_cache *c, int n_tokens);
 static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
 static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
@@ -11188,6 +11258,7 @@ static tqkv_result tqkv__cache_shapes(const tqkv_cache_desc *desc, tqkv_cache *c
     c->keys.capacity = desc->capacity;
     c->keys.ring = desc->ring;
     c->keys.type = desc->type;
+    c->keys.rotary_dim = desc->rotary_dim;
     c->values = c->keys;
     c->shared = desc->shared;
     if (!c->shared) c->values.format = desc->value_format ? desc->value_format : TQKV_TQ4;
@@ -11251,7 +11322,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 
 /* Where arrays begin in the memory of a cache. */
 typedef struct tqkv__cache_memory {
-    size_t sinks, channels, size;
+    size_t sinks, channels, is_new, size;
     tqkv__place stores[TQKV__CACHE_STORES];
 } tqkv__cache_memory;
 
@@ -11266,10 +11337,14 @@ static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__ca
                 tqkv__reserve(&at->size, TQKV__CHANNELS * channels * sizeof(float), &at->channels);
     for (int i = 0; fits && i < tqkv__stores_within(c); i++)
         if (tqkv__has_store(c, i)) fits = tqkv__reserve_store(TQKV__STORE_AT(c, i), &at->size, &at->stores[i]);
-    return fits;
+    return fits && (!c->metal || tqkv__reserve(&at->size, (size_t)c->raw[0].capacity, &at->is_new));
 }
 
-TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out)
+static void tqkv__learn_from(tqkv_cache *c, int n, int last);
+static bool tqkv__raw_fits(const tqkv_cache *c);
+
+/* Creates a cache that, if it learns, does so from at least as many positions as one that it is made of. */
+static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_new, int learn_last, tqkv_cache **out)
 {
     tqkv_cache c;
     tqkv__cache_memory at;
@@ -11278,17 +11353,17 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     if (!desc) return TQKV__INVALID("desc is NULL");
     tqkv_result r = tqkv__cache_resolve(desc, &c);
     if (r != TQKV_OK) return r;
+    if (c.learning && (learn_new > c.learn_new || learn_last > c.learn_last))
+        tqkv__learn_from(&c, learn_new > c.learn_new ? learn_new : c.learn_new,
+                         learn_last > c.learn_last ? learn_last : c.learn_last);
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
-    if (!tqkv__divide_memory(&c, sinks_size, &at)) return TQKV__INVALID(TQKV__LARGE_CACHE);
-    if ((r = tqkv__get_raw(&c)) != TQKV_OK) return r;
+    if (!tqkv__divide_memory(&c, sinks_size, &at) || !tqkv__raw_fits(&c)) return TQKV__INVALID(TQKV__LARGE_CACHE);
     c.size = at.size + 63;
     void *memory = c.memory.alloc(c.memory.user, c.size);
-    if (!memory) {
-        tqkv__drop_raw(&c);
-        return TQKV_OUT_OF_MEMORY;
-    }
+    if (!memory) return TQKV_OUT_OF_MEMORY;
     uint8_t *lines = tqkv__first_line(memory);
     c.channels = (float *)(void *)(lines + at.channels);
+    if (c.metal) c.is_new = lines + at.is_new;
     for (int i = 0; i < tqkv__stores_within(&c); i++)
         if (tqkv__has_store(&c, i)) tqkv__place_store(TQKV__STORE_AT(&c, i), lines, &at.stores[i]);
     if (sinks_size) {
@@ -11300,6 +11375,11 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     *out = (tqkv_cache *)memcpy(memory, &c, sizeof c);
     tqkv__cache_attach(&(*out)->attention, *out);
     return TQKV_OK;
+}
+
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out)
+{
+    return tqkv__create(desc, 0, 0, out);
 }
 
 TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
@@ -11498,10 +11578,10 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     }
     if (!c->learning && n_tokens) tqkv__drop_raw(c); /* the queries that read them have come */
     if (c->learning)
-        tqkv__append_learning(c, &append);
+        r = tqkv__append_learning(c, &append);
     else
         tqkv__append_rows(c, &append);
-    tqkv__cache_advance(c, n_tokens);
+    if (r == TQKV_OK) tqkv__cache_advance(c, n_tokens);
     return r;
 }
 
@@ -11569,7 +11649,7 @@ static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some,
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
-    if (c->reads_raw) return tqkv__attend_raw(c, some, q, n_queries, out);
+    if (c->raw_below) return tqkv__attend_raw(c, some, q, n_queries, out);
     tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
     if (r != TQKV_OK) return r;
     if (!c->metal) return tqkv__attend(&a, q, out);
@@ -11614,6 +11694,7 @@ static tqkv_result tqkv__set_channels(tqkv_cache *c, tqkv__channels kind, const 
     if (tqkv__in_cache(c, keys, n_keys * sizeof(float)) || tqkv__in_cache(c, values, n_values * sizeof(float)))
         return TQKV__INVALID("a centre or a scale lies in the cache");
     tqkv__drop_raw(c);
+    c->learns = false;
     tqkv__cache_channels(c, TQKV__KEYS, kind, keys, key_dim);
     tqkv__cache_channels(c, TQKV__VALUES, kind, values, (size_t)c->values.head_dim);
     tqkv__cache_channels(c, TQKV__TAIL, kind, keys ? keys + c->keys.head_dim : NULL, key_dim);
@@ -11665,48 +11746,125 @@ TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? c
 TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c) { return c ? c->attention.tail : NULL; }
 
 /* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then
-   keys and values are halves of the rows as they came, `raw`; the append that reaches the last of these positions
-   encodes all. */
+   keys and values are halves of the rows as they came, `raw`; the append that brings the last of these positions encodes
+   all. It learns from positions that tell something: `new` is one whose values differ from those of the position before.
+   A text whose positions are all alike, padding or one token again and again, would teach scales that ruin any other. */
 
-/* Positions from which a scale can be learned. */
+/* Positions from which a scale can be learned, and from which it is where most positions are not new. */
 #define TQKV__LEAST_POSITIONS 16
+#define TQKV__LEAST_NEW       64
+/* A cache learns after so many times the positions that it is to learn from, if few of them are new. */
+#define TQKV__MOST_AWAITED 4
+
+/* Returns the new positions without which a cache takes no centre and no scale. */
+static int tqkv__least_new(const tqkv_cache *c)
+{
+    const int half = c->learn_new / 2;
+    return half > TQKV__LEAST_NEW ? TQKV__LEAST_NEW : half > TQKV__LEAST_POSITIONS ? half : TQKV__LEAST_POSITIONS;
+}
+
+/* Lets a cache learn, from n new positions or when it has `last`, which are no more than it holds. Raw room: see
+   tqkv__fit_raw. */
+static void tqkv__learn_from(tqkv_cache *c, int n, int last)
+{
+    const int most = c->keys.capacity;
+    c->learn_last = last < most ? last : most;
+    c->learn_new = n;
+    const int room = c->metal || n > c->learn_last ? c->learn_last : n;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) c->raw[i].capacity = room + TQKV__TILE;
+}
 
 /* Finds from how many positions a cache learns, and the shapes of its raw halves; follows tqkv__cache_shapes. */
 static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
-    const int quarter = desc->capacity / 4, least = TQKV__LEAST_POSITIONS;
+    const int quarter = desc->capacity / 4, least = TQKV__LEAST_POSITIONS, most = quarter > least ? quarter : least;
+    tqkv__tied tied;
+    const tqkv_result r = tqkv__take_pairs(desc->pairs, desc->rotary_dim, desc->head_dim, &tied);
+    if (r != TQKV_OK) return r;
     if (desc->calibrate < 0) return TQKV__INVALID("calibrate is negative");
+    c->pairs = desc->pairs;
     if (desc->calibrate == 0) return TQKV_OK;
     if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
     if (desc->capacity > 0 && desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
     c->calibrate = desc->calibrate;
-    c->learning = c->reads_raw = true;
-    const int most = quarter > least ? quarter : least, n = desc->calibrate < most ? desc->calibrate : most;
+    c->learns = c->learning = true;
+    c->raw_below = INT64_MAX;
+    c->metal = desc->metal;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         c->raw[i] = *s;
         if (i < 2) c->raw[i].format = TQKV_F16;
         c->raw[i].ring = false;
-        c->raw[i].capacity = n;
     }
+    const int n = desc->calibrate < most ? desc->calibrate : most;
+    tqkv__learn_from(c, n, n > most / TQKV__MOST_AWAITED ? most : TQKV__MOST_AWAITED * n);
     return TQKV_OK;
 }
 
-/* Gets memory for what a cache that learns keeps raw; on a GPU it is the cache's. */
-static tqkv_result tqkv__get_raw(tqkv_cache *c)
-{
+/* Raw room: stores, flags of their positions, and where they begin in memory. */
+typedef struct tqkv__raw_room {
+    tqkv_store stores[TQKV__CACHE_STREAMS];
     tqkv__place at[TQKV__CACHE_STREAMS];
-    size_t size = 0;
-    if (!c->calibrate || c->metal) return TQKV_OK;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (c->raw[i].head_dim && !tqkv__reserve_store(&c->raw[i], &size, &at[i]))
-            return TQKV__INVALID(TQKV__LARGE_CACHE);
-    c->raw_size = size + 63;
-    c->raw_memory = c->memory.alloc(c->memory.user, c->raw_size);
-    if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (c->raw[i].head_dim) tqkv__place_store(&c->raw[i], tqkv__first_line(c->raw_memory), &at[i]);
+    size_t is_new, size;
+} tqkv__raw_room;
+
+/* Divides the memory of raw room for n positions; false on overflow. */
+static bool tqkv__divide_raw(const tqkv_cache *c, int64_t n, tqkv__raw_room *to)
+{
+    bool fits = n <= INT_MAX;
+    to->size = 0;
+    memcpy(to->stores, c->raw, sizeof to->stores);
+    fits = fits && tqkv__reserve(&to->size, (size_t)n, &to->is_new);
+    for (int i = 0; fits && i < TQKV__CACHE_STREAMS; i++) {
+        to->stores[i].capacity = (int)n;
+        if (c->raw[i].head_dim) fits = tqkv__reserve_store(&to->stores[i], &to->size, &to->at[i]);
+    }
+    return fits;
+}
+
+/* Whether there can be memory for all that a cache may keep raw. */
+static bool tqkv__raw_fits(const tqkv_cache *c)
+{
+    tqkv__raw_room most;
+    return c->metal || !c->learning || tqkv__divide_raw(c, (int64_t)c->learn_last + TQKV__TILE, &most);
+}
+
+/* Moves what is raw to other room. */
+static void tqkv__move_raw(tqkv_cache *c, const tqkv__raw_room *room, void *memory)
+{
+    uint8_t *first = tqkv__first_line(memory), *is_new = first + room->is_new;
+    tqkv_store to[TQKV__CACHE_STREAMS];
+    memcpy(to, room->stores, sizeof to);
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        tqkv__stream from, stream;
+        if (!to[i].head_dim) continue;
+        tqkv__place_store(&to[i], first, &room->at[i]);
+        if (c->raw_memory && tqkv__stream_open(&c->raw[i], &from) == TQKV_OK &&
+            tqkv__stream_open(&to[i], &stream) == TQKV_OK)
+            tqkv__move_rows(&from, 0, &stream, 0, c->n_judged);
+    }
+    if (c->n_judged) memcpy(is_new, c->is_new, (size_t)c->n_judged);
+    if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
+    c->raw_memory = memory;
+    c->raw_size = room->size + 63;
+    c->is_new = is_new;
+    memcpy(c->raw, to, sizeof to);
+}
+
+/* Makes raw room for n positions, which are no more than all that the cache may learn from, and for the first of those
+   behind these: a tree of drafts may still be cut there. On a GPU there is always room. */
+static tqkv_result tqkv__fit_raw(tqkv_cache *c, int64_t n)
+{
+    tqkv__raw_room to;
+    const int64_t most = (int64_t)c->learn_last + TQKV__TILE;
+    int64_t room = c->raw[0].capacity;
+    if (c->metal || (c->raw_memory && n + TQKV__TILE <= room)) return TQKV_OK;
+    while (room < n + TQKV__TILE) room *= 2;
+    void *memory = NULL;
+    if (tqkv__divide_raw(c, room < most ? room : most, &to)) memory = c->memory.alloc(c->memory.user, to.size + 63);
+    if (!memory) return TQKV_OUT_OF_MEMORY;
+    tqkv__move_raw(c, &to, memory);
     return TQKV_OK;
 }
 
@@ -11715,8 +11873,13 @@ static void tqkv__drop_raw(tqkv_cache *c)
 {
     if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
     c->raw_memory = NULL;
-    c->learning = c->reads_raw = false;
-    if (!c->metal) memset(c->raw, 0, sizeof c->raw);
+    c->learning = false;
+    c->raw_below = c->raw_end = c->n_judged = 0;
+    for (int i = 0; i < TQKV__CACHE_STREAMS && !c->metal; i++) { /* their shapes stay: an empty cache learns again */
+        c->raw[i].codes = c->raw[i].norms = NULL;
+        c->raw[i].codes_size = c->raw[i].norms_size = 0;
+        c->raw[i].capacity = c->learn_new + TQKV__TILE;
+    }
 }
 
 /* -- Learning -- */
@@ -11733,40 +11896,98 @@ static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float 
         codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, raw->head_dim, row);
 }
 
-/* Finds the same as tqkv__channel_means, of the raw halves [first, end) of a head. */
-static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int end, const float *center, bool squared,
-                            float *means)
+/* Whether |v - v'|^2 > |v|^2 / 4, for the values v of a position and v' of the one before, over all heads. Both sums are
+   16, value d of a head in number d mod 16, then added by halves. */
+static TQKV__NOINLINE bool tqkv__judge(const tqkv__stream *raw, int slot)
+{
+    enum { LANES = 16 };
+    float row[TQKV_MAX_HEAD_DIM], before[TQKV_MAX_HEAD_DIM], sums[2][LANES];
+    if (slot == 0) return true;
+    memset(sums, 0, sizeof sums);
+    for (int h = 0; h < raw->n_kv_heads; h++) {
+        tqkv__raw_row(raw, h, slot, row);
+        tqkv__raw_row(raw, h, slot - 1, before);
+        for (int d = 0; d < raw->head_dim; d++) {
+            const float x = TQKV__AS_FLOAT(row[d] - before[d]);
+            sums[0][d % LANES] = TQKV__AS_FLOAT(sums[0][d % LANES] + tqkv__rounded(x * x));
+            sums[1][d % LANES] = TQKV__AS_FLOAT(sums[1][d % LANES] + tqkv__rounded(row[d] * row[d]));
+        }
+    }
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int k = 0; k < half; k++) {
+            sums[0][k] = TQKV__AS_FLOAT(sums[0][k] + sums[0][k + half]);
+            sums[1][k] = TQKV__AS_FLOAT(sums[1][k] + sums[1][k + half]);
+        }
+    return sums[0][0] > sums[1][0] * 0.25f;
+}
+
+/* Finds which of the raw positions before `end` are new. */
+static void tqkv__judge_positions(tqkv_cache *c, int64_t end)
+{
+    tqkv__stream values;
+    const uint64_t mode = tqkv__fp_exact();
+    (void)tqkv__stream_open(&c->raw[c->shared ? 0 : 1], &values);
+    for (int64_t p = c->n_judged; p < end; p++) c->is_new[p] = tqkv__judge(&values, (int)p);
+    if (c->n_judged < end) c->n_judged = end;
+    tqkv__fp_restore(mode);
+}
+
+static int tqkv__count_new(const tqkv_cache *c, int64_t first, int64_t end)
+{
+    int n = 0;
+    for (int64_t p = first; p < end; p++) n += c->is_new[p];
+    return n;
+}
+
+/* Returns the positions that the cache learns from when it has `end` raw ones; 0: it does not learn yet. */
+static int64_t tqkv__learning_point(tqkv_cache *c, int64_t end)
+{
+    int n = 0;
+    tqkv__judge_positions(c, end);
+    for (int64_t p = 0; p < end; p++)
+        if ((n += c->is_new[p]) == c->learn_new) return p + 1;
+    return end >= c->learn_last ? c->learn_last : 0;
+}
+
+/* Finds the mean over the new positions of [first, end), or that of the squares, of a head's raw halves less a centre,
+   unless that is NULL, as tqkv__channel_means does. */
+static void tqkv__raw_means(const tqkv_cache *c, const tqkv__stream *raw, int kv_head, int first, int end,
+                            const float *center, bool squared, float *means)
 {
     float row[TQKV_MAX_HEAD_DIM], less[TQKV_MAX_HEAD_DIM];
     memset(means, 0, (size_t)raw->head_dim * sizeof(float));
     for (int slot = first; slot < end; slot++) {
+        if (!c->is_new[slot]) continue;
         tqkv__raw_row(raw, kv_head, slot, row);
         if (center) tqkv__codec_for(raw->head_dim)->widen(TQKV_TYPE_F32, row, center, NULL, raw->head_dim, less);
         tqkv__add_row(center ? less : row, squared, raw->head_dim, means);
     }
-    tqkv__divide_sums(means, raw->head_dim, (float)(end - first));
+    tqkv__divide_sums(means, raw->head_dim, (float)tqkv__count_new(c, first, end));
 }
 
-/* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if
-   enough remain. */
+/* Learns centre and scale of the keys from the new ones of n raw positions, without those that stay exact, if enough
+   remain; neither where they are too few. */
 static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
 {
     tqkv__learnt learnt;
-    const int first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
+    const bool few = tqkv__count_new(c, 0, n) < tqkv__least_new(c);
+    const int ends = c->exact_first < n ? c->exact_first : n,
+              first = tqkv__count_new(c, ends, n) >= TQKV__LEAST_POSITIONS ? ends : 0;
     const size_t dim = (size_t)raw->head_dim;
+    const tqkv__tied tied = {c->pairs, c->keys.rotary_dim ? c->keys.rotary_dim : raw->head_dim};
     float *center = tqkv__channel_room(c, TQKV__KEYS, TQKV__CENTERS),
           *scale = tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES);
     const uint64_t mode = tqkv__fp_exact();
-    for (int h = 0; h < raw->n_kv_heads; h++) {
-        tqkv__raw_means(raw, h, first, n, NULL, false, learnt.center);
-        tqkv__raw_means(raw, h, first, n, learnt.center, true, learnt.rows);
-        tqkv__deviations(TQKV_PAIRS_NONE, raw->head_dim, learnt.rows);
+    for (int h = 0; h < raw->n_kv_heads && !few; h++) {
+        tqkv__raw_means(c, raw, h, first, n, NULL, false, learnt.center);
+        tqkv__raw_means(c, raw, h, first, n, learnt.center, true, learnt.rows);
+        tqkv__deviations(&tied, raw->head_dim, learnt.rows);
         memcpy(center + (size_t)h * dim, learnt.center, dim * sizeof(float));
         tqkv__scales_of(learnt.rows, NULL, raw->head_dim, scale + (size_t)h * dim);
     }
     tqkv__fp_restore(mode);
-    tqkv__cache_channels(c, TQKV__KEYS, TQKV__CENTERS, center, dim);
-    tqkv__cache_channels(c, TQKV__KEYS, TQKV__SCALES, scale, dim);
+    tqkv__cache_channels(c, TQKV__KEYS, TQKV__CENTERS, few ? NULL : center, dim);
+    tqkv__cache_channels(c, TQKV__KEYS, TQKV__SCALES, few ? NULL : scale, dim);
 }
 
 /* -- Encoding what was raw -- */
@@ -11848,32 +12069,41 @@ static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw,
     return r;
 }
 
-/* What the cache has of its first n positions when these are encoded for an append up to `end`. */
-static void tqkv__count_settled(tqkv_cache *c, int n, int64_t end)
+/* What the cache has of n raw positions, of which it learned from those before `point`, when they are encoded for an
+   append up to `end`. */
+static void tqkv__count_settled(tqkv_cache *c, int64_t point, int64_t n, int64_t end)
 {
     c->learning = false;
+    c->raw_below = point;
+    c->raw_end = n;
     c->exact_below = n < c->exact_first ? n : c->exact_first;
     c->exact_from = c->exact_held = 0;
     if (end > tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c) < n ? end - tqkv__newest_room(c) : n;
 }
 
-/* Learns from the n positions that are raw, and encodes them, with what is kept besides of them at `end`. raw: [3], the
-   cache's or another one's, whose tail may have another format and then cannot always be converted */
-static tqkv_result tqkv__settle(tqkv_cache *c, const tqkv_store *raw, int n, int64_t end)
+/* Learns from the raw positions before `point`, and encodes n, with what is kept besides of them at `end`. */
+static tqkv_result tqkv__settle(tqkv_cache *c, int64_t point, int64_t n, int64_t end)
 {
     tqkv__raw_job job;
     const int sides = c->shared ? 1 : 2;
     const tqkv_parallel *parallel = &c->attention.parallel;
     memset(&job, 0, sizeof job);
-    (void)tqkv__stream_open(&raw[0], &job.raw[0]);
-    tqkv__learn(c, &job.raw[0], n);
-    for (int side = 0; side < sides; side++) tqkv__open_raw_side(c, raw, side, &job);
-    job.n = n;
+    (void)tqkv__stream_open(&c->raw[0], &job.raw[0]);
+    tqkv__learn(c, &job.raw[0], (int)point);
+    for (int side = 0; side < sides; side++) tqkv__open_raw_side(c, c->raw, side, &job);
+    job.n = (int)n;
     job.n_heads = c->keys.n_kv_heads;
     job.end = end;
     parallel->run(parallel->user, sides * job.n_heads, tqkv__raw_task, &job);
-    tqkv__count_settled(c, n, end);
-    return tqkv__settle_tail(c, raw, n);
+    tqkv__count_settled(c, point, n, end);
+    return tqkv__settle_tail(c, c->raw, (int)n); /* rows of the same format are copied */
+}
+
+/* Learns and encodes all if the positions suffice, after an edit. */
+static void tqkv__settle_edited(tqkv_cache *c)
+{
+    const int64_t end = c->attention.end, point = c->learning ? tqkv__learning_point(c, end) : 0;
+    if (point) (void)tqkv__settle(c, point, end, end);
 }
 
 /* -- Appending -- */
@@ -11911,22 +12141,45 @@ static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
     for (int i = 0; i < 2; i++) {
         streams[i]->center = c->keys.center;
         streams[i]->channel_scale = c->keys.channel_scale;
-        streams[i]->inverses = tqkv__channel_room(c, TQKV__KEYS, TQKV__INVERSES);
+        streams[i]->inverses = c->keys.channel_scale ? tqkv__channel_room(c, TQKV__KEYS, TQKV__INVERSES) : NULL;
     }
 }
 
-static void tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
+/* Appends the first n tokens of a job as raw halves, and leaves them out of it. */
+static void tqkv__take_raw(const tqkv_cache *c, tqkv__append *append, int n)
 {
-    const int64_t end = c->attention.end + append->job.n_tokens;
-    const int left = c->raw[0].capacity - (int)c->attention.end;
-    tqkv__append_raw(c, append, left);
-    if (append->job.n_tokens < left) return;
-    (void)tqkv__settle(c, c->raw, c->raw[0].capacity, end); /* rows of the same format are copied */
-    if (c->attention.non_causal) tqkv__drop_raw(c);         /* all queries see what is encoded */
+    tqkv__append_raw(c, append, n);
+    tqkv__skip_tokens(&append->job, n);
+    tqkv__skip_tokens(&append->first_job, n);
+}
+
+/* Appends to a cache that learns: raw halves, no more at a time than may all be needed, then codes. A failure leaves
+   the cache as it was. */
+static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
+{
+    int64_t at = c->attention.end, point;
+    const int64_t begin = at, end = at + append->job.n_tokens;
+    point = tqkv__learning_point(c, at);
+    for (int64_t n; at < end && !point; at += n) {
+        const int64_t missing = c->learn_new - tqkv__count_new(c, 0, at), left = c->learn_last - at;
+        n = missing < left ? missing : left;
+        if (n > end - at) n = end - at;
+        const tqkv_result r = tqkv__fit_raw(c, at + n);
+        if (r != TQKV_OK) {
+            c->n_judged = begin;
+            return r;
+        }
+        tqkv__take_raw(c, append, (int)n);
+        point = tqkv__learning_point(c, at + n);
+    }
+    if (!point) return TQKV_OK;
+    (void)tqkv__settle(c, point, at, end); /* rows of the same format are copied */
+    if (append->job.n_tokens) tqkv__append_raw(c, append, TQKV__TILE);
+    c->raw_end = end - at < TQKV__TILE ? end : at + TQKV__TILE;
+    if (c->attention.non_causal) tqkv__drop_raw(c); /* all queries see what is encoded */
     tqkv__take_learnt(c, append);
-    tqkv__skip_tokens(&append->job, left);
-    tqkv__skip_tokens(&append->first_job, left);
     if (append->job.n_tokens) tqkv__append_rows(c, append);
+    return TQKV_OK;
 }
 
 /* Counts what a GPU has appended, or will have when what is recorded has run: the cache then has centre and scale,
@@ -11935,9 +12188,10 @@ static void tqkv__count_append(tqkv_cache *c, int n_tokens)
 {
     const int64_t end = c->attention.end + n_tokens;
     if (!c->learning && n_tokens) tqkv__drop_raw(c);
-    if (c->learning && end >= c->raw[0].capacity) {
+    if (c->learning && end >= c->learn_new) {
         c->learnt_at = c->attention.end;
-        tqkv__count_settled(c, c->raw[0].capacity, end);
+        tqkv__count_settled(c, c->learn_new, c->learn_new, end);
+        c->raw_end = end < c->learn_new + TQKV__TILE ? end : c->learn_new + TQKV__TILE;
         tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, true);
         tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, true);
         if (c->attention.non_causal) tqkv__drop_raw(c);
@@ -11957,8 +12211,8 @@ static tqkv_result tqkv__follow_tail(const tqkv_cache *c)
 /* Returns how many of the newest n_queries queries stand at positions that are read raw. */
 static int tqkv__raw_queries(const tqkv_cache *c, int n_queries)
 {
-    const int64_t first = c->attention.end - n_queries, n = c->raw[0].capacity;
-    if (!c->reads_raw || first >= n) return 0;
+    const int64_t first = c->attention.end - n_queries, n = c->raw_below;
+    if (!n || first >= n || !c->attention.end) return 0; /* of nothing there is nothing raw */
     return c->attention.end <= n ? n_queries : (int)(n - first);
 }
 
@@ -11979,7 +12233,7 @@ static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int 
 static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
 {
     if (!tqkv__raw_queries(c, 1)) return false;
-    *view = tqkv__raw_attention(c, c->attention.end, 1);
+    if (c->raw[0].codes) *view = tqkv__raw_attention(c, c->attention.end, 1);
     return true;
 }
 
@@ -12075,6 +12329,8 @@ static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tq
     cut.own = NULL;
     cut.n_raw = tqkv__raw_queries(c, n_queries);
     tqkv_result r = tqkv__check_whole(c, some, q, n_queries, out);
+    if (r == TQKV_OK && cut.n_raw && !c->raw[0].codes)
+        r = TQKV__REFUSE(OUT_OF_RANGE, "a copy has no halves for queries at positions that its cache has learned from");
     if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, some, q, n_queries, out, &cut);
     if (r != TQKV_OK) return r;
     const bool whole = cut.n_raw && cut.n_raw < n_queries && some && some->tree;
@@ -12104,14 +12360,36 @@ TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset)
 /* >>cache-edit: truncate, remove, keep, fork. */
 
 /* Lets positions below `from` be read as codes after an edit. Where none is kept as halves there is nothing to say. */
-static void tqkv__exact_begins(tqkv_cache *c, int64_t from) { c->exact_from = c->exact_last ? from : 0; }
-
-/* What was raw when the cache learned is no longer what it holds. */
-static void tqkv__begin_edit(tqkv_cache *c)
+static void tqkv__exact_begins(tqkv_cache *c, int64_t from)
 {
-    if (c->learning) return;
-    tqkv__drop_raw(c);
+    c->exact_from = c->exact_last && !c->learning ? from : 0;
+}
+
+/* Forgets what the cache has learned: it is raw again, and learns. */
+static void tqkv__unlearn(tqkv_cache *c)
+{
+    tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, false);
+    tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, false);
+    c->learning = true;
+    c->raw_below = INT64_MAX;
+    c->first = c->exact_below = c->exact_from = c->exact_held = 0;
+}
+
+/* Whether an edit that takes positions back from `end` on takes some that the last append has learned from. The cache
+   then is as if they had never come: their halves are there until the next append. */
+static bool tqkv__takes_learnt(const tqkv_cache *c, int64_t end)
+{
+    return !c->learning && end < c->raw_below && c->raw[0].codes;
+}
+
+/* After an edit from `first` on, which may move positions down. What was raw when the cache learned is then no longer
+   what it holds. */
+static void tqkv__begin_edit(tqkv_cache *c, int64_t first)
+{
     c->learnt_at = -1;
+    if (!c->learning && first < c->raw_below) tqkv__drop_raw(c);
+    if (c->n_judged > first) c->n_judged = first;
+    if (c->raw_end > first) c->raw_end = first;
 }
 
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
@@ -12119,7 +12397,10 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
         return TQKV__REFUSE(OUT_OF_RANGE, "end: negative, behind the cache's end, or gone from its ring");
-    if (end < c->attention.end) tqkv__begin_edit(c);
+    if (end < c->attention.end) c->learnt_at = -1;
+    if (tqkv__takes_learnt(c, end) || (end == 0 && c->learns && !c->learning)) tqkv__unlearn(c);
+    if (c->n_judged > end) c->n_judged = end;
+    if (c->raw_end > end) c->raw_end = end;
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
     if (end < c->attention.end) tqkv__exact_begins(c, tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end);
@@ -12177,7 +12458,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     if (count < 0) return TQKV__INVALID("count is negative");
     if (first < 0 || first > c->attention.end || count > c->attention.end - first)
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
-    if (count) tqkv__begin_edit(c);
+    if (count) tqkv__begin_edit(c, first);
     const int64_t behind = first + count, n = c->attention.end - behind;
     tqkv__move_positions(c, behind, first, n);
     const int64_t kept = tqkv__exact_kept(c);
@@ -12191,6 +12472,14 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     return tqkv__follow_tail(c);
 }
 
+/* Returns how many of the first positions are kept: those do not move. */
+static int tqkv__count_same(const int *kept, int n_kept)
+{
+    int n = 0;
+    while (n < n_kept && kept[n] == n) n++;
+    return n;
+}
+
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
@@ -12202,8 +12491,10 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
         if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
         if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
     }
-    if (n_kept < n) tqkv__begin_edit(c);
-    const int64_t first = c->attention.end - n, kept_from = tqkv__exact_kept(c);
+    const int64_t first = c->attention.end - n, same = first + tqkv__count_same(kept, n_kept);
+    if (n_kept < n && tqkv__takes_learnt(c, same) && c->raw_end == c->attention.end) tqkv__unlearn(c);
+    if (n_kept < n) tqkv__begin_edit(c, same);
+    const int64_t kept_from = tqkv__exact_kept(c);
     int64_t below = first;
     for (int i = 0, next; i < n_kept; i = next) {
         for (next = i + 1; next < n_kept && kept[next] == kept[next - 1] + 1;) next++;
@@ -12214,6 +12505,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     if (c->exact_below > below) c->exact_below = below;
     if (first < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
     if (n_kept < n) tqkv__exact_begins(c, first < kept_from ? c->attention.end : kept_from);
+    tqkv__settle_edited(c);
     return tqkv__follow_tail(c);
 }
 
@@ -12227,7 +12519,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     row(key_format,   keys.format)         row(value_format, values.format)                                            \
     row(window,       attention.window)    row(scale,      attention.scale)     row(softcap,  attention.softcap)       \
     row(shared,       shared)              row(tail_dim,   tail.head_dim)       row(tail_format, tail.format)          \
-    row(exact_first,  asked_first)         row(exact_last, asked_last)          row(calibrate, calibrate)
+    row(exact_first,  asked_first)         row(exact_last, asked_last)          row(calibrate, calibrate)              \
+    row(pairs,        pairs)               row(rotary_dim, keys.rotary_dim)
 #define TQKV__CACHE_USE(row)                                                                                           \
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
@@ -12287,29 +12580,25 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
 
-/* Copies what a cache holds to a new one of its shape. One that learns, and has more positions than the copy learns
-   from, is calibrated with these. */
+/* Copies what a cache holds to a new one of its shape. */
 static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
 {
-    tqkv_result r = TQKV_OK;
-    const bool settles = c->learning && c->attention.end >= copy->raw[0].capacity;
+    tqkv_result r = c->learning && c->attention.end ? tqkv__fit_raw(copy, c->attention.end) : TQKV_OK;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *from = tqkv__store_of(c, i);
         if (!from) continue;
         tqkv__cache_channels(copy, i, TQKV__CENTERS, from->center, (size_t)from->head_dim);
         tqkv__cache_channels(copy, i, TQKV__SCALES, from->channel_scale, (size_t)from->head_dim);
     }
-    for (int i = 0; !settles && r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, parallel);
+    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, parallel);
     copy->calibrate = c->calibrate;
+    copy->raw_below = c->raw_below;
     copy->first = c->first;
     copy->exact_below = c->exact_below;
     copy->exact_from = c->exact_from;
     copy->exact_held = tqkv__range_of(c, TQKV__LAST_KEYS).from;
     copy->attention.end = c->attention.end;
-    if (!settles) return r == TQKV_OK ? tqkv__follow_tail(copy) : r;
-    r = tqkv__settle(copy, c->raw, (int)c->attention.end, c->attention.end);
-    tqkv__drop_raw(copy);
-    return r;
+    return r == TQKV_OK ? tqkv__follow_tail(copy) : r;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
@@ -12334,7 +12623,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
     if (copied.capacity > 0 && copied.capacity < least)
         return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident or for the first positions");
     if (!c->learning) copied.calibrate = 0;
-    tqkv_result r = tqkv_cache_create(&copied, &copy);
+    tqkv_result r = tqkv__create(&copied, c->learn_new, c->learn_last, &copy);
     if (r != TQKV_OK) return r;
     if ((r = tqkv__copy_cache(c, copy, &copied.parallel)) == TQKV_OK)
         *out = copy;
@@ -12347,25 +12636,27 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
 
    A cache:
      offset  bytes  field                                 offset  bytes  field
-          0      8  "tqkv" CR LF SUB LF                        72      4  window
-          8      4  snapshot version                           76      4  scale (float32)
-         12      4  bytes of the header, with its hash         80      4  softcap (float32)
-         16      8  tag                                        84      4  calibrate
-         24      4  version of the codes                       88      4  exact_first
-         28      4  head_dim                                   92      4  exact_last
-         32      4  head_dim of the values                     96      4  first positions that are kept besides
-         36      4  head_dim of the tail, or 0                100      4  0
-         40      4  n_kv_heads                                104      8  oldest resident position
-         44      4  n_heads                                   112      8  end
-         48      4  capacity                                  120      8  exact_from
-         52      4  key format                                128      8  XXH3-64 of the bytes before
-         56      4  value format
-         60      4  tail format, or 0                       then, for each stream (keys, values unless shared, tail):
-         64      4  type                                              centre, then scale [n_kv_heads][head_dim], if any
-         68      4  bit 0: ring; 1: shared; 2: the                    codes [n_kv_heads][positions][row_bytes]
-                    cache has not learned yet; 8 to 10:               norms [n_kv_heads][positions][norms_per_row]
-                    keys, values and tail have a                   8  XXH3-64 of these
-                    centre; 16 to 18: a scale
+          0      8  "tqkv" CR LF SUB LF                        80      4  softcap (float32)
+          8      4  snapshot version                           84      4  calibrate
+         12      4  bytes of the header, with its hash         88      4  exact_first
+         16      8  tag                                        92      4  exact_last
+         24      4  version of the codes                       96      4  first positions that are kept besides
+         28      4  head_dim                                  100      4  positions whose queries need halves that
+         32      4  head_dim of the values                                are not here
+         36      4  head_dim of the tail, or 0                104      4  while it learns: new positions to learn from
+         40      4  n_kv_heads                                108      4  and the positions after which it learns
+         44      4  n_heads                                   112      4  pairs
+         48      4  capacity                                  116      4  rotary_dim
+         52      4  key format                                120      8  oldest resident position
+         56      4  value format                              128      8  end
+         60      4  tail format, or 0                         136      8  exact_from
+         64      4  0                                         144      8  XXH3-64 of the bytes before
+         68      4  bit 0: ring; 1: shared; 2: the          then, for each stream (keys, values unless shared, tail):
+                    cache has not learned yet; 8 to 10:               centre, then scale [n_kv_heads][head_dim], if any
+                    keys, values and tail have a                      codes [n_kv_heads][positions][row_bytes]
+                    centre; 16 to 18: a scale                         norms [n_kv_heads][positions][norms_per_row]
+         72      4  window                                         8  XXH3-64 of these
+         76      4  scale (float32)
 
    Behind the streams come, likewise but without centre and scale, what is kept of the first positions' keys, values and
    tail, then the halves of the newest keys and values, as far as the cache has these stores. The newest halves are
@@ -12384,13 +12675,14 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
          28      4  bit 0: unrotated; 1: has a centre;         64      8  XXH3-64 of the bytes before
                     2: F16, rotated; 3: has a scale         then codes, norms and their hash, as above
 
-   All later versions begin with magic, version and size, so that a build knows a newer snapshot from a damaged one. */
+   All versions begin with magic, version and size, so that a build knows an older or newer snapshot from a damaged
+   one. */
 
-#define TQKV__SNAPSHOT_VERSION  6  /* of both kinds */
+#define TQKV__SNAPSHOT_VERSION  7  /* of both kinds */
 #define TQKV__CODES_VERSION     3  /* changes with the bytes that encoding gives */
 #define TQKV__NAME_SIZE         16 /* magic, version, size */
-#define TQKV__HEADER_FIELDS     20
-#define TQKV__HEADER_SIZE       128 /* without its hash */
+#define TQKV__HEADER_FIELDS     24
+#define TQKV__HEADER_SIZE       144 /* without its hash */
 #define TQKV__STORE_HEADER_SIZE 64
 #define TQKV__HASH_SIZE         8
 
@@ -12406,6 +12698,11 @@ static uint64_t tqkv__get(const uint8_t *bytes, int n)
     return x;
 }
 
+#define TQKV__CUT     "the snapshot is cut short"
+#define TQKV__NEWER   "the snapshot was written by a newer version of tqkv"
+#define TQKV__OLDER   "the snapshot was written by an older version of tqkv, whose codes are others: make it anew"
+#define TQKV__DAMAGED "the snapshot is damaged: a checksum differs"
+
 /* A snapshot being written or read: one of `write` and `read` is set. Hashes every byte. */
 typedef struct tqkv__pipe {
     tqkv_write write;
@@ -12420,8 +12717,8 @@ static tqkv_result tqkv__move(tqkv__pipe *pipe, uint8_t *bytes, size_t n)
         const size_t left = n - done;
         const size_t moved =
             pipe->write ? pipe->write(pipe->user, bytes + done, left) : pipe->read(pipe->user, bytes + done, left);
-        if (moved > left) return TQKV_IO;
-        if (moved == 0) return pipe->write ? TQKV_IO : TQKV_CORRUPT;
+        if (moved > left) return TQKV__REFUSE(IO, "read or write: more bytes than were asked for");
+        if (moved == 0) return pipe->write ? TQKV__REFUSE(IO, "write: no byte") : TQKV__REFUSE(CORRUPT, TQKV__CUT);
         done += moved;
     }
     XXH3_64bits_update(&pipe->hash, bytes, n);
@@ -12437,7 +12734,7 @@ static tqkv_result tqkv__move_hash(tqkv__pipe *pipe)
     const tqkv_result r = tqkv__move(pipe, bytes, sizeof bytes);
     XXH3_64bits_reset(&pipe->hash);
     if (r != TQKV_OK) return r;
-    return memcmp(bytes, expected, sizeof bytes) == 0 ? TQKV_OK : TQKV_CORRUPT;
+    return memcmp(bytes, expected, sizeof bytes) == 0 ? TQKV_OK : TQKV__REFUSE(CORRUPT, TQKV__DAMAGED);
 }
 
 /* Writes floats, or reads them to `to`. from, to: [n] */
@@ -12484,7 +12781,8 @@ static tqkv_result tqkv__move_channels(tqkv__pipe *pipe, const tqkv__stream *s, 
     if (r == TQKV_OK && s->channel_scale) r = tqkv__move_floats(pipe, s->channel_scale, to_scale, n);
     const bool valid = (!s->center || tqkv__all_finite(s->center, n)) &&
                        (!s->channel_scale || tqkv__scales_valid(s->channel_scale, n));
-    return r != TQKV_OK || valid ? r : TQKV_CORRUPT;
+    if (r == TQKV_OK && !valid) return TQKV__REFUSE(CORRUPT, "the snapshot has a centre or a scale that none can be");
+    return r;
 }
 
 /* Moves all stores of a cache: centres and scales of streams, and what the stores hold. */
@@ -12493,8 +12791,9 @@ static tqkv_result tqkv__move_stores(tqkv__pipe *pipe, const tqkv_cache *c)
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) {
         tqkv__stream s;
-        if (!tqkv__store_of(c, i) || (i >= TQKV__RAW && !c->learning)) continue;
-        r = tqkv__stream_open(tqkv__store_of(c, i), &s);
+        const tqkv_store *store = tqkv__store_of(c, i);
+        if (!store || (i >= TQKV__RAW && !c->learning)) continue;
+        r = store->codes ? tqkv__stream_open(store, &s) : tqkv__stream_shape(store, &s); /* nothing is raw yet */
         if (r == TQKV_OK && i < TQKV__CACHE_STREAMS)
             r = tqkv__move_channels(pipe, &s, tqkv__channel_room(c, i, TQKV__CENTERS),
                                     tqkv__channel_room(c, i, TQKV__SCALES));
@@ -12529,10 +12828,11 @@ static tqkv_result tqkv__read_header(tqkv__pipe *pipe, const char *magic, size_t
     tqkv_result r = tqkv__move(pipe, header, TQKV__NAME_SIZE);
     if (r != TQKV_OK) return r;
     tqkv__put_name(magic, size, name);
-    if (memcmp(header, magic, 8) != 0) return TQKV_CORRUPT;
-    if (tqkv__get(header + 8, 4) > TQKV__SNAPSHOT_VERSION)
-        return TQKV__REFUSE(CORRUPT, "the snapshot was written by a newer version of tqkv");
-    if (memcmp(header, name, sizeof name) != 0) return TQKV_CORRUPT;
+    if (memcmp(header, magic, 8) != 0) return TQKV__REFUSE(CORRUPT, "no snapshot of this kind: its first bytes differ");
+    const uint64_t version = tqkv__get(header + 8, 4);
+    if (version > TQKV__SNAPSHOT_VERSION) return TQKV__REFUSE(CORRUPT, TQKV__NEWER);
+    if (version < TQKV__SNAPSHOT_VERSION) return TQKV__REFUSE(CORRUPT, TQKV__OLDER);
+    if (memcmp(header, name, sizeof name) != 0) return TQKV__REFUSE(CORRUPT, "the snapshot's header has another size");
     r = tqkv__move(pipe, header + sizeof name, size - sizeof name);
     return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
 }
@@ -12565,7 +12865,7 @@ static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
                                                   (uint32_t)keys->format,
                                                   (uint32_t)c->values.format,
                                                   (uint32_t)c->tail.format,
-                                                  (uint32_t)keys->type,
+                                                  0,
                                                   flags,
                                                   (uint32_t)a->window,
                                                   tqkv__bits(a->scale),
@@ -12574,13 +12874,17 @@ static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
                                                   (uint32_t)c->asked_first,
                                                   (uint32_t)c->asked_last,
                                                   (uint32_t)tqkv__range_of(c, TQKV__FIRST_KEYS).to,
-                                                  0};
+                                                  c->learning ? 0 : (uint32_t)c->raw_below,
+                                                  c->learning ? (uint32_t)c->learn_new : 0,
+                                                  c->learning ? (uint32_t)c->learn_last : 0,
+                                                  (uint32_t)c->pairs,
+                                                  (uint32_t)keys->rotary_dim};
     tqkv__put_name(tqkv__magic, TQKV__HEADER_SIZE, header);
     tqkv__put(header + 16, 8, c->tag);
     for (int i = 0; i < TQKV__HEADER_FIELDS; i++) tqkv__put(header + 24 + 4 * i, 4, fields[i]);
-    tqkv__put(header + 104, 8, (uint64_t)c->first);
-    tqkv__put(header + 112, 8, (uint64_t)c->attention.end);
-    tqkv__put(header + 120, 8, (uint64_t)c->exact_from);
+    tqkv__put(header + 120, 8, (uint64_t)c->first);
+    tqkv__put(header + 128, 8, (uint64_t)c->attention.end);
+    tqkv__put(header + 136, 8, (uint64_t)c->exact_from);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user)
@@ -12600,6 +12904,8 @@ typedef struct tqkv__header {
     tqkv_cache_desc desc;
     uint32_t centers, scales; /* a bit a stream */
     bool learning;
+    int learn_new, learn_last; /* 0 unless it learns */
+    int64_t raw_below;         /* 0 while it does */
     int64_t first, end, exact_below, exact_from;
 } tqkv__header;
 
@@ -12610,7 +12916,7 @@ static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_c
         if (fields[i] > (uint32_t)INT_MAX && i != 13 && i != 14) return false; /* scale and softcap are floats */
     for (int i = 7; i < 10; i++) /* formats; in C++ the enum takes 4 bits */
         if (fields[i] > 15 || (!tqkv__format_known((tqkv_format)fields[i]) && (i < 9 || fields[i]))) return false;
-    if (fields[10] > 2 || !fields[2] || !fields[5] || !fields[3] != !fields[9] || fields[19]) return false;
+    if (fields[10] || !fields[2] || !fields[5] || !fields[3] != !fields[9] || fields[22] > 2) return false;
     d->head_dim = (int)fields[1];
     d->value_dim = (int)fields[2];
     d->tail_dim = (int)fields[3];
@@ -12620,7 +12926,6 @@ static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_c
     d->key_format = (tqkv_format)fields[7];
     d->value_format = (tqkv_format)fields[8];
     d->tail_format = (tqkv_format)fields[9];
-    d->type = (tqkv_type)fields[10];
     d->ring = fields[11] & 1;
     d->shared = fields[11] & 2;
     d->window = (int)fields[12];
@@ -12629,8 +12934,25 @@ static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_c
     d->calibrate = (int)fields[15];
     d->exact_first = (int)fields[16];
     d->exact_last = (int)fields[17];
+    d->pairs = (tqkv_pairs)fields[22];
+    d->rotary_dim = (int)fields[23];
     if (fields[14] >> 31 || d->scale == 0.0f) return false; /* no cache has a negative softcap */
     return !d->shared || (d->value_format == d->key_format && d->value_dim == d->head_dim);
+}
+
+/* Whether a cache can be where a header says. One that learns holds its first positions, and nothing else. */
+static bool tqkv__check_positions_of(const tqkv__header *h)
+{
+    const tqkv_cache_desc *d = &h->desc;
+    if (h->first < 0 || h->first > h->end || h->end - h->first > d->capacity || (!d->ring && h->first)) return false;
+    if (h->exact_from < 0 || h->exact_from > h->end || (h->exact_from && !d->exact_last)) return false;
+    if (h->exact_below > h->end || h->exact_below > d->exact_first || h->exact_below > d->capacity) return false;
+    if (h->raw_below > (d->calibrate ? d->capacity : 0)) return false;
+    if (!h->learning) return !h->learn_new && !h->learn_last;
+    return d->calibrate && !h->centers && !h->scales && !h->exact_below && !h->exact_from && !h->first &&
+           !h->raw_below && h->learn_new >= TQKV__LEAST_POSITIONS && h->learn_new <= d->calibrate &&
+           h->learn_last <= d->capacity && h->learn_last >= TQKV__LEAST_POSITIONS &&
+           h->learn_last <= (int64_t)TQKV__MOST_AWAITED * d->calibrate && h->end <= h->learn_last;
 }
 
 /* Takes what a header says; false if no cache can have written it. */
@@ -12640,7 +12962,7 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
     tqkv_cache_desc *d = &h->desc;
     memset(h, 0, sizeof *h);
     for (int i = 0; i < TQKV__HEADER_FIELDS; i++) fields[i] = (uint32_t)tqkv__get(header + 24 + 4 * i, 4);
-    if (fields[0] != TQKV__CODES_VERSION || !tqkv__parse_shape(fields, d)) return false;
+    if (!tqkv__parse_shape(fields, d)) return false;
     const uint32_t streams = 1u | (d->shared ? 0u : 2u) | (d->tail_dim ? 4u : 0u);
     d->tag = tqkv__get(header + 16, 8);
     h->centers = fields[11] >> 8 & streams;
@@ -12648,13 +12970,13 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
     h->learning = fields[11] & 4;
     if (fields[11] != ((fields[11] & 7) | h->centers << 8 | h->scales << 16)) return false;
     h->exact_below = fields[18];
-    h->first = (int64_t)tqkv__get(header + 104, 8);
-    h->end = (int64_t)tqkv__get(header + 112, 8);
-    h->exact_from = (int64_t)tqkv__get(header + 120, 8);
-    if (h->first < 0 || h->first > h->end || h->end - h->first > d->capacity || (!d->ring && h->first)) return false;
-    if (h->exact_from < 0 || h->exact_from > h->end || h->exact_below > h->end) return false;
-    if (h->exact_below > d->exact_first || h->exact_below > d->capacity) return false;
-    return !h->learning || (d->calibrate && !h->centers && !h->scales && !h->exact_below);
+    h->raw_below = fields[19];
+    h->learn_new = (int)fields[20];
+    h->learn_last = (int)fields[21];
+    h->first = (int64_t)tqkv__get(header + 120, 8);
+    h->end = (int64_t)tqkv__get(header + 128, 8);
+    h->exact_from = (int64_t)tqkv__get(header + 136, 8);
+    return tqkv__check_positions_of(h);
 }
 
 /* Makes a cache hold what a header says. */
@@ -12665,6 +12987,7 @@ static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
     c->exact_below = h->exact_below;
     c->exact_from = h->exact_from;
     c->learning = h->learning;
+    c->raw_below = h->learning ? INT64_MAX : h->raw_below;
     c->exact_held = tqkv__range_of(c, TQKV__LAST_KEYS).from;
 }
 
@@ -12709,7 +13032,8 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
         const size_t end = a->size < wanted ? a->size : wanted,
                      room = end - a->filled; /* never reads past the snapshot */
         const size_t n = a->read(a->user, a->bytes + a->filled, room);
-        if (n == 0 || n > room) return n ? TQKV_IO : TQKV_CORRUPT;
+        if (n > room) return TQKV__REFUSE(IO, "read: more bytes than were asked for");
+        if (n == 0) return TQKV__REFUSE(CORRUPT, TQKV__CUT);
         a->filled += n;
     }
     return TQKV_OK;
@@ -12761,11 +13085,13 @@ static tqkv_result tqkv__create_found(const tqkv__header *found, tqkv_cache **ou
 {
     tqkv_cache_desc desc = found->desc;
     if (!found->learning) desc.calibrate = 0;
-    const tqkv_result r = tqkv_cache_create(&desc, out);
+    tqkv_result r = tqkv__create(&desc, found->learn_new, found->learn_last, out);
     if (r != TQKV_OK) return r;
     (*out)->calibrate = found->desc.calibrate;
     tqkv__set_range(*out, found);
     tqkv__open_channels(*out, found->centers, found->scales);
+    if (found->learning && found->end) r = tqkv__fit_raw(*out, found->end);
+    if (r != TQKV_OK) tqkv_cache_destroy(*out);
     return r;
 }
 
@@ -12785,12 +13111,13 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
     tqkv_result r = tqkv__read_header(&pipe, tqkv__magic, sizeof header, header);
     if (r != TQKV_OK) return r;
+    if (tqkv__get(header + 24, 4) != TQKV__CODES_VERSION)
+        return TQKV__REFUSE(CORRUPT, tqkv__get(header + 24, 4) > TQKV__CODES_VERSION ? TQKV__NEWER : TQKV__OLDER);
     if (!tqkv__parse_header(header, &found) || tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK ||
-        !tqkv__divide_memory(&checked, 0, &at))
-        return TQKV_CORRUPT;
-    if (found.learning && found.end >= checked.raw[0].capacity) return TQKV_CORRUPT;
+        !tqkv__divide_memory(&checked, 0, &at) || !tqkv__raw_fits(&checked))
+        return TQKV__REFUSE(CORRUPT, "the snapshot's header is one that no cache writes");
     if ((r = tqkv__check_match(desc, &found.desc)) != TQKV_OK) return r;
-    if (desc->type && desc->type != found.desc.type) return TQKV__INVALID("desc: type is not the snapshot's");
+    found.desc.type = desc->type;
     tqkv__take_use(desc, &found.desc);
     ahead.memory = found.desc.allocator;
     if (!tqkv__resolve_allocator(&ahead.memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");
@@ -12880,7 +13207,8 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
     tqkv__pipe_open(&pipe, NULL, read, user);
     r = tqkv__read_header(&pipe, tqkv__store_magic, sizeof header, header);
     if (r != TQKV_OK) return r;
-    if (tqkv__get(header + position_at, 8) > (uint64_t)INT64_MAX) return TQKV_CORRUPT;
+    if (tqkv__get(header + position_at, 8) > (uint64_t)INT64_MAX)
+        return TQKV__REFUSE(CORRUPT, "the snapshot's first position is negative");
     memcpy(expected + position_at, header + position_at, 8);
     if (memcmp(header, expected, sizeof header) != 0)
         return TQKV__INVALID("the snapshot is of another store or of another number of positions");
@@ -13201,7 +13529,8 @@ typedef struct tqkv__batch_item {
 typedef struct tqkv__calibrate_args {
     int32_t head_dim, n_tokens, n_queries, n_kv_heads;
     int32_t group;                                                             /* query heads a KV head */
-    int32_t pairs;                                                             /* tqkv_pairs */
+    int32_t pairs;                                                             /* tqkv_pairs, of the first */
+    int32_t rotary_dim;                                                        /* channels */
     uint32_t token_stride, head_stride, query_token_stride, query_head_stride; /* in values */
 } tqkv__calibrate_args;
 
@@ -13227,7 +13556,7 @@ TQKV__ASSERT_SIZE(tqkv__merge_args, 44);
 TQKV__ASSERT_SIZE(tqkv__batch_item, 332);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 232);
-TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
+TQKV__ASSERT_SIZE(tqkv__calibrate_args, 44);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4736);
 
 /* >>metal-host: numbers that tqkv_metal.m and the tests share with >>metal-code, visible with TQKV_SHARED */
@@ -13923,7 +14252,7 @@ TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, 
 }
 
 static void tqkv__plan_calibrate_args(tqkv_metal_dispatch *d, const tqkv__stream *s, int n_tokens, int n_heads,
-                                      int n_queries, tqkv_pairs pairs)
+                                      int n_queries, const tqkv__tied *tied)
 {
     const uint32_t dim = (uint32_t)s->head_dim;
     tqkv__calibrate_args args;
@@ -13932,7 +14261,8 @@ static void tqkv__plan_calibrate_args(tqkv_metal_dispatch *d, const tqkv__stream
     args.n_queries = n_queries;
     args.n_kv_heads = s->n_kv_heads;
     args.group = n_heads / s->n_kv_heads;
-    args.pairs = (int32_t)pairs;
+    args.pairs = (int32_t)tied->pairs;
+    args.rotary_dim = tied->dim;
     args.token_stride = (uint32_t)s->strides.token;
     args.head_stride = (uint32_t)s->strides.head;
     args.query_token_stride = (uint32_t)n_heads * dim;
@@ -13945,14 +14275,14 @@ static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_met
                                          const tqkv_metal_buffer results[2], tqkv_metal_plan *plan)
 {
     tqkv__stream s;
+    tqkv__tied tied;
     size_t bytes, q_bytes;
     const tqkv_strides none = {0, 0};
     if (!shape) return TQKV__INVALID("a store is NULL");
     tqkv_result r = tqkv__stream_shape(&shape->shape, &s);
     if (r == TQKV_OK) r = tqkv__plan_extent(&s, n_tokens, &bytes);
     if (r != TQKV_OK) return r;
-    if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
-        return TQKV__INVALID("pairs: no tqkv_pairs");
+    if ((r = tqkv__take_pairs(pairs, shape->shape.rotary_dim, s.head_dim, &tied)) != TQKV_OK) return r;
     if (!q.buffer) n_heads = s.n_kv_heads, n_queries = 0;
     if (n_heads <= 0 || n_heads % s.n_kv_heads || n_queries < 0)
         return TQKV__INVALID("n_heads is 0 or no multiple of n_kv_heads, or n_queries negative");
@@ -13963,7 +14293,7 @@ static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_met
     const size_t value = tqkv__type_size(s.type), size = (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float);
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_CALIBRATE, 0, 0);
-    tqkv__plan_calibrate_args(d, &s, n_tokens, n_heads, n_queries, pairs);
+    tqkv__plan_calibrate_args(d, &s, n_tokens, n_heads, n_queries, &tied);
     tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
     tqkv__plan_bind_rows(d, "q", 2, q, TQKV_FC_VALUE_TYPE, s.type, q_bytes / sizeof(float) * value, false);
     tqkv__plan_bind(d, "center", 3, results[0], size, true);
@@ -15968,7 +16298,7 @@ static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buff
     tqkv__rows_in_buffers rows;
     memset(&rows, 0, sizeof rows);
     rows.type = TQKV_TYPE_F16;
-    rows.n_tokens = c->raw[0].capacity;
+    rows.n_tokens = c->learn_new;
     rows.learnt = true;
     for (int i = TQKV__KEYS; i <= TQKV__VALUES; i++) {
         const tqkv_store *raw = &c->raw[i];
@@ -15989,7 +16319,7 @@ static tqkv_result tqkv__add_learning(const tqkv_cache *c, tqkv_metal_buffer mem
     const tqkv__rows_in_buffers rows = tqkv__rows_after(c, &all, first);
     tqkv_metal_store keys = tqkv__target_of_rows(c, memory, &rows, TQKV__KEYS);
     const tqkv_metal_buffer results[2] = {keys.center, keys.channel_scale};
-    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, TQKV_PAIRS_NONE, results, plan);
+    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, c->pairs, results, plan);
 }
 
 /* Encodes the raw halves, and of the newest those that their rings hold at `end`: as tqkv__settle. */
@@ -16015,9 +16345,10 @@ static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer mem
 static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
                                  tqkv_metal_plan *plan)
 {
-    const int left = (int)(c->raw[0].capacity - rows->position);
-    const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left);
-    tqkv_result r = tqkv__add_streams(c, memory, &now, TQKV__RAW, plan);
+    const int left = (int)(c->learn_new - rows->position);
+    const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left),
+                                raw = tqkv__rows_until(rows, left + TQKV__TILE); /* see tqkv__fit_raw */
+    tqkv_result r = tqkv__add_streams(c, memory, &raw, TQKV__RAW, plan);
     if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &now, TQKV__TAIL, TQKV__TAIL, plan);
     if (r == TQKV_OK) r = tqkv__add_first(c, memory, &now, true, plan);
     if (r != TQKV_OK || now.n_tokens < left) return r;
@@ -16033,7 +16364,7 @@ static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, 
 static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens, int n_raw)
 {
     const int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
-    if (c->raw_memory && (c->learning || n_raw))
+    if (!c->metal && (c->learning || n_raw))
         return TQKV__REFUSE(UNSUPPORTED, "calibrate: its halves lie apart in a cache without a context (metal)");
     if (c->grown) return TQKV__REFUSE(UNSUPPORTED, "the processor has appended more tokens than exact_batch");
     if (tqkv__newest_room(c) && n_tokens &&
@@ -16101,12 +16432,8 @@ TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
     if (!c) return TQKV__INVALID("the cache is NULL");
     const bool unlearns = !c->learning && end >= 0 && end <= c->learnt_at;
     const tqkv_result r = tqkv_cache_truncate(c, end);
-    if (r != TQKV_OK || !unlearns) return r;
-    tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, false);
-    tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, false);
-    c->learning = c->reads_raw = true;
-    c->exact_below = c->exact_from = c->exact_held = 0;
-    return TQKV_OK;
+    if (r == TQKV_OK && unlearns) tqkv__unlearn(c);
+    return r;
 }
 
 /* The attention of a cache over its stores, with the lists and the tree of `some`. */
@@ -16194,7 +16521,7 @@ static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_
     call.attention.attention.exact_last = c->exact_last;
     tqkv_result r = tqkv_metal_plan_attend_scratch(&call.attention, coded);
     *coded = (*coded + 15) / 16 * 16;
-    if (r == TQKV_OK && c->reads_raw && !c->raw_memory) {
+    if (r == TQKV_OK && c->raw_below && c->raw[0].codes && c->metal) {
         tqkv__open_raw_call(c, none, 0, n_queries, &call);
         if (some) tqkv__take_some_buffers(some, 0, &call.attention);
         r = tqkv_metal_plan_attend_scratch(&call.attention, &raw);
@@ -16503,7 +16830,7 @@ static tqkv_result tqkv__visit_append(const tqkv_cache *c, tqkv_metal_buffer mem
     (void)tqkv__open_plan(&v->plan, "cache_append");
     r = tqkv__visit(v, tqkv__close_plan(&v->plan, tqkv__add_coded(c, memory, &rows, &v->plan)));
     if (r != TQKV_OK || !c->learning) return r;
-    rows.position = c->raw[0].capacity - 1;
+    rows.position = c->learn_new - 1;
     rows.n_tokens = 1;
     rows.learnt = false;
     (void)tqkv__open_plan(&v->plan, "cache_append");
@@ -16527,7 +16854,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
     a->exact_last = c->exact_last;
     tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
     r = tqkv__visit_queries(&v, &call.attention, max_queries, 0);
-    if (r != TQKV_OK || !c->reads_raw || c->raw_memory) return r;
+    if (r != TQKV_OK || !c->raw_below || !c->metal) return r;
     tqkv__open_raw_call(c, memory, 0, 1, &call);
     tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
     return tqkv__visit_queries(&v, &call.attention, max_queries, 0);

@@ -45,7 +45,7 @@ inline float mean_of_channel(thread const channel_rows &from, uint channel, bool
 inline void share_pairs(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
                         uint n_threads)
 {
-    uint n = uint(args.head_dim) / 2u;
+    uint n = uint(args.rotary_dim) / 2u;
     for (uint i = thread_index; i < n; i += n_threads) {
         uint low = args.pairs == 2 ? i : 2u * i, high = args.pairs == 2 ? i + n : 2u * i + 1u;
         values[low] = values[high] = (values[low] + values[high]) * 0.5f;

@@ -382,7 +382,7 @@ static void check_fork(const void *parameters)
     REQUIRE(copy, "no fork");
     CHECK(other.live == (row->capacity ? 1 : 0), "the fork lies in another allocator's memory");
     stream forked = stream_of_cache(copy);
-    CHECK(before.size == forked.size && !memcmp(before.bytes + 136, forked.bytes + 136, before.size - 136),
+    CHECK(before.size == forked.size && !memcmp(before.bytes + 152, forked.bytes + 152, before.size - 152),
           "the fork's snapshot differs");
     check_fork_attends(cache, copy, &desc, &row->cache);
     cache_append_seed(copy, 60, 4, d);

@@ -248,7 +248,7 @@ static const field_row field_rows[] = {
     {"magic", 0, 1, 'T', TQKV_CORRUPT},
     {"magic_of_a_cache", 3, 1, 'v', TQKV_CORRUPT},
     {"version_0", 8, 4, 0, TQKV_CORRUPT},
-    {"newer_version", 8, 4, 7, TQKV_CORRUPT},
+    {"newer_version", 8, 4, 8, TQKV_CORRUPT},
     {"size_of_less", 12, 4, HEADER, TQKV_CORRUPT},
     {"size_of_more", 12, 4, HEADER + 16, TQKV_CORRUPT},
     {"format", 16, 4, TQKV_TQ5_BYTES, TQKV_INVALID_ARGUMENT},

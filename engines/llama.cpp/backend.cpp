@@ -44,6 +44,17 @@ void device_memory(ggml_backend_dev_t, size_t *free, size_t *total)
     *free = (size_t)((double)available / share_of_half());
 }
 
+/* Weights never come here: the processor's stay mapped. Older versions do not ask. */
+template <typename Caps>
+auto keep_mapped(Caps &caps, int) -> decltype(caps.mmap_support, void())
+{
+    caps.mmap_support = true;
+}
+template <typename Caps>
+void keep_mapped(Caps &, long)
+{
+}
+
 void device_properties(ggml_backend_dev_t d, ggml_backend_dev_props *p)
 {
     memset(p, 0, sizeof *p);
@@ -51,7 +62,7 @@ void device_properties(ggml_backend_dev_t d, ggml_backend_dev_props *p)
     p->description = device_description(d);
     p->type = device_kind(d);
     device_memory(d, &p->memory_free, &p->memory_total);
-    p->caps.mmap_support = true; /* weights never come here: the processor's stay mapped */
+    keep_mapped(p->caps, 0);
 }
 
 bool takes(ggml_backend_dev_t, const ggml_tensor *node) { return takes_node(node); }

@@ -261,10 +261,12 @@ void announce(const ggml_tensor *t)
     k->used = true;
     const options &o = get_options();
     const double mib = 1024.0 * 1024.0;
+    const char *calibration = o.preset.key_format == TQKV_F16 ? "no calibration"
+                              : o.learned.n_layers            ? "calibrated by TQKV_PROFILE"
+                                                              : "calibrated by the first text";
     say("%s: keys %s, values %s, %d first and %d newest positions of a sequence exact, %s, %s", o.name,
         tqkv_format_name(o.preset.key_format), tqkv_format_name(o.preset.value_format), o.preset.exact_first,
-        o.preset.exact_last, o.learned.n_layers ? "calibrated by TQKV_PROFILE" : "calibrated by the first text",
-        tqkv_isa_name());
+        o.preset.exact_last, calibration, tqkv_isa_name());
     say("%d positions in %.1f MiB of codes, which llama.cpp counts as %.1f MiB", k->rows->n_cells(),
         (double)k->rows->open_all() / mib, (double)k->size / mib);
 }

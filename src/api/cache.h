@@ -21,14 +21,22 @@ typedef struct tqkv_cache_desc {
     int exact_first, exact_last;
     /* Make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512. */
     int exact_batch;
-    /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from the first
-       so many positions, without the exact_first. 0: not; else at least 16. More than a quarter of the capacity counts
-       as a quarter, or as 16. Until the append that reaches these positions keys and values are halves as they came,
-       and attention is exact. That append encodes them; queries at these positions still read the halves, until the
-       next append gives their memory back (with non_causal, until this one). The same codes however positions came.
+    /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from so many
+       new positions, without the exact_first. 0: not; else at least 16. A position is new if its values (of a shared
+       stream its row) differ from those of the position before by more than a quarter of their squared length: one
+       token again and again, padding and blanks teach nothing. The cache learns when it has that many, at the latest at
+       four times as many positions; both are at most a quarter of the capacity, or 16. With fewer than 64 new ones
+       there (of a `calibrate` below 128, fewer than half, or 16) it takes no centre and no scale.
+       Until the append that learns keys and values are halves as they came, and attention is exact. That append
+       encodes them; queries at the positions before the point of learning still read the halves, until the next append
+       gives their memory back (with non_causal, until this one). What it has learned counts from that append on:
+       tqkv_cache_truncate, or tqkv_cache_keep with no more than 64 positions behind that point, to a position before it
+       brings the halves back, as if what is taken had never come. The same codes however positions came.
        What it has learned is in tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work
        under way may read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
     int calibrate;
+    tqkv_pairs pairs; /* of the rotary embedding: share a scale in what it learns */
+    int rotary_dim;   /* as tqkv_store's */
 
     /* Attention, as the fields of tqkv_attention. */
     int window;
@@ -74,7 +82,8 @@ TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c);
 /* Codes and norms of all streams, and the halves kept besides, now; 0 for NULL. */
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c);
 /* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
-   the oldest resident position. 0 is always valid and empties the cache. With a window the next query that is answered
+   the oldest resident position. 0 is always valid and empties the cache, which forgets what it has learned itself and
+   learns anew; a copy keeps what it was made with. With a window the next query that is answered
    stands at tqkv_cache_first + window - 1 or behind. */
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
 /* Removes the positions [first, first + count); those behind move down, with their codes as they are: a key keeps the
@@ -84,10 +93,12 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
    [n_kept], ascending. For a tree of drafts after its verification. TQKV_OUT_OF_RANGE if n positions are not resident.
    Windows as after tqkv_cache_truncate. */
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
-/* A copy with the resident positions at their places. desc: NULL, or nonzero fields for what the copy has otherwise:
+/* A copy with the resident positions at their places. One that is made between an append that learns and the next
+   refuses queries that need the halves (TQKV_OUT_OF_RANGE), as a snapshot does. One that still learns does so from no
+   fewer positions than the cache. desc: NULL, or nonzero fields for what the copy has otherwise:
    capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the
-   hook's threads), type, sinks, parallel, allocator, metal, matrix_group, non_causal, exact_batch, a tag. Its other
-   nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring, and one that needs
+   hook's threads), type (not back to TQKV_TYPE_F32, which is 0), sinks, parallel, allocator, metal, matrix_group, non_causal,
+   exact_batch, a tag. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring, and one that needs
    less memory goes on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 
@@ -98,10 +109,10 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc, never NULL, supplies what a snapshot lacks: parallel, allocator, metal, matrix_group, exact_batch, non_causal,
-   and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must match, else TQKV_INVALID_ARGUMENT; the
-   tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or a newer version of tqkv, which TQKV_EXPLAIN
-   tells apart. *out is NULL on failure. */
+/* desc, never NULL, supplies what a snapshot lacks: type (zero is TQKV_TYPE_F32), parallel, allocator, metal,
+   matrix_group, exact_batch, non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must
+   match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or another
+   version of tqkv; TQKV_EXPLAIN says which. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* Centres (means) and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:

@@ -39,6 +39,15 @@ typedef struct tqkv_strides {
     size_t token, head;
 } tqkv_strides;
 
+/* Channels of the rotary embedding that share a scale. Such a scale commutes with the rotation of positions: an engine
+   may fold it into its projections, and may shift contexts. Of models that turn a part of each head (partial rotary
+   embedding) rotary_dim is that part; channels behind it have scales of their own. */
+typedef enum tqkv_pairs {
+    TQKV_PAIRS_NONE = 0,
+    TQKV_PAIRS_NEIGHBOURS, /* channels 2i and 2i + 1 */
+    TQKV_PAIRS_HALVES      /* channels i and i + rotary_dim / 2 */
+} tqkv_pairs;
+
 /* Memory for caches and scratch. All zero: malloc and free. alloc returns NULL or memory aligned like malloc's; free
    receives the size that alloc received. */
 typedef struct tqkv_allocator {

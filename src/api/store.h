@@ -43,7 +43,8 @@ struct tqkv_store {
        outputs are those of the scaled basis. */
     const float *channel_scale;
     float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
-    bool rotated;      /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
+    int rotary_dim; /* channels [0, rotary_dim) are turned by the rotary embedding; for tqkv_pairs alone; 0 = head_dim */
+    bool rotated;   /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
     bool unrotated; /* for caches written without the rotation; TQ5, TQ6, TQ8 and their _BYTES forms only. The rotation
                        spreads the heavy tails of real values: without it the error grows by up to four digits. */
 };
@@ -113,13 +114,6 @@ typedef struct tqkv_quality {
    the share that its products have of them. */
 TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out);
 
-/* Channels of the rotary embedding that share a scale. Such a scale commutes with the rotation of positions: an engine
-   may fold it into its projections, and may shift contexts. */
-typedef enum tqkv_pairs {
-    TQKV_PAIRS_NONE = 0,
-    TQKV_PAIRS_NEIGHBOURS, /* channels 2i and 2i + 1 */
-    TQKV_PAIRS_HALVES      /* channels i and i + head_dim / 2 */
-} tqkv_pairs;
 /* Learns centre and scale of keys from rows and, if given, from queries, which say what reads a channel's error:
 
      center = mean,  s = deviation from it,  channel_scale = sqrt(s), or sqrt(s / r), r = root mean square of queries,

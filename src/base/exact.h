@@ -29,8 +29,13 @@ static inline double tqkv__rounded_double(double x)
 }
 
 /* Returns a*b + c, rounded once. The product of two floats is exact in double. Its sum with c is rounded to odd there:
-   if it is not exact, the last bit of the double is set, and the rounding to float cannot see a tie that is none. */
+   if it is not exact, the last bit of the double is set, and the rounding to float cannot see a tie that is none.
+   clang 14 to 19 compile this function wrongly for s390x where they optimise it. */
+#if defined(__clang__) && defined(__s390x__)
+__attribute__((noinline, optnone)) static float tqkv__fma(float a, float b, float c)
+#else
 static inline float tqkv__fma(float a, float b, float c)
+#endif
 {
 #if defined(__FP_FAST_FMAF) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
     return __builtin_fmaf(a, b, c);

@@ -20,12 +20,19 @@ struct tqkv_cache {
     size_t grown_size;
     float *channels;   /* room for centres, scales and inverses, stream after stream: [n_kv_heads][head_dim] */
     int64_t first;     /* resident positions [first, attention.end) */
-    int calibrate;     /* as in the desc */
+    tqkv_pairs pairs;  /* as in the desc */
+    int calibrate;     /* likewise */
     uint64_t tag;      /* likewise */
-    bool learning;     /* positions are in `raw` alone; see >>cache-calibrate */
-    bool reads_raw;    /* some queries read that */
+    bool learns;       /* when it is empty it begins to learn; see >>cache-calibrate */
+    bool learning;     /* positions are in `raw` alone */
+    int learn_new;     /* it learns when it has so many new positions, */
+    int learn_last;    /* or when it has so many */
+    int64_t raw_below; /* queries at positions below it read `raw`; INT64_MAX while the cache learns */
+    int64_t raw_end;   /* the rows there, when it has learned */
     tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
-    void *raw_memory;  /* that holds them, or NULL: on a GPU they lie in the cache's memory, as long as that */
+    uint8_t *is_new;   /* [raw positions]: whether a position is new, up to n_judged */
+    int64_t n_judged;
+    void *raw_memory; /* that holds them, or NULL: on a GPU they lie in the cache's memory, as long as that */
     size_t raw_size;
     int64_t learnt_at; /* on a GPU the end before the append that learned; -1: none, or positions were edited since */
     tqkv_metal *metal;
@@ -106,10 +113,9 @@ static bool tqkv__count_channels(const tqkv_cache *c, int n, size_t *channels)
 }
 
 static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c);
-static tqkv_result tqkv__get_raw(tqkv_cache *c);
 static void tqkv__drop_raw(tqkv_cache *c);
 struct tqkv__append;
-static void tqkv__append_learning(tqkv_cache *c, struct tqkv__append *append);
+static tqkv_result tqkv__append_learning(tqkv_cache *c, struct tqkv__append *append);
 static void tqkv__count_append(tqkv_cache *c, int n_tokens);
 static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
 static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
@@ -215,6 +221,7 @@ static tqkv_result tqkv__cache_shapes(const tqkv_cache_desc *desc, tqkv_cache *c
     c->keys.capacity = desc->capacity;
     c->keys.ring = desc->ring;
     c->keys.type = desc->type;
+    c->keys.rotary_dim = desc->rotary_dim;
     c->values = c->keys;
     c->shared = desc->shared;
     if (!c->shared) c->values.format = desc->value_format ? desc->value_format : TQKV_TQ4;
@@ -278,7 +285,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
 
 /* Where arrays begin in the memory of a cache. */
 typedef struct tqkv__cache_memory {
-    size_t sinks, channels, size;
+    size_t sinks, channels, is_new, size;
     tqkv__place stores[TQKV__CACHE_STORES];
 } tqkv__cache_memory;
 
@@ -293,10 +300,14 @@ static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__ca
                 tqkv__reserve(&at->size, TQKV__CHANNELS * channels * sizeof(float), &at->channels);
     for (int i = 0; fits && i < tqkv__stores_within(c); i++)
         if (tqkv__has_store(c, i)) fits = tqkv__reserve_store(TQKV__STORE_AT(c, i), &at->size, &at->stores[i]);
-    return fits;
+    return fits && (!c->metal || tqkv__reserve(&at->size, (size_t)c->raw[0].capacity, &at->is_new));
 }
 
-TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out)
+static void tqkv__learn_from(tqkv_cache *c, int n, int last);
+static bool tqkv__raw_fits(const tqkv_cache *c);
+
+/* Creates a cache that, if it learns, does so from at least as many positions as one that it is made of. */
+static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_new, int learn_last, tqkv_cache **out)
 {
     tqkv_cache c;
     tqkv__cache_memory at;
@@ -305,17 +316,17 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     if (!desc) return TQKV__INVALID("desc is NULL");
     tqkv_result r = tqkv__cache_resolve(desc, &c);
     if (r != TQKV_OK) return r;
+    if (c.learning && (learn_new > c.learn_new || learn_last > c.learn_last))
+        tqkv__learn_from(&c, learn_new > c.learn_new ? learn_new : c.learn_new,
+                         learn_last > c.learn_last ? learn_last : c.learn_last);
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
-    if (!tqkv__divide_memory(&c, sinks_size, &at)) return TQKV__INVALID(TQKV__LARGE_CACHE);
-    if ((r = tqkv__get_raw(&c)) != TQKV_OK) return r;
+    if (!tqkv__divide_memory(&c, sinks_size, &at) || !tqkv__raw_fits(&c)) return TQKV__INVALID(TQKV__LARGE_CACHE);
     c.size = at.size + 63;
     void *memory = c.memory.alloc(c.memory.user, c.size);
-    if (!memory) {
-        tqkv__drop_raw(&c);
-        return TQKV_OUT_OF_MEMORY;
-    }
+    if (!memory) return TQKV_OUT_OF_MEMORY;
     uint8_t *lines = tqkv__first_line(memory);
     c.channels = (float *)(void *)(lines + at.channels);
+    if (c.metal) c.is_new = lines + at.is_new;
     for (int i = 0; i < tqkv__stores_within(&c); i++)
         if (tqkv__has_store(&c, i)) tqkv__place_store(TQKV__STORE_AT(&c, i), lines, &at.stores[i]);
     if (sinks_size) {
@@ -327,6 +338,11 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, t
     *out = (tqkv_cache *)memcpy(memory, &c, sizeof c);
     tqkv__cache_attach(&(*out)->attention, *out);
     return TQKV_OK;
+}
+
+TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out)
+{
+    return tqkv__create(desc, 0, 0, out);
 }
 
 TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
@@ -525,10 +541,10 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     }
     if (!c->learning && n_tokens) tqkv__drop_raw(c); /* the queries that read them have come */
     if (c->learning)
-        tqkv__append_learning(c, &append);
+        r = tqkv__append_learning(c, &append);
     else
         tqkv__append_rows(c, &append);
-    tqkv__cache_advance(c, n_tokens);
+    if (r == TQKV_OK) tqkv__cache_advance(c, n_tokens);
     return r;
 }
 
@@ -596,7 +612,7 @@ static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some,
     tqkv__attention a;
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
-    if (c->reads_raw) return tqkv__attend_raw(c, some, q, n_queries, out);
+    if (c->raw_below) return tqkv__attend_raw(c, some, q, n_queries, out);
     tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
     if (r != TQKV_OK) return r;
     if (!c->metal) return tqkv__attend(&a, q, out);
@@ -641,6 +657,7 @@ static tqkv_result tqkv__set_channels(tqkv_cache *c, tqkv__channels kind, const 
     if (tqkv__in_cache(c, keys, n_keys * sizeof(float)) || tqkv__in_cache(c, values, n_values * sizeof(float)))
         return TQKV__INVALID("a centre or a scale lies in the cache");
     tqkv__drop_raw(c);
+    c->learns = false;
     tqkv__cache_channels(c, TQKV__KEYS, kind, keys, key_dim);
     tqkv__cache_channels(c, TQKV__VALUES, kind, values, (size_t)c->values.head_dim);
     tqkv__cache_channels(c, TQKV__TAIL, kind, keys ? keys + c->keys.head_dim : NULL, key_dim);

@@ -1,46 +1,123 @@
 /* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then
-   keys and values are halves of the rows as they came, `raw`; the append that reaches the last of these positions
-   encodes all. */
+   keys and values are halves of the rows as they came, `raw`; the append that brings the last of these positions encodes
+   all. It learns from positions that tell something: `new` is one whose values differ from those of the position before.
+   A text whose positions are all alike, padding or one token again and again, would teach scales that ruin any other. */
 
-/* Positions from which a scale can be learned. */
+/* Positions from which a scale can be learned, and from which it is where most positions are not new. */
 #define TQKV__LEAST_POSITIONS 16
+#define TQKV__LEAST_NEW       64
+/* A cache learns after so many times the positions that it is to learn from, if few of them are new. */
+#define TQKV__MOST_AWAITED 4
+
+/* Returns the new positions without which a cache takes no centre and no scale. */
+static int tqkv__least_new(const tqkv_cache *c)
+{
+    const int half = c->learn_new / 2;
+    return half > TQKV__LEAST_NEW ? TQKV__LEAST_NEW : half > TQKV__LEAST_POSITIONS ? half : TQKV__LEAST_POSITIONS;
+}
+
+/* Lets a cache learn, from n new positions or when it has `last`, which are no more than it holds. Raw room: see
+   tqkv__fit_raw. */
+static void tqkv__learn_from(tqkv_cache *c, int n, int last)
+{
+    const int most = c->keys.capacity;
+    c->learn_last = last < most ? last : most;
+    c->learn_new = n;
+    const int room = c->metal || n > c->learn_last ? c->learn_last : n;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) c->raw[i].capacity = room + TQKV__TILE;
+}
 
 /* Finds from how many positions a cache learns, and the shapes of its raw halves; follows tqkv__cache_shapes. */
 static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
-    const int quarter = desc->capacity / 4, least = TQKV__LEAST_POSITIONS;
+    const int quarter = desc->capacity / 4, least = TQKV__LEAST_POSITIONS, most = quarter > least ? quarter : least;
+    tqkv__tied tied;
+    const tqkv_result r = tqkv__take_pairs(desc->pairs, desc->rotary_dim, desc->head_dim, &tied);
+    if (r != TQKV_OK) return r;
     if (desc->calibrate < 0) return TQKV__INVALID("calibrate is negative");
+    c->pairs = desc->pairs;
     if (desc->calibrate == 0) return TQKV_OK;
     if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
     if (desc->capacity > 0 && desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
     c->calibrate = desc->calibrate;
-    c->learning = c->reads_raw = true;
-    const int most = quarter > least ? quarter : least, n = desc->calibrate < most ? desc->calibrate : most;
+    c->learns = c->learning = true;
+    c->raw_below = INT64_MAX;
+    c->metal = desc->metal;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
         c->raw[i] = *s;
         if (i < 2) c->raw[i].format = TQKV_F16;
         c->raw[i].ring = false;
-        c->raw[i].capacity = n;
     }
+    const int n = desc->calibrate < most ? desc->calibrate : most;
+    tqkv__learn_from(c, n, n > most / TQKV__MOST_AWAITED ? most : TQKV__MOST_AWAITED * n);
     return TQKV_OK;
 }
 
-/* Gets memory for what a cache that learns keeps raw; on a GPU it is the cache's. */
-static tqkv_result tqkv__get_raw(tqkv_cache *c)
-{
+/* Raw room: stores, flags of their positions, and where they begin in memory. */
+typedef struct tqkv__raw_room {
+    tqkv_store stores[TQKV__CACHE_STREAMS];
     tqkv__place at[TQKV__CACHE_STREAMS];
-    size_t size = 0;
-    if (!c->calibrate || c->metal) return TQKV_OK;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (c->raw[i].head_dim && !tqkv__reserve_store(&c->raw[i], &size, &at[i]))
-            return TQKV__INVALID(TQKV__LARGE_CACHE);
-    c->raw_size = size + 63;
-    c->raw_memory = c->memory.alloc(c->memory.user, c->raw_size);
-    if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (c->raw[i].head_dim) tqkv__place_store(&c->raw[i], tqkv__first_line(c->raw_memory), &at[i]);
+    size_t is_new, size;
+} tqkv__raw_room;
+
+/* Divides the memory of raw room for n positions; false on overflow. */
+static bool tqkv__divide_raw(const tqkv_cache *c, int64_t n, tqkv__raw_room *to)
+{
+    bool fits = n <= INT_MAX;
+    to->size = 0;
+    memcpy(to->stores, c->raw, sizeof to->stores);
+    fits = fits && tqkv__reserve(&to->size, (size_t)n, &to->is_new);
+    for (int i = 0; fits && i < TQKV__CACHE_STREAMS; i++) {
+        to->stores[i].capacity = (int)n;
+        if (c->raw[i].head_dim) fits = tqkv__reserve_store(&to->stores[i], &to->size, &to->at[i]);
+    }
+    return fits;
+}
+
+/* Whether there can be memory for all that a cache may keep raw. */
+static bool tqkv__raw_fits(const tqkv_cache *c)
+{
+    tqkv__raw_room most;
+    return c->metal || !c->learning || tqkv__divide_raw(c, (int64_t)c->learn_last + TQKV__TILE, &most);
+}
+
+/* Moves what is raw to other room. */
+static void tqkv__move_raw(tqkv_cache *c, const tqkv__raw_room *room, void *memory)
+{
+    uint8_t *first = tqkv__first_line(memory), *is_new = first + room->is_new;
+    tqkv_store to[TQKV__CACHE_STREAMS];
+    memcpy(to, room->stores, sizeof to);
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        tqkv__stream from, stream;
+        if (!to[i].head_dim) continue;
+        tqkv__place_store(&to[i], first, &room->at[i]);
+        if (c->raw_memory && tqkv__stream_open(&c->raw[i], &from) == TQKV_OK &&
+            tqkv__stream_open(&to[i], &stream) == TQKV_OK)
+            tqkv__move_rows(&from, 0, &stream, 0, c->n_judged);
+    }
+    if (c->n_judged) memcpy(is_new, c->is_new, (size_t)c->n_judged);
+    if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
+    c->raw_memory = memory;
+    c->raw_size = room->size + 63;
+    c->is_new = is_new;
+    memcpy(c->raw, to, sizeof to);
+}
+
+/* Makes raw room for n positions, which are no more than all that the cache may learn from, and for the first of those
+   behind these: a tree of drafts may still be cut there. On a GPU there is always room. */
+static tqkv_result tqkv__fit_raw(tqkv_cache *c, int64_t n)
+{
+    tqkv__raw_room to;
+    const int64_t most = (int64_t)c->learn_last + TQKV__TILE;
+    int64_t room = c->raw[0].capacity;
+    if (c->metal || (c->raw_memory && n + TQKV__TILE <= room)) return TQKV_OK;
+    while (room < n + TQKV__TILE) room *= 2;
+    void *memory = NULL;
+    if (tqkv__divide_raw(c, room < most ? room : most, &to)) memory = c->memory.alloc(c->memory.user, to.size + 63);
+    if (!memory) return TQKV_OUT_OF_MEMORY;
+    tqkv__move_raw(c, &to, memory);
     return TQKV_OK;
 }
 
@@ -49,8 +126,13 @@ static void tqkv__drop_raw(tqkv_cache *c)
 {
     if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
     c->raw_memory = NULL;
-    c->learning = c->reads_raw = false;
-    if (!c->metal) memset(c->raw, 0, sizeof c->raw);
+    c->learning = false;
+    c->raw_below = c->raw_end = c->n_judged = 0;
+    for (int i = 0; i < TQKV__CACHE_STREAMS && !c->metal; i++) { /* their shapes stay: an empty cache learns again */
+        c->raw[i].codes = c->raw[i].norms = NULL;
+        c->raw[i].codes_size = c->raw[i].norms_size = 0;
+        c->raw[i].capacity = c->learn_new + TQKV__TILE;
+    }
 }
 
 /* -- Learning -- */
@@ -67,40 +149,98 @@ static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float 
         codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, raw->head_dim, row);
 }
 
-/* Finds the same as tqkv__channel_means, of the raw halves [first, end) of a head. */
-static void tqkv__raw_means(const tqkv__stream *raw, int kv_head, int first, int end, const float *center, bool squared,
-                            float *means)
+/* Whether |v - v'|^2 > |v|^2 / 4, for the values v of a position and v' of the one before, over all heads. Both sums are
+   16, value d of a head in number d mod 16, then added by halves. */
+static TQKV__NOINLINE bool tqkv__judge(const tqkv__stream *raw, int slot)
+{
+    enum { LANES = 16 };
+    float row[TQKV_MAX_HEAD_DIM], before[TQKV_MAX_HEAD_DIM], sums[2][LANES];
+    if (slot == 0) return true;
+    memset(sums, 0, sizeof sums);
+    for (int h = 0; h < raw->n_kv_heads; h++) {
+        tqkv__raw_row(raw, h, slot, row);
+        tqkv__raw_row(raw, h, slot - 1, before);
+        for (int d = 0; d < raw->head_dim; d++) {
+            const float x = TQKV__AS_FLOAT(row[d] - before[d]);
+            sums[0][d % LANES] = TQKV__AS_FLOAT(sums[0][d % LANES] + tqkv__rounded(x * x));
+            sums[1][d % LANES] = TQKV__AS_FLOAT(sums[1][d % LANES] + tqkv__rounded(row[d] * row[d]));
+        }
+    }
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int k = 0; k < half; k++) {
+            sums[0][k] = TQKV__AS_FLOAT(sums[0][k] + sums[0][k + half]);
+            sums[1][k] = TQKV__AS_FLOAT(sums[1][k] + sums[1][k + half]);
+        }
+    return sums[0][0] > sums[1][0] * 0.25f;
+}
+
+/* Finds which of the raw positions before `end` are new. */
+static void tqkv__judge_positions(tqkv_cache *c, int64_t end)
+{
+    tqkv__stream values;
+    const uint64_t mode = tqkv__fp_exact();
+    (void)tqkv__stream_open(&c->raw[c->shared ? 0 : 1], &values);
+    for (int64_t p = c->n_judged; p < end; p++) c->is_new[p] = tqkv__judge(&values, (int)p);
+    if (c->n_judged < end) c->n_judged = end;
+    tqkv__fp_restore(mode);
+}
+
+static int tqkv__count_new(const tqkv_cache *c, int64_t first, int64_t end)
+{
+    int n = 0;
+    for (int64_t p = first; p < end; p++) n += c->is_new[p];
+    return n;
+}
+
+/* Returns the positions that the cache learns from when it has `end` raw ones; 0: it does not learn yet. */
+static int64_t tqkv__learning_point(tqkv_cache *c, int64_t end)
+{
+    int n = 0;
+    tqkv__judge_positions(c, end);
+    for (int64_t p = 0; p < end; p++)
+        if ((n += c->is_new[p]) == c->learn_new) return p + 1;
+    return end >= c->learn_last ? c->learn_last : 0;
+}
+
+/* Finds the mean over the new positions of [first, end), or that of the squares, of a head's raw halves less a centre,
+   unless that is NULL, as tqkv__channel_means does. */
+static void tqkv__raw_means(const tqkv_cache *c, const tqkv__stream *raw, int kv_head, int first, int end,
+                            const float *center, bool squared, float *means)
 {
     float row[TQKV_MAX_HEAD_DIM], less[TQKV_MAX_HEAD_DIM];
     memset(means, 0, (size_t)raw->head_dim * sizeof(float));
     for (int slot = first; slot < end; slot++) {
+        if (!c->is_new[slot]) continue;
         tqkv__raw_row(raw, kv_head, slot, row);
         if (center) tqkv__codec_for(raw->head_dim)->widen(TQKV_TYPE_F32, row, center, NULL, raw->head_dim, less);
         tqkv__add_row(center ? less : row, squared, raw->head_dim, means);
     }
-    tqkv__divide_sums(means, raw->head_dim, (float)(end - first));
+    tqkv__divide_sums(means, raw->head_dim, (float)tqkv__count_new(c, first, end));
 }
 
-/* Learns centre and scale of the keys from the raw halves of the positions before n, without those that stay exact, if
-   enough remain. */
+/* Learns centre and scale of the keys from the new ones of n raw positions, without those that stay exact, if enough
+   remain; neither where they are too few. */
 static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
 {
     tqkv__learnt learnt;
-    const int first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
+    const bool few = tqkv__count_new(c, 0, n) < tqkv__least_new(c);
+    const int ends = c->exact_first < n ? c->exact_first : n,
+              first = tqkv__count_new(c, ends, n) >= TQKV__LEAST_POSITIONS ? ends : 0;
     const size_t dim = (size_t)raw->head_dim;
+    const tqkv__tied tied = {c->pairs, c->keys.rotary_dim ? c->keys.rotary_dim : raw->head_dim};
     float *center = tqkv__channel_room(c, TQKV__KEYS, TQKV__CENTERS),
           *scale = tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES);
     const uint64_t mode = tqkv__fp_exact();
-    for (int h = 0; h < raw->n_kv_heads; h++) {
-        tqkv__raw_means(raw, h, first, n, NULL, false, learnt.center);
-        tqkv__raw_means(raw, h, first, n, learnt.center, true, learnt.rows);
-        tqkv__deviations(TQKV_PAIRS_NONE, raw->head_dim, learnt.rows);
+    for (int h = 0; h < raw->n_kv_heads && !few; h++) {
+        tqkv__raw_means(c, raw, h, first, n, NULL, false, learnt.center);
+        tqkv__raw_means(c, raw, h, first, n, learnt.center, true, learnt.rows);
+        tqkv__deviations(&tied, raw->head_dim, learnt.rows);
         memcpy(center + (size_t)h * dim, learnt.center, dim * sizeof(float));
         tqkv__scales_of(learnt.rows, NULL, raw->head_dim, scale + (size_t)h * dim);
     }
     tqkv__fp_restore(mode);
-    tqkv__cache_channels(c, TQKV__KEYS, TQKV__CENTERS, center, dim);
-    tqkv__cache_channels(c, TQKV__KEYS, TQKV__SCALES, scale, dim);
+    tqkv__cache_channels(c, TQKV__KEYS, TQKV__CENTERS, few ? NULL : center, dim);
+    tqkv__cache_channels(c, TQKV__KEYS, TQKV__SCALES, few ? NULL : scale, dim);
 }
 
 /* -- Encoding what was raw -- */
@@ -182,32 +322,41 @@ static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw,
     return r;
 }
 
-/* What the cache has of its first n positions when these are encoded for an append up to `end`. */
-static void tqkv__count_settled(tqkv_cache *c, int n, int64_t end)
+/* What the cache has of n raw positions, of which it learned from those before `point`, when they are encoded for an
+   append up to `end`. */
+static void tqkv__count_settled(tqkv_cache *c, int64_t point, int64_t n, int64_t end)
 {
     c->learning = false;
+    c->raw_below = point;
+    c->raw_end = n;
     c->exact_below = n < c->exact_first ? n : c->exact_first;
     c->exact_from = c->exact_held = 0;
     if (end > tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c) < n ? end - tqkv__newest_room(c) : n;
 }
 
-/* Learns from the n positions that are raw, and encodes them, with what is kept besides of them at `end`. raw: [3], the
-   cache's or another one's, whose tail may have another format and then cannot always be converted */
-static tqkv_result tqkv__settle(tqkv_cache *c, const tqkv_store *raw, int n, int64_t end)
+/* Learns from the raw positions before `point`, and encodes n, with what is kept besides of them at `end`. */
+static tqkv_result tqkv__settle(tqkv_cache *c, int64_t point, int64_t n, int64_t end)
 {
     tqkv__raw_job job;
     const int sides = c->shared ? 1 : 2;
     const tqkv_parallel *parallel = &c->attention.parallel;
     memset(&job, 0, sizeof job);
-    (void)tqkv__stream_open(&raw[0], &job.raw[0]);
-    tqkv__learn(c, &job.raw[0], n);
-    for (int side = 0; side < sides; side++) tqkv__open_raw_side(c, raw, side, &job);
-    job.n = n;
+    (void)tqkv__stream_open(&c->raw[0], &job.raw[0]);
+    tqkv__learn(c, &job.raw[0], (int)point);
+    for (int side = 0; side < sides; side++) tqkv__open_raw_side(c, c->raw, side, &job);
+    job.n = (int)n;
     job.n_heads = c->keys.n_kv_heads;
     job.end = end;
     parallel->run(parallel->user, sides * job.n_heads, tqkv__raw_task, &job);
-    tqkv__count_settled(c, n, end);
-    return tqkv__settle_tail(c, raw, n);
+    tqkv__count_settled(c, point, n, end);
+    return tqkv__settle_tail(c, c->raw, (int)n); /* rows of the same format are copied */
+}
+
+/* Learns and encodes all if the positions suffice, after an edit. */
+static void tqkv__settle_edited(tqkv_cache *c)
+{
+    const int64_t end = c->attention.end, point = c->learning ? tqkv__learning_point(c, end) : 0;
+    if (point) (void)tqkv__settle(c, point, end, end);
 }
 
 /* -- Appending -- */
@@ -245,22 +394,45 @@ static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
     for (int i = 0; i < 2; i++) {
         streams[i]->center = c->keys.center;
         streams[i]->channel_scale = c->keys.channel_scale;
-        streams[i]->inverses = tqkv__channel_room(c, TQKV__KEYS, TQKV__INVERSES);
+        streams[i]->inverses = c->keys.channel_scale ? tqkv__channel_room(c, TQKV__KEYS, TQKV__INVERSES) : NULL;
     }
 }
 
-static void tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
+/* Appends the first n tokens of a job as raw halves, and leaves them out of it. */
+static void tqkv__take_raw(const tqkv_cache *c, tqkv__append *append, int n)
 {
-    const int64_t end = c->attention.end + append->job.n_tokens;
-    const int left = c->raw[0].capacity - (int)c->attention.end;
-    tqkv__append_raw(c, append, left);
-    if (append->job.n_tokens < left) return;
-    (void)tqkv__settle(c, c->raw, c->raw[0].capacity, end); /* rows of the same format are copied */
-    if (c->attention.non_causal) tqkv__drop_raw(c);         /* all queries see what is encoded */
+    tqkv__append_raw(c, append, n);
+    tqkv__skip_tokens(&append->job, n);
+    tqkv__skip_tokens(&append->first_job, n);
+}
+
+/* Appends to a cache that learns: raw halves, no more at a time than may all be needed, then codes. A failure leaves
+   the cache as it was. */
+static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
+{
+    int64_t at = c->attention.end, point;
+    const int64_t begin = at, end = at + append->job.n_tokens;
+    point = tqkv__learning_point(c, at);
+    for (int64_t n; at < end && !point; at += n) {
+        const int64_t missing = c->learn_new - tqkv__count_new(c, 0, at), left = c->learn_last - at;
+        n = missing < left ? missing : left;
+        if (n > end - at) n = end - at;
+        const tqkv_result r = tqkv__fit_raw(c, at + n);
+        if (r != TQKV_OK) {
+            c->n_judged = begin;
+            return r;
+        }
+        tqkv__take_raw(c, append, (int)n);
+        point = tqkv__learning_point(c, at + n);
+    }
+    if (!point) return TQKV_OK;
+    (void)tqkv__settle(c, point, at, end); /* rows of the same format are copied */
+    if (append->job.n_tokens) tqkv__append_raw(c, append, TQKV__TILE);
+    c->raw_end = end - at < TQKV__TILE ? end : at + TQKV__TILE;
+    if (c->attention.non_causal) tqkv__drop_raw(c); /* all queries see what is encoded */
     tqkv__take_learnt(c, append);
-    tqkv__skip_tokens(&append->job, left);
-    tqkv__skip_tokens(&append->first_job, left);
     if (append->job.n_tokens) tqkv__append_rows(c, append);
+    return TQKV_OK;
 }
 
 /* Counts what a GPU has appended, or will have when what is recorded has run: the cache then has centre and scale,
@@ -269,9 +441,10 @@ static void tqkv__count_append(tqkv_cache *c, int n_tokens)
 {
     const int64_t end = c->attention.end + n_tokens;
     if (!c->learning && n_tokens) tqkv__drop_raw(c);
-    if (c->learning && end >= c->raw[0].capacity) {
+    if (c->learning && end >= c->learn_new) {
         c->learnt_at = c->attention.end;
-        tqkv__count_settled(c, c->raw[0].capacity, end);
+        tqkv__count_settled(c, c->learn_new, c->learn_new, end);
+        c->raw_end = end < c->learn_new + TQKV__TILE ? end : c->learn_new + TQKV__TILE;
         tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, true);
         tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, true);
         if (c->attention.non_causal) tqkv__drop_raw(c);
@@ -291,8 +464,8 @@ static tqkv_result tqkv__follow_tail(const tqkv_cache *c)
 /* Returns how many of the newest n_queries queries stand at positions that are read raw. */
 static int tqkv__raw_queries(const tqkv_cache *c, int n_queries)
 {
-    const int64_t first = c->attention.end - n_queries, n = c->raw[0].capacity;
-    if (!c->reads_raw || first >= n) return 0;
+    const int64_t first = c->attention.end - n_queries, n = c->raw_below;
+    if (!n || first >= n || !c->attention.end) return 0; /* of nothing there is nothing raw */
     return c->attention.end <= n ? n_queries : (int)(n - first);
 }
 
@@ -313,7 +486,7 @@ static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int 
 static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
 {
     if (!tqkv__raw_queries(c, 1)) return false;
-    *view = tqkv__raw_attention(c, c->attention.end, 1);
+    if (c->raw[0].codes) *view = tqkv__raw_attention(c, c->attention.end, 1);
     return true;
 }
 
@@ -409,6 +582,8 @@ static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tq
     cut.own = NULL;
     cut.n_raw = tqkv__raw_queries(c, n_queries);
     tqkv_result r = tqkv__check_whole(c, some, q, n_queries, out);
+    if (r == TQKV_OK && cut.n_raw && !c->raw[0].codes)
+        r = TQKV__REFUSE(OUT_OF_RANGE, "a copy has no halves for queries at positions that its cache has learned from");
     if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, some, q, n_queries, out, &cut);
     if (r != TQKV_OK) return r;
     const bool whole = cut.n_raw && cut.n_raw < n_queries && some && some->tree;

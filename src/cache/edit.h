@@ -1,14 +1,36 @@
 /* >>cache-edit: truncate, remove, keep, fork. */
 
 /* Lets positions below `from` be read as codes after an edit. Where none is kept as halves there is nothing to say. */
-static void tqkv__exact_begins(tqkv_cache *c, int64_t from) { c->exact_from = c->exact_last ? from : 0; }
-
-/* What was raw when the cache learned is no longer what it holds. */
-static void tqkv__begin_edit(tqkv_cache *c)
+static void tqkv__exact_begins(tqkv_cache *c, int64_t from)
 {
-    if (c->learning) return;
-    tqkv__drop_raw(c);
+    c->exact_from = c->exact_last && !c->learning ? from : 0;
+}
+
+/* Forgets what the cache has learned: it is raw again, and learns. */
+static void tqkv__unlearn(tqkv_cache *c)
+{
+    tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, false);
+    tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, false);
+    c->learning = true;
+    c->raw_below = INT64_MAX;
+    c->first = c->exact_below = c->exact_from = c->exact_held = 0;
+}
+
+/* Whether an edit that takes positions back from `end` on takes some that the last append has learned from. The cache
+   then is as if they had never come: their halves are there until the next append. */
+static bool tqkv__takes_learnt(const tqkv_cache *c, int64_t end)
+{
+    return !c->learning && end < c->raw_below && c->raw[0].codes;
+}
+
+/* After an edit from `first` on, which may move positions down. What was raw when the cache learned is then no longer
+   what it holds. */
+static void tqkv__begin_edit(tqkv_cache *c, int64_t first)
+{
     c->learnt_at = -1;
+    if (!c->learning && first < c->raw_below) tqkv__drop_raw(c);
+    if (c->n_judged > first) c->n_judged = first;
+    if (c->raw_end > first) c->raw_end = first;
 }
 
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
@@ -16,7 +38,10 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     if (!c) return TQKV__INVALID("the cache is NULL");
     if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
         return TQKV__REFUSE(OUT_OF_RANGE, "end: negative, behind the cache's end, or gone from its ring");
-    if (end < c->attention.end) tqkv__begin_edit(c);
+    if (end < c->attention.end) c->learnt_at = -1;
+    if (tqkv__takes_learnt(c, end) || (end == 0 && c->learns && !c->learning)) tqkv__unlearn(c);
+    if (c->n_judged > end) c->n_judged = end;
+    if (c->raw_end > end) c->raw_end = end;
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
     if (end < c->attention.end) tqkv__exact_begins(c, tqkv__exact_kept(c) < end ? tqkv__exact_kept(c) : end);
@@ -74,7 +99,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     if (count < 0) return TQKV__INVALID("count is negative");
     if (first < 0 || first > c->attention.end || count > c->attention.end - first)
         return TQKV__REFUSE(OUT_OF_RANGE, "first, count: not among the resident positions");
-    if (count) tqkv__begin_edit(c);
+    if (count) tqkv__begin_edit(c, first);
     const int64_t behind = first + count, n = c->attention.end - behind;
     tqkv__move_positions(c, behind, first, n);
     const int64_t kept = tqkv__exact_kept(c);
@@ -88,6 +113,14 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     return tqkv__follow_tail(c);
 }
 
+/* Returns how many of the first positions are kept: those do not move. */
+static int tqkv__count_same(const int *kept, int n_kept)
+{
+    int n = 0;
+    while (n < n_kept && kept[n] == n) n++;
+    return n;
+}
+
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
@@ -99,8 +132,10 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
         if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
         if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
     }
-    if (n_kept < n) tqkv__begin_edit(c);
-    const int64_t first = c->attention.end - n, kept_from = tqkv__exact_kept(c);
+    const int64_t first = c->attention.end - n, same = first + tqkv__count_same(kept, n_kept);
+    if (n_kept < n && tqkv__takes_learnt(c, same) && c->raw_end == c->attention.end) tqkv__unlearn(c);
+    if (n_kept < n) tqkv__begin_edit(c, same);
+    const int64_t kept_from = tqkv__exact_kept(c);
     int64_t below = first;
     for (int i = 0, next; i < n_kept; i = next) {
         for (next = i + 1; next < n_kept && kept[next] == kept[next - 1] + 1;) next++;
@@ -111,6 +146,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     if (c->exact_below > below) c->exact_below = below;
     if (first < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
     if (n_kept < n) tqkv__exact_begins(c, first < kept_from ? c->attention.end : kept_from);
+    tqkv__settle_edited(c);
     return tqkv__follow_tail(c);
 }
 
@@ -124,7 +160,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     row(key_format,   keys.format)         row(value_format, values.format)                                            \
     row(window,       attention.window)    row(scale,      attention.scale)     row(softcap,  attention.softcap)       \
     row(shared,       shared)              row(tail_dim,   tail.head_dim)       row(tail_format, tail.format)          \
-    row(exact_first,  asked_first)         row(exact_last, asked_last)          row(calibrate, calibrate)
+    row(exact_first,  asked_first)         row(exact_last, asked_last)          row(calibrate, calibrate)              \
+    row(pairs,        pairs)               row(rotary_dim, keys.rotary_dim)
 #define TQKV__CACHE_USE(row)                                                                                           \
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
@@ -184,29 +221,25 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
 
-/* Copies what a cache holds to a new one of its shape. One that learns, and has more positions than the copy learns
-   from, is calibrated with these. */
+/* Copies what a cache holds to a new one of its shape. */
 static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
 {
-    tqkv_result r = TQKV_OK;
-    const bool settles = c->learning && c->attention.end >= copy->raw[0].capacity;
+    tqkv_result r = c->learning && c->attention.end ? tqkv__fit_raw(copy, c->attention.end) : TQKV_OK;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *from = tqkv__store_of(c, i);
         if (!from) continue;
         tqkv__cache_channels(copy, i, TQKV__CENTERS, from->center, (size_t)from->head_dim);
         tqkv__cache_channels(copy, i, TQKV__SCALES, from->channel_scale, (size_t)from->head_dim);
     }
-    for (int i = 0; !settles && r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, parallel);
+    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) r = tqkv__fork_store(c, i, copy, parallel);
     copy->calibrate = c->calibrate;
+    copy->raw_below = c->raw_below;
     copy->first = c->first;
     copy->exact_below = c->exact_below;
     copy->exact_from = c->exact_from;
     copy->exact_held = tqkv__range_of(c, TQKV__LAST_KEYS).from;
     copy->attention.end = c->attention.end;
-    if (!settles) return r == TQKV_OK ? tqkv__follow_tail(copy) : r;
-    r = tqkv__settle(copy, c->raw, (int)c->attention.end, c->attention.end);
-    tqkv__drop_raw(copy);
-    return r;
+    return r == TQKV_OK ? tqkv__follow_tail(copy) : r;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
@@ -231,7 +264,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
     if (copied.capacity > 0 && copied.capacity < least)
         return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident or for the first positions");
     if (!c->learning) copied.calibrate = 0;
-    tqkv_result r = tqkv_cache_create(&copied, &copy);
+    tqkv_result r = tqkv__create(&copied, c->learn_new, c->learn_last, &copy);
     if (r != TQKV_OK) return r;
     if ((r = tqkv__copy_cache(c, copy, &copied.parallel)) == TQKV_OK)
         *out = copy;

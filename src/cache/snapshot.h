@@ -2,25 +2,27 @@
 
    A cache:
      offset  bytes  field                                 offset  bytes  field
-          0      8  "tqkv" CR LF SUB LF                        72      4  window
-          8      4  snapshot version                           76      4  scale (float32)
-         12      4  bytes of the header, with its hash         80      4  softcap (float32)
-         16      8  tag                                        84      4  calibrate
-         24      4  version of the codes                       88      4  exact_first
-         28      4  head_dim                                   92      4  exact_last
-         32      4  head_dim of the values                     96      4  first positions that are kept besides
-         36      4  head_dim of the tail, or 0                100      4  0
-         40      4  n_kv_heads                                104      8  oldest resident position
-         44      4  n_heads                                   112      8  end
-         48      4  capacity                                  120      8  exact_from
-         52      4  key format                                128      8  XXH3-64 of the bytes before
-         56      4  value format
-         60      4  tail format, or 0                       then, for each stream (keys, values unless shared, tail):
-         64      4  type                                              centre, then scale [n_kv_heads][head_dim], if any
-         68      4  bit 0: ring; 1: shared; 2: the                    codes [n_kv_heads][positions][row_bytes]
-                    cache has not learned yet; 8 to 10:               norms [n_kv_heads][positions][norms_per_row]
-                    keys, values and tail have a                   8  XXH3-64 of these
-                    centre; 16 to 18: a scale
+          0      8  "tqkv" CR LF SUB LF                        80      4  softcap (float32)
+          8      4  snapshot version                           84      4  calibrate
+         12      4  bytes of the header, with its hash         88      4  exact_first
+         16      8  tag                                        92      4  exact_last
+         24      4  version of the codes                       96      4  first positions that are kept besides
+         28      4  head_dim                                  100      4  positions whose queries need halves that
+         32      4  head_dim of the values                                are not here
+         36      4  head_dim of the tail, or 0                104      4  while it learns: new positions to learn from
+         40      4  n_kv_heads                                108      4  and the positions after which it learns
+         44      4  n_heads                                   112      4  pairs
+         48      4  capacity                                  116      4  rotary_dim
+         52      4  key format                                120      8  oldest resident position
+         56      4  value format                              128      8  end
+         60      4  tail format, or 0                         136      8  exact_from
+         64      4  0                                         144      8  XXH3-64 of the bytes before
+         68      4  bit 0: ring; 1: shared; 2: the          then, for each stream (keys, values unless shared, tail):
+                    cache has not learned yet; 8 to 10:               centre, then scale [n_kv_heads][head_dim], if any
+                    keys, values and tail have a                      codes [n_kv_heads][positions][row_bytes]
+                    centre; 16 to 18: a scale                         norms [n_kv_heads][positions][norms_per_row]
+         72      4  window                                         8  XXH3-64 of these
+         76      4  scale (float32)
 
    Behind the streams come, likewise but without centre and scale, what is kept of the first positions' keys, values and
    tail, then the halves of the newest keys and values, as far as the cache has these stores. The newest halves are
@@ -39,13 +41,14 @@
          28      4  bit 0: unrotated; 1: has a centre;         64      8  XXH3-64 of the bytes before
                     2: F16, rotated; 3: has a scale         then codes, norms and their hash, as above
 
-   All later versions begin with magic, version and size, so that a build knows a newer snapshot from a damaged one. */
+   All versions begin with magic, version and size, so that a build knows an older or newer snapshot from a damaged
+   one. */
 
-#define TQKV__SNAPSHOT_VERSION  6  /* of both kinds */
+#define TQKV__SNAPSHOT_VERSION  7  /* of both kinds */
 #define TQKV__CODES_VERSION     3  /* changes with the bytes that encoding gives */
 #define TQKV__NAME_SIZE         16 /* magic, version, size */
-#define TQKV__HEADER_FIELDS     20
-#define TQKV__HEADER_SIZE       128 /* without its hash */
+#define TQKV__HEADER_FIELDS     24
+#define TQKV__HEADER_SIZE       144 /* without its hash */
 #define TQKV__STORE_HEADER_SIZE 64
 #define TQKV__HASH_SIZE         8
 
@@ -61,6 +64,11 @@ static uint64_t tqkv__get(const uint8_t *bytes, int n)
     return x;
 }
 
+#define TQKV__CUT     "the snapshot is cut short"
+#define TQKV__NEWER   "the snapshot was written by a newer version of tqkv"
+#define TQKV__OLDER   "the snapshot was written by an older version of tqkv, whose codes are others: make it anew"
+#define TQKV__DAMAGED "the snapshot is damaged: a checksum differs"
+
 /* A snapshot being written or read: one of `write` and `read` is set. Hashes every byte. */
 typedef struct tqkv__pipe {
     tqkv_write write;
@@ -75,8 +83,8 @@ static tqkv_result tqkv__move(tqkv__pipe *pipe, uint8_t *bytes, size_t n)
         const size_t left = n - done;
         const size_t moved =
             pipe->write ? pipe->write(pipe->user, bytes + done, left) : pipe->read(pipe->user, bytes + done, left);
-        if (moved > left) return TQKV_IO;
-        if (moved == 0) return pipe->write ? TQKV_IO : TQKV_CORRUPT;
+        if (moved > left) return TQKV__REFUSE(IO, "read or write: more bytes than were asked for");
+        if (moved == 0) return pipe->write ? TQKV__REFUSE(IO, "write: no byte") : TQKV__REFUSE(CORRUPT, TQKV__CUT);
         done += moved;
     }
     XXH3_64bits_update(&pipe->hash, bytes, n);
@@ -92,7 +100,7 @@ static tqkv_result tqkv__move_hash(tqkv__pipe *pipe)
     const tqkv_result r = tqkv__move(pipe, bytes, sizeof bytes);
     XXH3_64bits_reset(&pipe->hash);
     if (r != TQKV_OK) return r;
-    return memcmp(bytes, expected, sizeof bytes) == 0 ? TQKV_OK : TQKV_CORRUPT;
+    return memcmp(bytes, expected, sizeof bytes) == 0 ? TQKV_OK : TQKV__REFUSE(CORRUPT, TQKV__DAMAGED);
 }
 
 /* Writes floats, or reads them to `to`. from, to: [n] */
@@ -139,7 +147,8 @@ static tqkv_result tqkv__move_channels(tqkv__pipe *pipe, const tqkv__stream *s, 
     if (r == TQKV_OK && s->channel_scale) r = tqkv__move_floats(pipe, s->channel_scale, to_scale, n);
     const bool valid = (!s->center || tqkv__all_finite(s->center, n)) &&
                        (!s->channel_scale || tqkv__scales_valid(s->channel_scale, n));
-    return r != TQKV_OK || valid ? r : TQKV_CORRUPT;
+    if (r == TQKV_OK && !valid) return TQKV__REFUSE(CORRUPT, "the snapshot has a centre or a scale that none can be");
+    return r;
 }
 
 /* Moves all stores of a cache: centres and scales of streams, and what the stores hold. */
@@ -148,8 +157,9 @@ static tqkv_result tqkv__move_stores(tqkv__pipe *pipe, const tqkv_cache *c)
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STORES; i++) {
         tqkv__stream s;
-        if (!tqkv__store_of(c, i) || (i >= TQKV__RAW && !c->learning)) continue;
-        r = tqkv__stream_open(tqkv__store_of(c, i), &s);
+        const tqkv_store *store = tqkv__store_of(c, i);
+        if (!store || (i >= TQKV__RAW && !c->learning)) continue;
+        r = store->codes ? tqkv__stream_open(store, &s) : tqkv__stream_shape(store, &s); /* nothing is raw yet */
         if (r == TQKV_OK && i < TQKV__CACHE_STREAMS)
             r = tqkv__move_channels(pipe, &s, tqkv__channel_room(c, i, TQKV__CENTERS),
                                     tqkv__channel_room(c, i, TQKV__SCALES));
@@ -184,10 +194,11 @@ static tqkv_result tqkv__read_header(tqkv__pipe *pipe, const char *magic, size_t
     tqkv_result r = tqkv__move(pipe, header, TQKV__NAME_SIZE);
     if (r != TQKV_OK) return r;
     tqkv__put_name(magic, size, name);
-    if (memcmp(header, magic, 8) != 0) return TQKV_CORRUPT;
-    if (tqkv__get(header + 8, 4) > TQKV__SNAPSHOT_VERSION)
-        return TQKV__REFUSE(CORRUPT, "the snapshot was written by a newer version of tqkv");
-    if (memcmp(header, name, sizeof name) != 0) return TQKV_CORRUPT;
+    if (memcmp(header, magic, 8) != 0) return TQKV__REFUSE(CORRUPT, "no snapshot of this kind: its first bytes differ");
+    const uint64_t version = tqkv__get(header + 8, 4);
+    if (version > TQKV__SNAPSHOT_VERSION) return TQKV__REFUSE(CORRUPT, TQKV__NEWER);
+    if (version < TQKV__SNAPSHOT_VERSION) return TQKV__REFUSE(CORRUPT, TQKV__OLDER);
+    if (memcmp(header, name, sizeof name) != 0) return TQKV__REFUSE(CORRUPT, "the snapshot's header has another size");
     r = tqkv__move(pipe, header + sizeof name, size - sizeof name);
     return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
 }
@@ -220,7 +231,7 @@ static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
                                                   (uint32_t)keys->format,
                                                   (uint32_t)c->values.format,
                                                   (uint32_t)c->tail.format,
-                                                  (uint32_t)keys->type,
+                                                  0,
                                                   flags,
                                                   (uint32_t)a->window,
                                                   tqkv__bits(a->scale),
@@ -229,13 +240,17 @@ static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
                                                   (uint32_t)c->asked_first,
                                                   (uint32_t)c->asked_last,
                                                   (uint32_t)tqkv__range_of(c, TQKV__FIRST_KEYS).to,
-                                                  0};
+                                                  c->learning ? 0 : (uint32_t)c->raw_below,
+                                                  c->learning ? (uint32_t)c->learn_new : 0,
+                                                  c->learning ? (uint32_t)c->learn_last : 0,
+                                                  (uint32_t)c->pairs,
+                                                  (uint32_t)keys->rotary_dim};
     tqkv__put_name(tqkv__magic, TQKV__HEADER_SIZE, header);
     tqkv__put(header + 16, 8, c->tag);
     for (int i = 0; i < TQKV__HEADER_FIELDS; i++) tqkv__put(header + 24 + 4 * i, 4, fields[i]);
-    tqkv__put(header + 104, 8, (uint64_t)c->first);
-    tqkv__put(header + 112, 8, (uint64_t)c->attention.end);
-    tqkv__put(header + 120, 8, (uint64_t)c->exact_from);
+    tqkv__put(header + 120, 8, (uint64_t)c->first);
+    tqkv__put(header + 128, 8, (uint64_t)c->attention.end);
+    tqkv__put(header + 136, 8, (uint64_t)c->exact_from);
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user)
@@ -255,6 +270,8 @@ typedef struct tqkv__header {
     tqkv_cache_desc desc;
     uint32_t centers, scales; /* a bit a stream */
     bool learning;
+    int learn_new, learn_last; /* 0 unless it learns */
+    int64_t raw_below;         /* 0 while it does */
     int64_t first, end, exact_below, exact_from;
 } tqkv__header;
 
@@ -265,7 +282,7 @@ static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_c
         if (fields[i] > (uint32_t)INT_MAX && i != 13 && i != 14) return false; /* scale and softcap are floats */
     for (int i = 7; i < 10; i++) /* formats; in C++ the enum takes 4 bits */
         if (fields[i] > 15 || (!tqkv__format_known((tqkv_format)fields[i]) && (i < 9 || fields[i]))) return false;
-    if (fields[10] > 2 || !fields[2] || !fields[5] || !fields[3] != !fields[9] || fields[19]) return false;
+    if (fields[10] || !fields[2] || !fields[5] || !fields[3] != !fields[9] || fields[22] > 2) return false;
     d->head_dim = (int)fields[1];
     d->value_dim = (int)fields[2];
     d->tail_dim = (int)fields[3];
@@ -275,7 +292,6 @@ static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_c
     d->key_format = (tqkv_format)fields[7];
     d->value_format = (tqkv_format)fields[8];
     d->tail_format = (tqkv_format)fields[9];
-    d->type = (tqkv_type)fields[10];
     d->ring = fields[11] & 1;
     d->shared = fields[11] & 2;
     d->window = (int)fields[12];
@@ -284,8 +300,25 @@ static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_c
     d->calibrate = (int)fields[15];
     d->exact_first = (int)fields[16];
     d->exact_last = (int)fields[17];
+    d->pairs = (tqkv_pairs)fields[22];
+    d->rotary_dim = (int)fields[23];
     if (fields[14] >> 31 || d->scale == 0.0f) return false; /* no cache has a negative softcap */
     return !d->shared || (d->value_format == d->key_format && d->value_dim == d->head_dim);
+}
+
+/* Whether a cache can be where a header says. One that learns holds its first positions, and nothing else. */
+static bool tqkv__check_positions_of(const tqkv__header *h)
+{
+    const tqkv_cache_desc *d = &h->desc;
+    if (h->first < 0 || h->first > h->end || h->end - h->first > d->capacity || (!d->ring && h->first)) return false;
+    if (h->exact_from < 0 || h->exact_from > h->end || (h->exact_from && !d->exact_last)) return false;
+    if (h->exact_below > h->end || h->exact_below > d->exact_first || h->exact_below > d->capacity) return false;
+    if (h->raw_below > (d->calibrate ? d->capacity : 0)) return false;
+    if (!h->learning) return !h->learn_new && !h->learn_last;
+    return d->calibrate && !h->centers && !h->scales && !h->exact_below && !h->exact_from && !h->first &&
+           !h->raw_below && h->learn_new >= TQKV__LEAST_POSITIONS && h->learn_new <= d->calibrate &&
+           h->learn_last <= d->capacity && h->learn_last >= TQKV__LEAST_POSITIONS &&
+           h->learn_last <= (int64_t)TQKV__MOST_AWAITED * d->calibrate && h->end <= h->learn_last;
 }
 
 /* Takes what a header says; false if no cache can have written it. */
@@ -295,7 +328,7 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
     tqkv_cache_desc *d = &h->desc;
     memset(h, 0, sizeof *h);
     for (int i = 0; i < TQKV__HEADER_FIELDS; i++) fields[i] = (uint32_t)tqkv__get(header + 24 + 4 * i, 4);
-    if (fields[0] != TQKV__CODES_VERSION || !tqkv__parse_shape(fields, d)) return false;
+    if (!tqkv__parse_shape(fields, d)) return false;
     const uint32_t streams = 1u | (d->shared ? 0u : 2u) | (d->tail_dim ? 4u : 0u);
     d->tag = tqkv__get(header + 16, 8);
     h->centers = fields[11] >> 8 & streams;
@@ -303,13 +336,13 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
     h->learning = fields[11] & 4;
     if (fields[11] != ((fields[11] & 7) | h->centers << 8 | h->scales << 16)) return false;
     h->exact_below = fields[18];
-    h->first = (int64_t)tqkv__get(header + 104, 8);
-    h->end = (int64_t)tqkv__get(header + 112, 8);
-    h->exact_from = (int64_t)tqkv__get(header + 120, 8);
-    if (h->first < 0 || h->first > h->end || h->end - h->first > d->capacity || (!d->ring && h->first)) return false;
-    if (h->exact_from < 0 || h->exact_from > h->end || h->exact_below > h->end) return false;
-    if (h->exact_below > d->exact_first || h->exact_below > d->capacity) return false;
-    return !h->learning || (d->calibrate && !h->centers && !h->scales && !h->exact_below);
+    h->raw_below = fields[19];
+    h->learn_new = (int)fields[20];
+    h->learn_last = (int)fields[21];
+    h->first = (int64_t)tqkv__get(header + 120, 8);
+    h->end = (int64_t)tqkv__get(header + 128, 8);
+    h->exact_from = (int64_t)tqkv__get(header + 136, 8);
+    return tqkv__check_positions_of(h);
 }
 
 /* Makes a cache hold what a header says. */
@@ -320,6 +353,7 @@ static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
     c->exact_below = h->exact_below;
     c->exact_from = h->exact_from;
     c->learning = h->learning;
+    c->raw_below = h->learning ? INT64_MAX : h->raw_below;
     c->exact_held = tqkv__range_of(c, TQKV__LAST_KEYS).from;
 }
 
@@ -364,7 +398,8 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
         const size_t end = a->size < wanted ? a->size : wanted,
                      room = end - a->filled; /* never reads past the snapshot */
         const size_t n = a->read(a->user, a->bytes + a->filled, room);
-        if (n == 0 || n > room) return n ? TQKV_IO : TQKV_CORRUPT;
+        if (n > room) return TQKV__REFUSE(IO, "read: more bytes than were asked for");
+        if (n == 0) return TQKV__REFUSE(CORRUPT, TQKV__CUT);
         a->filled += n;
     }
     return TQKV_OK;
@@ -416,11 +451,13 @@ static tqkv_result tqkv__create_found(const tqkv__header *found, tqkv_cache **ou
 {
     tqkv_cache_desc desc = found->desc;
     if (!found->learning) desc.calibrate = 0;
-    const tqkv_result r = tqkv_cache_create(&desc, out);
+    tqkv_result r = tqkv__create(&desc, found->learn_new, found->learn_last, out);
     if (r != TQKV_OK) return r;
     (*out)->calibrate = found->desc.calibrate;
     tqkv__set_range(*out, found);
     tqkv__open_channels(*out, found->centers, found->scales);
+    if (found->learning && found->end) r = tqkv__fit_raw(*out, found->end);
+    if (r != TQKV_OK) tqkv_cache_destroy(*out);
     return r;
 }
 
@@ -440,12 +477,13 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     tqkv__pipe_open(&pipe, NULL, tqkv__read_held, &ahead);
     tqkv_result r = tqkv__read_header(&pipe, tqkv__magic, sizeof header, header);
     if (r != TQKV_OK) return r;
+    if (tqkv__get(header + 24, 4) != TQKV__CODES_VERSION)
+        return TQKV__REFUSE(CORRUPT, tqkv__get(header + 24, 4) > TQKV__CODES_VERSION ? TQKV__NEWER : TQKV__OLDER);
     if (!tqkv__parse_header(header, &found) || tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK ||
-        !tqkv__divide_memory(&checked, 0, &at))
-        return TQKV_CORRUPT;
-    if (found.learning && found.end >= checked.raw[0].capacity) return TQKV_CORRUPT;
+        !tqkv__divide_memory(&checked, 0, &at) || !tqkv__raw_fits(&checked))
+        return TQKV__REFUSE(CORRUPT, "the snapshot's header is one that no cache writes");
     if ((r = tqkv__check_match(desc, &found.desc)) != TQKV_OK) return r;
-    if (desc->type && desc->type != found.desc.type) return TQKV__INVALID("desc: type is not the snapshot's");
+    found.desc.type = desc->type;
     tqkv__take_use(desc, &found.desc);
     ahead.memory = found.desc.allocator;
     if (!tqkv__resolve_allocator(&ahead.memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");
@@ -535,7 +573,8 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, 
     tqkv__pipe_open(&pipe, NULL, read, user);
     r = tqkv__read_header(&pipe, tqkv__store_magic, sizeof header, header);
     if (r != TQKV_OK) return r;
-    if (tqkv__get(header + position_at, 8) > (uint64_t)INT64_MAX) return TQKV_CORRUPT;
+    if (tqkv__get(header + position_at, 8) > (uint64_t)INT64_MAX)
+        return TQKV__REFUSE(CORRUPT, "the snapshot's first position is negative");
     memcpy(expected + position_at, header + position_at, 8);
     if (memcmp(header, expected, sizeof header) != 0)
         return TQKV__INVALID("the snapshot is of another store or of another number of positions");

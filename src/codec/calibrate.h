@@ -46,21 +46,32 @@ static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, i
     tqkv__divide_sums(means, s->head_dim, (float)n * (float)n_heads);
 }
 
-/* Finds the two channels of a rotary pair: [head_dim / 2] */
-static void tqkv__pair_of(tqkv_pairs pairs, int head_dim, int i, int *low, int *high)
+/* Channels that share a scale in pairs: of the first `dim` ones */
+typedef struct tqkv__tied {
+    tqkv_pairs pairs;
+    int dim;
+} tqkv__tied;
+
+/* Takes the rotary dimension of a store. */
+static tqkv_result tqkv__take_pairs(tqkv_pairs pairs, int rotary_dim, int head_dim, tqkv__tied *tied)
 {
-    *low = pairs == TQKV_PAIRS_HALVES ? i : 2 * i;
-    *high = pairs == TQKV_PAIRS_HALVES ? i + head_dim / 2 : 2 * i + 1;
+    if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
+        return TQKV__INVALID("pairs: no tqkv_pairs");
+    if (rotary_dim < 0 || rotary_dim > head_dim || rotary_dim % 2)
+        return TQKV__INVALID("rotary_dim: negative, odd, or above head_dim");
+    tied->pairs = pairs;
+    tied->dim = rotary_dim ? rotary_dim : head_dim;
+    return TQKV_OK;
 }
 
 /* Turns mean squares into deviations; channels of a pair share theirs, zeros become the smallest that is none. */
-static TQKV__NOINLINE void tqkv__deviations(tqkv_pairs pairs, int head_dim, float *squares)
+static TQKV__NOINLINE void tqkv__deviations(const tqkv__tied *tied, int head_dim, float *squares)
 {
     float least = 1.0f;
     bool any = false;
-    for (int i = 0; pairs != TQKV_PAIRS_NONE && i < head_dim / 2; i++) {
-        int low, high;
-        tqkv__pair_of(pairs, head_dim, i, &low, &high);
+    for (int i = 0; tied->pairs != TQKV_PAIRS_NONE && i < tied->dim / 2; i++) {
+        const bool halves = tied->pairs == TQKV_PAIRS_HALVES;
+        const int low = halves ? i : 2 * i, high = halves ? i + tied->dim / 2 : 2 * i + 1;
         squares[low] = squares[high] = tqkv__rounded(squares[low] + squares[high]) * 0.5f;
     }
     for (int d = 0; d < head_dim; d++) {
@@ -89,7 +100,7 @@ static TQKV__NOINLINE void tqkv__scales_of(const float *s, const float *r, int h
 
 /* Finds centre and scale of a head; center, scale: [head_dim], either may be NULL. queries may be NULL. */
 static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const void *src, int n_tokens, int kv_head,
-                                                const tqkv__queries *queries, tqkv_pairs pairs, float *center,
+                                                const tqkv__queries *queries, const tqkv__tied *tied, float *center,
                                                 float *scale)
 {
     tqkv__learnt learnt;
@@ -98,11 +109,11 @@ static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const voi
     if (center) memcpy(center, learnt.center, size);
     if (!scale) return;
     tqkv__channel_means(s, src, n_tokens, kv_head, 1, learnt.center, true, learnt.rows);
-    tqkv__deviations(pairs, s->head_dim, learnt.rows);
+    tqkv__deviations(tied, s->head_dim, learnt.rows);
     if (queries) {
         tqkv__channel_means(&queries->rows, queries->q, queries->n, kv_head * queries->group, queries->group, NULL,
                             true, learnt.queries);
-        tqkv__deviations(pairs, s->head_dim, learnt.queries);
+        tqkv__deviations(tied, s->head_dim, learnt.queries);
     }
     tqkv__scales_of(learnt.rows, queries ? learnt.queries : NULL, s->head_dim, learnt.rows);
     memcpy(scale, learnt.rows, size);
@@ -180,16 +191,16 @@ TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, in
 {
     tqkv__stream s;
     tqkv__queries queries;
+    tqkv__tied tied;
     size_t q_bytes;
     tqkv_result r = tqkv__stream_shape(shape, &s);
     if (r != TQKV_OK) return r;
-    if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
-        return TQKV__INVALID("pairs: no tqkv_pairs");
+    if ((r = tqkv__take_pairs(pairs, shape->rotary_dim, s.head_dim, &tied)) != TQKV_OK) return r;
     if ((r = tqkv__take_queries(&s, q, n_heads, n_queries, &queries, &q_bytes)) != TQKV_OK) return r;
     if ((r = tqkv__check_calibration(&s, src, n_tokens, &queries, q_bytes, center, channel_scale)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     for (int h = 0; h < s.n_kv_heads; h++)
-        tqkv__calibrate_head(&s, src, n_tokens, h, q && n_queries ? &queries : NULL, pairs,
+        tqkv__calibrate_head(&s, src, n_tokens, h, q && n_queries ? &queries : NULL, &tied,
                              center ? center + (size_t)h * (size_t)s.head_dim : NULL,
                              channel_scale ? channel_scale + (size_t)h * (size_t)s.head_dim : NULL);
     tqkv__fp_restore(mode);

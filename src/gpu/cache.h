@@ -134,7 +134,7 @@ static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buff
     tqkv__rows_in_buffers rows;
     memset(&rows, 0, sizeof rows);
     rows.type = TQKV_TYPE_F16;
-    rows.n_tokens = c->raw[0].capacity;
+    rows.n_tokens = c->learn_new;
     rows.learnt = true;
     for (int i = TQKV__KEYS; i <= TQKV__VALUES; i++) {
         const tqkv_store *raw = &c->raw[i];
@@ -155,7 +155,7 @@ static tqkv_result tqkv__add_learning(const tqkv_cache *c, tqkv_metal_buffer mem
     const tqkv__rows_in_buffers rows = tqkv__rows_after(c, &all, first);
     tqkv_metal_store keys = tqkv__target_of_rows(c, memory, &rows, TQKV__KEYS);
     const tqkv_metal_buffer results[2] = {keys.center, keys.channel_scale};
-    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, TQKV_PAIRS_NONE, results, plan);
+    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, c->pairs, results, plan);
 }
 
 /* Encodes the raw halves, and of the newest those that their rings hold at `end`: as tqkv__settle. */
@@ -181,9 +181,10 @@ static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer mem
 static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
                                  tqkv_metal_plan *plan)
 {
-    const int left = (int)(c->raw[0].capacity - rows->position);
-    const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left);
-    tqkv_result r = tqkv__add_streams(c, memory, &now, TQKV__RAW, plan);
+    const int left = (int)(c->learn_new - rows->position);
+    const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left),
+                                raw = tqkv__rows_until(rows, left + TQKV__TILE); /* see tqkv__fit_raw */
+    tqkv_result r = tqkv__add_streams(c, memory, &raw, TQKV__RAW, plan);
     if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &now, TQKV__TAIL, TQKV__TAIL, plan);
     if (r == TQKV_OK) r = tqkv__add_first(c, memory, &now, true, plan);
     if (r != TQKV_OK || now.n_tokens < left) return r;
@@ -199,7 +200,7 @@ static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, 
 static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens, int n_raw)
 {
     const int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
-    if (c->raw_memory && (c->learning || n_raw))
+    if (!c->metal && (c->learning || n_raw))
         return TQKV__REFUSE(UNSUPPORTED, "calibrate: its halves lie apart in a cache without a context (metal)");
     if (c->grown) return TQKV__REFUSE(UNSUPPORTED, "the processor has appended more tokens than exact_batch");
     if (tqkv__newest_room(c) && n_tokens &&
@@ -267,12 +268,8 @@ TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
     if (!c) return TQKV__INVALID("the cache is NULL");
     const bool unlearns = !c->learning && end >= 0 && end <= c->learnt_at;
     const tqkv_result r = tqkv_cache_truncate(c, end);
-    if (r != TQKV_OK || !unlearns) return r;
-    tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, false);
-    tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, false);
-    c->learning = c->reads_raw = true;
-    c->exact_below = c->exact_from = c->exact_held = 0;
-    return TQKV_OK;
+    if (r == TQKV_OK && unlearns) tqkv__unlearn(c);
+    return r;
 }
 
 /* The attention of a cache over its stores, with the lists and the tree of `some`. */
@@ -360,7 +357,7 @@ static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_
     call.attention.attention.exact_last = c->exact_last;
     tqkv_result r = tqkv_metal_plan_attend_scratch(&call.attention, coded);
     *coded = (*coded + 15) / 16 * 16;
-    if (r == TQKV_OK && c->reads_raw && !c->raw_memory) {
+    if (r == TQKV_OK && c->raw_below && c->raw[0].codes && c->metal) {
         tqkv__open_raw_call(c, none, 0, n_queries, &call);
         if (some) tqkv__take_some_buffers(some, 0, &call.attention);
         r = tqkv_metal_plan_attend_scratch(&call.attention, &raw);

@@ -196,7 +196,7 @@ static tqkv_result tqkv__visit_append(const tqkv_cache *c, tqkv_metal_buffer mem
     (void)tqkv__open_plan(&v->plan, "cache_append");
     r = tqkv__visit(v, tqkv__close_plan(&v->plan, tqkv__add_coded(c, memory, &rows, &v->plan)));
     if (r != TQKV_OK || !c->learning) return r;
-    rows.position = c->raw[0].capacity - 1;
+    rows.position = c->learn_new - 1;
     rows.n_tokens = 1;
     rows.learnt = false;
     (void)tqkv__open_plan(&v->plan, "cache_append");
@@ -220,7 +220,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
     a->exact_last = c->exact_last;
     tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
     r = tqkv__visit_queries(&v, &call.attention, max_queries, 0);
-    if (r != TQKV_OK || !c->reads_raw || c->raw_memory) return r;
+    if (r != TQKV_OK || !c->raw_below || !c->metal) return r;
     tqkv__open_raw_call(c, memory, 0, 1, &call);
     tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
     return tqkv__visit_queries(&v, &call.attention, max_queries, 0);

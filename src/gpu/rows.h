@@ -667,7 +667,7 @@ TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, 
 }
 
 static void tqkv__plan_calibrate_args(tqkv_metal_dispatch *d, const tqkv__stream *s, int n_tokens, int n_heads,
-                                      int n_queries, tqkv_pairs pairs)
+                                      int n_queries, const tqkv__tied *tied)
 {
     const uint32_t dim = (uint32_t)s->head_dim;
     tqkv__calibrate_args args;
@@ -676,7 +676,8 @@ static void tqkv__plan_calibrate_args(tqkv_metal_dispatch *d, const tqkv__stream
     args.n_queries = n_queries;
     args.n_kv_heads = s->n_kv_heads;
     args.group = n_heads / s->n_kv_heads;
-    args.pairs = (int32_t)pairs;
+    args.pairs = (int32_t)tied->pairs;
+    args.rotary_dim = tied->dim;
     args.token_stride = (uint32_t)s->strides.token;
     args.head_stride = (uint32_t)s->strides.head;
     args.query_token_stride = (uint32_t)n_heads * dim;
@@ -689,14 +690,14 @@ static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_met
                                          const tqkv_metal_buffer results[2], tqkv_metal_plan *plan)
 {
     tqkv__stream s;
+    tqkv__tied tied;
     size_t bytes, q_bytes;
     const tqkv_strides none = {0, 0};
     if (!shape) return TQKV__INVALID("a store is NULL");
     tqkv_result r = tqkv__stream_shape(&shape->shape, &s);
     if (r == TQKV_OK) r = tqkv__plan_extent(&s, n_tokens, &bytes);
     if (r != TQKV_OK) return r;
-    if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
-        return TQKV__INVALID("pairs: no tqkv_pairs");
+    if ((r = tqkv__take_pairs(pairs, shape->shape.rotary_dim, s.head_dim, &tied)) != TQKV_OK) return r;
     if (!q.buffer) n_heads = s.n_kv_heads, n_queries = 0;
     if (n_heads <= 0 || n_heads % s.n_kv_heads || n_queries < 0)
         return TQKV__INVALID("n_heads is 0 or no multiple of n_kv_heads, or n_queries negative");
@@ -707,7 +708,7 @@ static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_met
     const size_t value = tqkv__type_size(s.type), size = (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float);
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_CALIBRATE, 0, 0);
-    tqkv__plan_calibrate_args(d, &s, n_tokens, n_heads, n_queries, pairs);
+    tqkv__plan_calibrate_args(d, &s, n_tokens, n_heads, n_queries, &tied);
     tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
     tqkv__plan_bind_rows(d, "q", 2, q, TQKV_FC_VALUE_TYPE, s.type, q_bytes / sizeof(float) * value, false);
     tqkv__plan_bind(d, "center", 3, results[0], size, true);

@@ -299,7 +299,8 @@ typedef struct tqkv__batch_item {
 typedef struct tqkv__calibrate_args {
     int32_t head_dim, n_tokens, n_queries, n_kv_heads;
     int32_t group;                                                             /* query heads a KV head */
-    int32_t pairs;                                                             /* tqkv_pairs */
+    int32_t pairs;                                                             /* tqkv_pairs, of the first */
+    int32_t rotary_dim;                                                        /* channels */
     uint32_t token_stride, head_stride, query_token_stride, query_head_stride; /* in values */
 } tqkv__calibrate_args;
 
@@ -325,5 +326,5 @@ TQKV__ASSERT_SIZE(tqkv__merge_args, 44);
 TQKV__ASSERT_SIZE(tqkv__batch_item, 332);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 232);
-TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
+TQKV__ASSERT_SIZE(tqkv__calibrate_args, 44);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4736);

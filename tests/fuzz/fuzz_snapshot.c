@@ -6,7 +6,7 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-enum { HEADER = 128, STORES = 8, MAX_FILE = 1 << 15, MAX_MEMORY = 1 << 18, MAX_SINKS = 64 };
+enum { HEADER = 144, STORES = 11, MAX_FILE = 1 << 15, MAX_MEMORY = 1 << 18, MAX_SINKS = 64 };
 
 typedef struct control {
     bool is_made, fix_header, fix_streams, with_sinks;
@@ -58,13 +58,14 @@ static bool has_stream(const uint8_t *file, int i)
 static uint64_t format_of(const uint8_t *file, int i) { return get(file + 52 + 4 * i, 4); }
 static uint64_t dim_of(const uint8_t *file, int i) { return get(file + 28 + 4 * i, 4); }
 
-/* How many positions store i has: a stream, the first positions of stream i - 3, the newest of stream i - 6. */
+/* How many positions store i has: a stream, the first positions of stream i - 3, the newest of stream i - 6, what is raw
+   of stream i - 8. */
 static uint64_t positions_of(const uint8_t *file, int i)
 {
-    const uint64_t first = get(file + 104, 8), end = get(file + 112, 8), from = get(file + 120, 8);
+    const uint64_t first = get(file + 120, 8), end = get(file + 128, 8), from = get(file + 136, 8);
     const uint64_t room = (get(file + 92, 4) + 126) / 64 * 64; /* of the newest and 63 more */
     uint64_t oldest = end > room ? end - room : 0;
-    if (file[68] & 4) return 0;
+    if (file[68] & 4) return i < 8 ? 0 : end - first;
     if (i < 6) return i < 3 ? end - first : get(file + 96, 4);
     oldest = oldest > from ? oldest : from;
     return end - (oldest > first ? oldest : first);
@@ -73,10 +74,12 @@ static uint64_t positions_of(const uint8_t *file, int i)
 /* The size of a store; 0: the cache does not have it; more than MAX_FILE if it does not fit. */
 static size_t store_size(const uint8_t *file, int i)
 {
-    const uint64_t format = format_of(file, i % 3), dim = dim_of(file, i % 3), heads = get(file + 40, 4);
-    const bool half = i >= 3 && i % 3 < 2 && format != TQKV_F16, ring = file[68] & 1;
-    if (!has_stream(file, i % 3) || (i >= 3 && !get(file + (i < 6 ? 88 : 92), 4))) return 0;
-    if (i >= 3 && !half && (i >= 6 || !ring)) return 0;
+    const bool raw = i >= 8, ring = file[68] & 1;
+    const int side = raw ? i - 8 : i % 3;
+    const uint64_t format = format_of(file, side), dim = dim_of(file, side), heads = get(file + 40, 4);
+    const bool half = i >= 3 && side < 2 && (raw || format != TQKV_F16);
+    if (!has_stream(file, side) || (i >= 3 && !raw && !get(file + (i < 6 ? 88 : 92), 4))) return 0;
+    if (raw ? !(file[68] & 4) : i >= 3 && !half && (i >= 6 || !ring)) return 0;
     if (dim > 1024 || heads > MAX_FILE || positions_of(file, i) > MAX_FILE || format < 1 || format > TEST_FORMATS)
         return MAX_FILE + 1;
     const tqkv_format f = half ? TQKV_F16 : test_no_format((int)format);
@@ -181,7 +184,15 @@ static size_t read_file(fuzz_input *input, const control *c, uint8_t *file)
     return size;
 }
 
-static void *limited_alloc(void *user, size_t size) { return size > MAX_MEMORY ? NULL : counting_alloc(user, size); }
+/* What memory holds before anybody has written it. */
+static int pattern;
+
+static void *limited_alloc(void *user, size_t size)
+{
+    void *memory = size > MAX_MEMORY ? NULL : counting_alloc(user, size);
+    if (memory) memset(memory, pattern, size);
+    return memory;
+}
 
 static const float sinks[MAX_SINKS] = {0.5f, -1.0f, 2.0f, -3.0f};
 
@@ -219,43 +230,49 @@ static tqkv_result load(const tqkv_cache_desc *desc, stream *s, tqkv_cache **cac
     return result;
 }
 
-/* Scratch for many heads may exceed what limited_alloc grants. */
-static void attend(tqkv_cache *cache, const float *q, int n_queries, float *out)
+/* Scratch for many heads may exceed what limited_alloc grants. A window or halves of a ring may be gone, and a snapshot
+   may lack halves. */
+static void attend(tqkv_cache *cache, const float *q, int n_queries, float *out, size_t n_out, uint64_t *hash)
 {
+    memset(out, 0, n_out * sizeof *out);
     tqkv_result result = tqkv_cache_attend(cache, q, n_queries, out);
-    const bool gone = tqkv_cache_view(cache).window && result == TQKV_OUT_OF_RANGE; /* of a ring's window */
-    CHECK(result == TQKV_OK || result == TQKV_OUT_OF_MEMORY || gone, "attend: %s", tqkv_result_string(result));
+    CHECK(result == TQKV_OK || result == TQKV_OUT_OF_MEMORY || result == TQKV_OUT_OF_RANGE, "attend: %s",
+          tqkv_result_string(result));
+    *hash = XXH3_64bits_withSeed(out, n_out * sizeof *out, *hash + (uint64_t)result);
 }
 
-/* A loaded cache can be used, whatever its norms are. */
-static void use_cache(tqkv_cache *cache)
+/* A loaded cache can be used, whatever its norms are. Returns a hash of what its queries get. */
+static uint64_t use_cache(tqkv_cache *cache)
 {
+    uint64_t hash = 0;
     const tqkv_store *keys = tqkv_cache_keys(cache);
     const tqkv_store *tail = tqkv_cache_tail(cache), *shared = tqkv_cache_values(cache) == keys ? keys : NULL;
     int d = keys->head_dim + (tail ? tail->head_dim : 0), value_dim = tqkv_cache_values(cache)->head_dim;
     const int kv_heads = keys->n_kv_heads;
-    if (kv_heads > 8) return;
+    if (kv_heads > 8) return hash;
+    const size_t n_out = (size_t)(2 * MAX_SINKS * kv_heads) * (size_t)value_dim;
     float *rows = fuzz_new_floats(3, kv_heads, d), *q = fuzz_new_floats(2, MAX_SINKS * kv_heads, d);
     float *out = fuzz_new_floats(2, MAX_SINKS * kv_heads, value_dim), *values = fuzz_new_floats(3, kv_heads, value_dim);
     fuzz_data(1, DATA_STUDENT, rows, 3 * kv_heads, d);
     fuzz_data(3, DATA_STUDENT, values, 3 * kv_heads, value_dim);
     fuzz_data(2, DATA_GAUSSIAN, q, 2 * MAX_SINKS * kv_heads, d);
     int64_t end = tqkv_cache_end(cache);
-    attend(cache, q, 2, out);
+    attend(cache, q, 2, out, n_out, &hash);
     tqkv_result result = tqkv_cache_append(cache, rows, shared ? NULL : values, 3);
     CHECK(result == TQKV_OK || result == TQKV_OUT_OF_RANGE, "append: %s", tqkv_result_string(result));
     CHECK(tqkv_cache_end(cache) == end + (result == TQKV_OK ? 3 : 0), "end after append");
-    attend(cache, q, 1, out);
+    attend(cache, q, 1, out, n_out, &hash);
     CHECK_RESULT(tqkv_cache_truncate(cache, tqkv_cache_end(cache)), TQKV_OK);
     result = tqkv_cache_truncate(cache, end - 1);
     CHECK(result == TQKV_OK || result == TQKV_OUT_OF_RANGE, "truncate: %s", tqkv_result_string(result));
-    attend(cache, q, 2, out);
+    attend(cache, q, 2, out, n_out, &hash);
     CHECK_RESULT(tqkv_cache_truncate(cache, 0), TQKV_OK);
-    attend(cache, q, 2, out);
+    attend(cache, q, 2, out, n_out, &hash);
     free(rows);
     free(values);
     free(q);
     free(out);
+    return hash;
 }
 
 /* The file format is canonical: saving writes the bytes that were read, but for a tag that the desc supplied. */
@@ -270,9 +287,13 @@ static void check_loaded(tqkv_cache *cache, const tqkv_cache_desc *desc, const s
         CHECK(saved.bytes[i] == s->bytes[i] || (tagged && i < HEADER + 8), "saved again, byte %d differs", (int)i);
     counter->fail_at = 0;
     tqkv_cache *again;
+    pattern = 0x3c;
     CHECK_RESULT(load(desc, &saved, &again), TQKV_OK);
+    const uint64_t other = again && n_heads <= MAX_SINKS ? use_cache(again) : 0;
     tqkv_cache_destroy(again);
-    if (n_heads <= MAX_SINKS) use_cache(cache);
+    pattern = 0;
+    const uint64_t hash = n_heads <= MAX_SINKS ? use_cache(cache) : 0;
+    CHECK(hash == other, "results depend on what memory held before");
     stream_free(&saved);
 }
 

@@ -176,8 +176,9 @@ pair_of_caches::pair_of_caches(const learn_row *r) : row(r), gpu()
         data_rows((uint64_t)(3 + which), DATA_STUDENT, values.data(), 1, all);
         for (int i = 0; i < all; i++) { // channels differ in size and have a constant part, but not those of queries
             const int channel = i % (int)strides[which].token % (heads * dim);
+            const float constant = which == 1 || row->shared ? 0.0f : (float)(channel % 5); // all positions are new
             values[(size_t)i] =
-                which == 2 ? 0.3f * values[(size_t)i] : (values[(size_t)i] + (float)(channel % 5)) * scales[channel];
+                which == 2 ? 0.3f * values[(size_t)i] : (values[(size_t)i] + constant) * scales[channel];
         }
         free(scales);
         rows[which].resize((size_t)all * size_of(row->type));
@@ -418,8 +419,7 @@ void run_failures(const void *parameters)
     CHECK(!cache && caches.gpu.memory.calls == 1, "not one allocation");
     caches.gpu.memory.fail_at = 0;
     const size_t bytes = tqkv_cache_bytes(caches.caches[1]);
-    CHECK(bytes == tqkv_cache_bytes(caches.caches[0]), "%d bytes, on the processor %d", (int)bytes,
-          (int)tqkv_cache_bytes(caches.caches[0]));
+    CHECK(bytes > tqkv_cache_bytes(caches.caches[0]), "no room for halves"); // the processor gets it when it appends
     const int sizes[] = {row->learns_at - 3, 6, 2};
     for (int i = 0, end = 0; i < 3; end += sizes[i++]) {
         const void *v = row->shared ? nullptr : caches.at(1, end);
@@ -471,7 +471,7 @@ void run_failed_commands(const void *parameters)
         CHECK(tqkv_cache_keys(c)->channel_scale, "a later failure forgets the scale");
         for (int side = 0; side < 2; side++) CHECK_RESULT(tqkv_cache_truncate(caches.caches[side], end + 8), TQKV_OK);
         CHECK_RESULT(tqkv_metal_cache_failed(c, 0), TQKV_OK);
-        CHECK(tqkv_cache_keys(c)->channel_scale && !tqkv_cache_end(c), "after an edit a failure is a truncation");
+        CHECK(!tqkv_cache_keys(c)->channel_scale && !tqkv_cache_end(c), "an empty cache has forgotten the scale");
         CHECK_RESULT(tqkv_metal_cache_failed(c, 1), TQKV_OUT_OF_RANGE);
         CHECK_RESULT(tqkv_metal_cache_failed(NULL, 0), TQKV_INVALID_ARGUMENT);
     }
@@ -482,7 +482,7 @@ void run_set(const void *parameters)
 {
     const learn_row *row = (const learn_row *)parameters;
     pair_of_caches caches(row);
-    float *scales = test_scales(1, CACHE_HEADS, caches.key_dim, 6.0);
+    float *scales = test_scales(1, CACHE_HEADS, caches.key_dim, 2.0);
     const size_t bytes = tqkv_cache_bytes(caches.caches[1]);
     for (int side = 0; side < 2; side++)
         CHECK_RESULT(tqkv_cache_set_scale(caches.caches[side], scales, nullptr), TQKV_OK);
@@ -497,7 +497,7 @@ void run_set(const void *parameters)
     tqkv_cache_destroy(fork);
 }
 
-// A copy of less capacity, which learns from fewer positions than there are.
+// A copy of less capacity, which learns from as many positions as the cache.
 void run_smaller(const void *parameters)
 {
     const learn_row *row = (const learn_row *)parameters;
@@ -512,10 +512,11 @@ void run_smaller(const void *parameters)
         tqkv_cache_destroy(caches.caches[side]);
         caches.caches[side] = copy;
     }
-    CHECK(tqkv_cache_keys(caches.caches[1])->channel_scale, "the copy has not learned");
+    CHECK(!tqkv_cache_keys(caches.caches[1])->channel_scale, "the copy has learned from less");
     caches.compare("copied");
     caches.attend(0, 3, nullptr);
     caches.append(18, 4);
+    CHECK(tqkv_cache_keys(caches.caches[1])->channel_scale, "the copy has not learned");
     caches.compare("gone on");
     caches.attend(18, 4, nullptr);
 }
@@ -569,7 +570,7 @@ void learn_shader_cases()
     }
     for (int i : {0, 1, 7})
         test_add(run_failed_commands, &rows[i], sizeof *rows, "learn/failed_commands/%s", rows[i].name);
-    test_add(run_set, &rows[1], sizeof *rows, "learn/set");
+    test_add(run_set, &rows[0], sizeof *rows, "learn/set");
     for (int i : {0, 1}) test_add(run_smaller, &rows[i], sizeof *rows, "learn/smaller/%s", rows[i].name);
     test_add(run_apart, &rows[1], sizeof *rows, "learn/apart");
 }

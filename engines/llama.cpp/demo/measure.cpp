@@ -55,9 +55,10 @@ int main(int argc, char **argv)
     const int depth = atoi(argv[3]);
     llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
     llama_backend_init();
-    if (strcmp(argv[2], "tqkv") == 0) ggml_backend_load(getenv("GGML_BACKEND_PATH"));
-    ggml_backend_dev_t devices[2] = {strcmp(argv[2], "tqkv") == 0 ? ggml_backend_dev_by_name("TQKV") : nullptr,
-                                     nullptr};
+    const bool tqkv = strcmp(argv[2], "tqkv") == 0;
+    const char *path = getenv("GGML_BACKEND_PATH");
+    if (tqkv && (!path || !ggml_backend_load(path))) return fprintf(stderr, "measure: no GGML_BACKEND_PATH\n"), 1;
+    ggml_backend_dev_t devices[2] = {tqkv ? ggml_backend_dev_by_name("TQKV") : nullptr, nullptr};
     llama_model_params m = llama_model_default_params();
     m.devices = devices;
     m.n_gpu_layers = 999;

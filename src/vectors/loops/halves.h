@@ -6,7 +6,7 @@
 /* Query rows that share a key, and a value: enough sums in progress to hide their latency, and few enough for the
    registers. */
 #define TQKV__HALF_KEY_ROWS (TQKV__INTEGER_LANES == 16 ? 4 : 3)
-#define TQKV__HALF_ROWS     (TQKV__INTEGER_LANES == 16 ? 8 : 4)
+#define TQKV__HALF_ROWS     4
 
 /* Floats that are decoded together: 16 KiB, a fraction of an L1 cache */
 #define TQKV__DECODED_FLOATS 4096
@@ -84,21 +84,28 @@ TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int di
     }
 }
 
-/* Scores n keys that have become floats; keys: [n][dim] */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_decoded)(const float *keys, int dim, int n, const float *q,
-                                                               int n_rows, bool add, float *scores)
+/* Does the same for all rows; halves is a constant. */
+TQKV__OP void TQKV__S(score_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
+                                 ptrdiff_t ahead, const float *q, int n_rows, bool add, float *scores)
 {
-    const uint8_t *codes = (const uint8_t *)(const void *)keys;
-    const size_t stride = (size_t)dim * sizeof *keys;
     for (int left = n_rows, now; left > 0; left -= now, q += now * dim, scores += now * TQKV__TILE) {
         now = left >= TQKV__HALF_KEY_ROWS ? TQKV__HALF_KEY_ROWS : left >= 2 ? 2 : 1;
         if (now == 1)
-            TQKV__S(score_half_rows)(1, false, dim, codes, stride, n, 0, q, add, scores);
+            TQKV__S(score_half_rows)(1, halves, dim, codes, stride, n, ahead, q, add, scores);
         else if (now == 2)
-            TQKV__S(score_half_rows)(2, false, dim, codes, stride, n, 0, q, add, scores);
+            TQKV__S(score_half_rows)(2, halves, dim, codes, stride, n, ahead, q, add, scores);
         else
-            TQKV__S(score_half_rows)(TQKV__HALF_KEY_ROWS, false, dim, codes, stride, n, 0, q, add, scores);
+            TQKV__S(score_half_rows)(TQKV__HALF_KEY_ROWS, halves, dim, codes, stride, n, ahead, q, add, scores);
+        ahead = 0;
     }
+}
+
+/* keys: [n][dim] */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_decoded)(const float *keys, int dim, int n, const float *q,
+                                                               int n_rows, bool add, float *scores)
+{
+    TQKV__S(score_all)
+    (false, dim, (const uint8_t *)(const void *)keys, (size_t)dim * sizeof *keys, n, 0, q, n_rows, add, scores);
 }
 
 TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream *s, int kv_head,
@@ -110,18 +117,17 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream
     const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
     const int dim = s->head_dim, n = segment->n, fit = TQKV__DECODED_FLOATS / dim / 4 * 4, most = fit > 16 ? 16 : fit;
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    if (s->kind == TQKV__HALF && n_rows == 1)
-        TQKV__S(score_half_rows)(1, true, dim, codes, s->row_bytes, n, ahead, q, add, scores);
-    else if (s->kind == TQKV__HALF && n_rows == 2)
-        TQKV__S(score_half_rows)(2, true, dim, codes, s->row_bytes, n, ahead, q, add, scores);
-    else
-        for (int j = 0; j < n; j += most) {
-            const int now = n - j < most ? n - j : most;
-            tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
-            TQKV__S(decode_floats)
-            (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, true, keys);
-            TQKV__S(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
-        }
+    if (s->kind == TQKV__HALF && n_rows <= TQKV__HALF_ROWS) {
+        TQKV__S(score_all)(true, dim, codes, s->row_bytes, n, ahead, q, n_rows, add, scores);
+        return;
+    }
+    for (int j = 0; j < n; j += most) {
+        const int now = n - j < most ? n - j : most;
+        tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
+        TQKV__S(decode_floats)
+        (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, true, keys);
+        TQKV__S(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
+    }
 }
 
 /* Adds: out[row][d] += weights[row][j] * value j, for `width` vectors of dimensions; rows, width and halves are
@@ -157,7 +163,7 @@ TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const b
 TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
                                      int n, ptrdiff_t ahead, const float *weights, float *out)
 {
-    const int sixteen = 16 / TQKV__INTEGER_LANES, most = TQKV__INTEGER_LANES == 16 && rows <= 2 ? 4 : 2;
+    const int sixteen = 16 / TQKV__INTEGER_LANES, most = TQKV__INTEGER_LANES == 16 ? 4 : 2;
     const int bytes = halves ? 2 : 4; /* of a value */
     const bool wide = TQKV__INTEGER_LANES == 16 || rows <= 2;
     int d = 0;
@@ -203,14 +209,15 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
     const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
     const int dim = s->head_dim, n = segment->n, most = TQKV__DECODED_FLOATS / dim;
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    if (s->kind == TQKV__HALF) {
+    if (s->kind == TQKV__HALF && n_rows <= TQKV__HALF_ROWS) {
         TQKV__S(add_to_all)(true, dim, codes, s->row_bytes, n, ahead, weights, n_rows, out);
         return;
     }
     for (int j = 0; j < n; j += most) {
         const int now = n - j < most ? n - j : most;
         tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
-        TQKV__S(decode_floats)(s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, false, values);
+        TQKV__S(decode_floats)
+        (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, false, values);
         TQKV__S(add_decoded)(values, dim, now, weights + j, n_rows, out);
     }
 }

@@ -36,7 +36,8 @@
 typedef struct TQKV__S(panel) {
     const uint8_t *fields[2], *rest[2]; /* main ones, upper ones */
     size_t stride;
-    ptrdiff_t ahead; /* to the rows that will be read next; 0: not asked for */
+    const uint8_t *next; /* the rows that will be read next, or NULL */
+    int first, head_dim; /* of the row's dimensions */
     const int8_t *centroids;
     tqkv_format format;
     int n, whole, dim;
@@ -56,11 +57,12 @@ static TQKV__S(panel) TQKV__S(open_panel)(const tqkv__stream *s, const uint8_t *
                                           int first, const uint8_t *room)
 {
     const int main_at = first * s->main_bits / 8, upper_at = (s->head_dim * s->main_bits + first * s->upper_bits) / 8;
-    const ptrdiff_t ahead = first ? 0 : (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
     const TQKV__S(panel) panel = {{row + main_at, row + upper_at},
                                   {room + main_at, room + upper_at},
                                   s->row_bytes,
-                                  ahead,
+                                  segment->ahead ? row + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes : NULL,
+                                  first,
+                                  s->head_dim,
                                   s->centroids,
                                   s->format == TQKV_TQ5_BYTES ? TQKV_TQ6_BYTES : s->format,
                                   (segment->n + 15) / 16 * 16,
@@ -74,20 +76,37 @@ typedef struct TQKV__S(cursor) {
     const uint8_t *fields[2];
 } TQKV__S(cursor);
 
-/* Returns where the positions from j on are, up to 16, from the panel's dimension d on. Asks for as many of those that
-   will be read next, if d is the first dimension. */
-TQKV__OP TQKV__S(cursor)
-    TQKV__S(cursor_at)(const tqkv_format format, const TQKV__S(panel) * a, int j, int positions, int d)
+/* Returns where the positions from j on are, up to 16, from the panel's dimension d on. */
+TQKV__OP TQKV__S(cursor) TQKV__S(cursor_at)(const tqkv_format format, const TQKV__S(panel) * a, int j, int d)
 {
     const uint8_t *const *fields = j < a->whole ? a->fields : a->rest;
     const size_t at = (size_t)(j < a->whole ? j : j - a->whole) * a->stride;
     const TQKV__S(cursor) cursor = {
         {fields[0] + at + d * TQKV__MAIN_BITS(format) / 8, fields[1] + at + d * TQKV__UPPER_BITS(format) / 8}};
-    if (a->ahead && d == 0 && format != TQKV__READY) {
-        const uint8_t *next = a->fields[0] + (size_t)j * a->stride + a->ahead;
-        for (size_t i = 0; i < (size_t)positions * a->stride; i += 128) tqkv__prefetch(TQKV__L2, next + i, 128);
-    }
     return cursor;
+}
+
+/* What a pass asks for of the rows that will be read next, with each `step` bytes of this tile's */
+typedef struct TQKV__S(request) {
+    const uint8_t *next; /* or NULL */
+    size_t step, size;
+} TQKV__S(request);
+
+/* Opens the share of a pass over the dimensions [d, d + dims): requests are spread, because many at once wait for each
+   other. */
+TQKV__OP TQKV__S(request) TQKV__S(open_request)(const TQKV__S(panel) * a, int positions, int j, int d, int dims)
+{
+    const size_t step = (size_t)positions * a->stride, head_dim = (size_t)a->head_dim;
+    TQKV__S(request) request = {NULL, step, step * (size_t)dims / head_dim};
+    if (a->next) request.next = a->next + (size_t)j * a->stride + step * (size_t)(a->first + d) / head_dim;
+    return request;
+}
+
+TQKV__OP void TQKV__S(ask)(TQKV__S(request) * request)
+{
+    if (!request->next) return;
+    tqkv__prefetch(TQKV__L2, request->next, request->size);
+    request->next += request->step;
 }
 
 /* Goes on by so many positions. */
@@ -236,12 +255,14 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
                               int first, int n, int8_t *room)
 {
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    TQKV__S(request) request = TQKV__S(open_request)(a, TQKV__POSITIONS, first, d, left);
     for (int j = first; j < first + n; j += TQKV__INTEGER_LANES) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
         TQKV__ROLLED
         for (int v = 0; v < 4; v++, TQKV__S(move)(a, keys ? 1 : TQKV__POSITIONS, &cursor)) {
             const TQKV__S(raw) raw =
                 TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], (keys ? 4 : 1) * a->stride);
+            TQKV__S(ask)(&request);
             TQKV__UNROLL
             for (int k = 0; k < 4; k++) {
                 if (16 * k >= left) continue;
@@ -307,13 +328,15 @@ TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, con
     const int left = a->dim - d < 16 * TQKV__KEPT(rows) ? a->dim - d : 16 * TQKV__KEPT(rows);
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
+    TQKV__S(request) request = TQKV__S(open_request)(a, TQKV__POSITIONS, 0, d, left);
     TQKV__I(load_rows)(format, rows, p, a->dim, d, q);
     for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, TQKV__INTEGER_LANES, d);
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
         TQKV__ROLLED
         for (int v = 0; v < 4; v++, u++, TQKV__S(move)(a, 1, &cursor)) {
             const TQKV__S(raw) raw = TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
             TQKV__I(sum) now[TQKV__FEW_ROWS];
+            TQKV__S(ask)(&request);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) now[r] = TQKV__I(no_sum)();
             TQKV__I(dot_unit)(format, rows, &chunk, &raw, left, q, now);
@@ -484,15 +507,17 @@ TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const
     const int all = sixteens * TQKV__DIM_LANES, step = format == TQKV__READY ? a->n : 16;
     const int left = TQKV__ARE_PARTIAL(rows) && a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens;
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    TQKV__S(request) request = TQKV__S(open_request)(a, TQKV__PRODUCTS, 0, d, left);
     TQKV__I(lane_sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
     const int8_t *w = p->rows;
     TQKV__UNROLL
     for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_lanes)();
     for (int first = 0; first < a->n; first += step) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, first, 16, d);
+        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, first, d);
         TQKV__ROLLED
         for (int j = first; j < first + step; j += TQKV__PRODUCTS, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
             TQKV__I(repeated) y[TQKV__FEW_ROWS];
+            if (format != TQKV__READY) TQKV__S(ask)(&request);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++)
                 y[r] = TQKV__I(repeat)(w + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
@@ -569,13 +594,13 @@ typedef struct TQKV__I(loops) {
                                                                     const TQKV__I(product) * product, int rows)        \
     {                                                                                                                  \
         const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
-        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind);                              \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind, book);                        \
     }                                                                                                                  \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a, int end,                   \
                                                                   const TQKV__I(product) * product, int rows)          \
     {                                                                                                                  \
         const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
-        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format, kind);                                \
+        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format, kind, book);                          \
     }
 TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const TQKV__I(product) * p)
 {
@@ -585,10 +610,10 @@ TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const T
     return product;
 }
 
-#define TQKV__BY_ROWS(loop, format, kind)                                                                              \
+#define TQKV__BY_ROWS(loop, format, kind, book)                                                                        \
     (rows == 1   ? TQKV__I(loop)(format, 1, a, end, p)                                                                 \
      : rows == 2 ? TQKV__I(loop)(format, 2, a, end, p)                                                                 \
-     : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || TQKV__LANES_ROWS_OF_BOOKS > 3)                                   \
+     : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || (TQKV__LANES_ROWS_OF_BOOKS > 3 && (book) < 6))                   \
          ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, end, p)                                                            \
          : (void)0)
 TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
@@ -596,10 +621,12 @@ TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
 #define TQKV__LOOPS_ENTRY(unused, format, ...) {TQKV__I(score_##format), TQKV__I(add_##format)},
 static const TQKV__I(loops) TQKV__I(loops_by_format)[] = {{NULL, NULL}, TQKV__FORMATS(TQKV__LOOPS_ENTRY, )};
 
-/* Whether so many rows are multiplied straight from the codes. */
+/* Whether so many rows are multiplied straight from the codes. Codes of 6 bits are in no preset: they have no loop of
+   four rows. */
 static bool TQKV__I(are_few)(tqkv_format format, int n_rows)
 {
-    return n_rows < (tqkv__format_of(format)->kind == TQKV__GRID ? TQKV__LANES_ROWS : TQKV__LANES_ROWS_OF_BOOKS);
+    const tqkv__format *f = tqkv__format_of(format);
+    return n_rows < (f->kind == TQKV__GRID ? TQKV__LANES_ROWS : f->book_bits == 6 ? 3 : TQKV__LANES_ROWS_OF_BOOKS);
 }
 
 /* Returns the dimensions that few rows add straight from the codes: all, or whole passes of 32. */
