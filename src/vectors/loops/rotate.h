@@ -93,11 +93,12 @@ TQKV__OP void TQKV__(store_column)(const bool pair, float *low, float *high, TQK
 TQKV__OP void TQKV__(mix_known)(const int m, const bool pair, int n, float factor, float *low, float *high)
 {
     const TQKV__VECTOR plus = TQKV__(rounded)(TQKV__(set1)(1.0f)), minus = TQKV__(rounded)(TQKV__(set1)(-1.0f));
-    const int count = m > 12 ? m / 2 : m; /* sums in registers, and terms that are unrolled together */
+    const int halves = m > 12 ? 2 : 1, parts = halves * halves;
+    const int count = m / halves; /* sums in registers, and terms that are unrolled together */
     TQKV__VECTOR sums[20];
     TQKV__UNROLL
-    for (int part = 0; part < m / count * (m / count); part++) {
-        const int first = part / (m / count) * count, from = part % (m / count) * count;
+    for (int part = 0; part < parts; part++) {
+        const int first = part / halves * count, from = part % halves * count;
         TQKV__UNROLL
         for (int c = from; c < from + count; c++) {
             const TQKV__VECTOR x = TQKV__(load_column)(pair, low + c * n, high + c * n);
