@@ -86,10 +86,10 @@ TQKV__OP void TQKV__(store_column)(const bool pair, float *low, float *high, TQK
         TQKV__(store)(low, x);
 }
 
-/* Applies the matrix of order m to a column of subrows n floats apart, in place, with signs that the compiler knows, and
-   no loads of them: encoding I8 takes a quarter less at 80, 96 and 192. Every second sum is made of multiply-adds: a Zen 4
-   core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other, since clang 14 would
-   reorder sums there with -fassociative-math. */
+/* Applies the matrix of order m to a column of subrows n floats apart, in place, with signs that the compiler knows,
+   and no loads of them: encoding I8 takes a quarter less at 80, 96 and 192. Every second sum is made of multiply-adds:
+   a Zen 4 core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other, since clang 14
+   would reorder sums there with -fassociative-math. */
 TQKV__OP void TQKV__(mix_known)(const int m, const bool pair, int n, float factor, float *low, float *high)
 {
     const TQKV__VECTOR plus = TQKV__(rounded)(TQKV__(set1)(1.0f)), minus = TQKV__(rounded)(TQKV__(set1)(-1.0f));
