@@ -319,11 +319,11 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. One that is made between an append that learns and the next
    refuses queries that need the halves (TQKV_OUT_OF_RANGE), as a snapshot does. One that still learns does so from no
-   fewer positions than the cache. desc: NULL, or nonzero fields for what the copy has otherwise:
-   capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the
-   hook's threads), type (not back to TQKV_TYPE_F32, which is 0), sinks, parallel, allocator, metal, matrix_group, non_causal,
-   exact_batch, a tag. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring, and one that needs
-   less memory goes on in fewer bits. *out is NULL on failure. */
+   fewer positions than the cache. desc: NULL, or nonzero fields for what the copy has otherwise: capacity
+   (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
+   threads), type (not back to TQKV_TYPE_F32, which is 0), sinks, parallel, allocator, metal, matrix_group, non_causal,
+   exact_batch, a tag. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as
+   a ring, and one that needs less memory goes on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 
 /* Both return the bytes moved, fewer at the end of a file or on failure; tqkv calls again until all or 0 bytes move. */
@@ -335,8 +335,8 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
 /* desc, never NULL, supplies what a snapshot lacks: type (zero is TQKV_TYPE_F32), parallel, allocator, metal,
    matrix_group, exact_batch, non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must
-   match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or another
-   version of tqkv; TQKV_EXPLAIN says which. *out is NULL on failure. */
+   match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or
+   another version of tqkv; TQKV_EXPLAIN says which. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* Centres (means) and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
@@ -477,9 +477,9 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
    then divided by its root mean square over the head's channels and kept in [2^-10, 2^10]. A channel of deviation 0
    counts as that of the smallest other. The same bits on every machine. Values need neither.
    src: [n_tokens][n_kv_heads][head_dim], of the shape's type and strides; q: [n_queries][n_heads][head_dim] of its
-   type, without gaps, or NULL, when n_heads does not matter. center, channel_scale: [n_kv_heads][head_dim], one may be NULL.
-   No tokens: 0 and 1. The shape's format, centre and scale do not matter. TQKV_NOT_FINITE: NaN, infinity or a magnitude
-   beyond 1e12. */
+   type, without gaps, or NULL, when n_heads does not matter. center, channel_scale: [n_kv_heads][head_dim], one may be
+   NULL. No tokens: 0 and 1. The shape's format, centre and scale do not matter. TQKV_NOT_FINITE: NaN, infinity or a
+   magnitude beyond 1e12. */
 TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
                                     int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
 /* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' -
@@ -627,8 +627,8 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
 /* out, max and sum, attended with `a`, become both slices. src: what src_out, src_max and src_sum were attended with.
-   TQKV_INVALID_ARGUMENT where the two differ in n_queries, n_heads, n_kv_heads or the values' head_dim, scale or centre.
-   This call and the next read only the shapes of keys and values, and the values' scale and centre. */
+   TQKV_INVALID_ARGUMENT where the two differ in n_queries, n_heads, n_kv_heads or the values' head_dim, scale or
+   centre. This call and the next read only the shapes of keys and values, and the values' scale and centre. */
 TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, float *max, float *sum,
                                        const tqkv_attention *src, const float *src_out, const float *src_max,
                                        const float *src_sum);
@@ -781,9 +781,9 @@ TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 /* Whether the GPU computes what the processor does, for such caches: of desc all but the capacity and ring count.
    Codes, norms and decoded rows of 48 tokens must have the processor's bits; attention of one and of three queries its
    values, but for what integers change, also with positions kept as halves, and to a list of blocks; where keys can be
-   those of an index, its scores, too, and the blocks that it chooses. Takes milliseconds, and the time to build pipelines, most of which such caches
-   need anyway. Each version of the system has its own compiler of shaders: call it once after an update.
-   TQKV_METAL_ERROR: something differs; the text says what, and by how much. */
+   those of an index, its scores, too, and the blocks that it chooses. Takes milliseconds, and the time to build
+   pipelines, most of which such caches need anyway. Each version of the system has its own compiler of shaders: call it
+   once after an update. TQKV_METAL_ERROR: something differs; the text says what, and by how much. */
 TQKV_METAL_API tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc);
 
 /* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4, of halves and bfloat16s
@@ -2698,8 +2698,9 @@ typedef struct tqkv__kernels {
     /* Adds the sums of a piece to those of its stretch, each rounded once, and clears them for the next piece, whose
        maximum goes on from here. */
     void (*end_piece)(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums);
-    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing to integers, even beside
-       a NaN norm; floats see tqkv__add_values. weights, scaled (scratch): [n_rows][TQKV__TILE], out: [n_rows][head_dim] */
+    /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing to integers, even
+       beside a NaN norm; floats see tqkv__add_values. weights, scaled (scratch): [n_rows][TQKV__TILE], out:
+       [n_rows][head_dim] */
     void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
                        int n_rows, float *scaled, float *out);
     /* sums[j] += weights[row] * f(scores[row][j] + offsets[row]), row after row, each rounded once; f: see >>index.
@@ -4224,8 +4225,8 @@ typedef struct tqkv__attention {
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
-/* Prefetches the codes of the next tile while this one is computed: nearer requests come too late, farther ones push out
-   what is in use. Streams go to the L2 cache, because few lines can be on their way to the L1. cache is a constant. */
+/* Prefetches the codes of the next tile while this one is computed: nearer requests come too late, farther ones push
+   out what is in use. Streams go to the L2 cache, because few lines can be on their way to the L1. cache: constant */
 enum { TQKV__L1 = 1, TQKV__L2 };
 static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, size_t size)
 {
@@ -4247,14 +4248,14 @@ static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, s
      p_j = exp(s_j - max),  W = max_j |p_j f_j|,  w_j = round(p_j f_j T/W)
      out_d += (sum_j w_j c_jd) * (step W/T)                                in each tile
 
-   The sums in brackets are exact, so their order is free. Floats have one order everywhere: a product that a sum follows
-   is an fma or is rounded first, a quotient is a division, exp and tanh are those of >>exact.
+   The sums in brackets are exact, so their order is free. Floats have one order everywhere: a product that a sum
+   follows is an fma or is rounded first, a quotient is a division, exp and tanh are those of >>exact.
 
    F16 and TQ8 are multiplied as floats: the products of each 512 dimensions with fma in 16 sums, dimension d in sum
    d % 16, which are added by halves; values by one fma after the other, in the order of positions. */
 
-/* 127*256 + 127, so that a set may split an integer into two signed bytes. No sum in brackets leaves 32 bits: |c| <= 128
-   keeps a score of a panel of 256 dimensions below 1.07e9, and 64 positions of a tile below 2.7e8. */
+/* 127*256 + 127, so that a set may split an integer into two signed bytes. No sum in brackets leaves 32 bits: |c| <=
+   128 keeps a score of a panel of 256 dimensions below 1.07e9, and 64 positions of a tile below 2.7e8. */
 #define TQKV__INTEGER_TOP 32639
 /* Smaller largest values count as this one, 2^-100: T over it is a float. */
 #define TQKV__INTEGER_LEAST 7.888609052210118e-31f
@@ -4262,8 +4263,8 @@ static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, s
 /* Whether a stream is multiplied as floats. The centroids of TQ8 do not fit 8 bits. */
 static bool tqkv__in_floats(const tqkv__stream *s) { return s->kind == TQKV__HALF || s->book_bits == 8; }
 
-/* Finds the stream's integer centroids, repeated to 64, and their step. Books are symmetric: these are upper halves, each
-   with the step that adds the least distortion. docs/formats.md says how much that is. */
+/* Finds the stream's integer centroids, repeated to 64, and their step. Books are symmetric: these are upper halves,
+   each with the step that adds the least distortion. docs/formats.md says how much that is. */
 static void tqkv__fill_integers(tqkv__stream *s)
 {
     static const float steps[5] = {0.0251706206f, 0.0244347833f, 0.0261686062f, 0.0276549527f, 0.0319480885f};
@@ -4942,18 +4943,19 @@ TQKV__OP void TQKV__(store_column)(const bool pair, float *low, float *high, TQK
         TQKV__(store)(low, x);
 }
 
-/* Applies the matrix of order m to a column of subrows n floats apart, in place, with signs that the compiler knows, and
-   no loads of them: encoding I8 takes a quarter less at 80, 96 and 192. Every second sum is made of multiply-adds: a Zen 4
-   core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other, since clang 14 would
-   reorder sums there with -fassociative-math. */
+/* Applies the matrix of order m to a column of subrows n floats apart, in place, with signs that the compiler knows,
+   and no loads of them: encoding I8 takes a quarter less at 80, 96 and 192. Every second sum is made of multiply-adds:
+   a Zen 4 core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other, since clang 14
+   would reorder sums there with -fassociative-math. */
 TQKV__OP void TQKV__(mix_known)(const int m, const bool pair, int n, float factor, float *low, float *high)
 {
     const TQKV__VECTOR plus = TQKV__(rounded)(TQKV__(set1)(1.0f)), minus = TQKV__(rounded)(TQKV__(set1)(-1.0f));
-    const int count = m > 12 ? m / 2 : m; /* sums in registers, and terms that are unrolled together */
+    const int halves = m > 12 ? 2 : 1, parts = halves * halves;
+    const int count = m / halves; /* sums in registers, and terms that are unrolled together */
     TQKV__VECTOR sums[20];
     TQKV__UNROLL
-    for (int part = 0; part < m / count * (m / count); part++) {
-        const int first = part / (m / count) * count, from = part % (m / count) * count;
+    for (int part = 0; part < parts; part++) {
+        const int first = part / halves * count, from = part % halves * count;
         TQKV__UNROLL
         for (int c = from; c < from + count; c++) {
             const TQKV__VECTOR x = TQKV__(load_column)(pair, low + c * n, high + c * n);
@@ -5277,7 +5279,8 @@ TQKV__OP void TQKV__(search_as)(const int bits, const tqkv__stream *s, const tqk
             float sums[2];
             TQKV__(try_factor)(bits, s, q, &book, f, b * s->norm_dim, (b + 1) * s->norm_dim, t, sums);
             const TQKV__VECTOR u = TQKV__(set1)(sums[0]), c = TQKV__(set1)(sums[1]);
-            const TQKV__VECTOR share = TQKV__(rounded)(u * u) / c;
+            /* Hidden, or clang multiplies by the reciprocal of a scalar under -freciprocal-math. */
+            const TQKV__VECTOR share = TQKV__(rounded)(u * u) / TQKV__(rounded)(c);
             factor = TQKV__(choose)(share, best, TQKV__(set1)(s->factors[f]), factor);
             square = TQKV__(choose)(share, best, c, square);
             best = TQKV__(choose)(share, best, share, best);
@@ -5420,8 +5423,8 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
         TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
 }
 
-/* Returns the values of a row that are to be quantised: less its centre, times its inverses, rotated but for mix_rows, in
-   row: [head_dim] or, where nothing is to be done, in the source, of its type if the format is F16. Halves are not
+/* Returns the values of a row that are to be quantised: less its centre, times its inverses, rotated but for mix_rows,
+   in row: [head_dim] or, where nothing is to be done, in the source, of its type if the format is F16. Halves are not
    widened first: that pass would make them a tenth slower than floats. */
 TQKV__TARGET static const void *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
@@ -6657,8 +6660,8 @@ TQKV__OP __m256 tqkv__fold_avx2(const int half, __m256 v, __m256i *side)
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(tqkv__abs_avx2(v)), positive));
 }
 TQKV__OP __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); }
-/* Loads a table of 16 bytes, the same in either half of a register, and looks up: the upper three bytes of each lane are
-   0 and find the first entry, which is 0. */
+/* Loads a table of 16 bytes, the same in either half of a register, and looks up: the upper three bytes of each lane
+   are 0 and find the first entry, which is 0. */
 TQKV__OP __m256i tqkv__load_16_avx2(const uint8_t *table) { return _mm256_broadcastsi128_si256(tqkv__load_128(table)); }
 TQKV__OP __m256i tqkv__look_up_16_avx2(__m256i table, __m256i index) { return _mm256_shuffle_epi8(table, index); }
 /* Looks up floats of a table of eight. */
@@ -6676,8 +6679,8 @@ TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 a
 {
     return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));
 }
-/* Loads eight cells: x[0] their bounds, x[1] and x[2] the centroids, x[3] the bits of n_below. Shufps runs on more ports
-   than unpck. */
+/* Loads eight cells: x[0] their bounds, x[1] and x[2] the centroids, x[3] the bits of n_below. Shufps runs on more
+   ports than unpck. */
 TQKV__OP void tqkv__load_cells_avx2(const tqkv__cell *cells, const uint32_t *at, __m256 *x)
 {
     __m256 four[4];
@@ -6805,8 +6808,8 @@ TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
 }
 TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p) { return _mm512_cvtph_ps(tqkv__load_256_avx512(p)); }
 
-/* Looks up n centroids of TQ8, 64 at a time: those of the lower half, for a code c of the upper half that of ~c with its
-   sign flipped. Unpacks of bytes undo the order of dwords. n: a multiple of 16 */
+/* Looks up n centroids of TQ8, 64 at a time: those of the lower half, for a code c of the upper half that of ~c with
+   its sign flipped. Unpacks of bytes undo the order of dwords. n: a multiple of 16 */
 TQKV__OP void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, int n, float *to)
 {
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
@@ -7074,8 +7077,8 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 #include "tqkv.h"
 #endif
 
-/* >>integer-avx512: what AVX-512 brings to >>k-rows, with the products of VNNI. A product wants one factor unsigned: codes
-   are 128 more than they are. An integer is 256 times its high byte plus its low one, both signed. */
+/* >>integer-avx512: what AVX-512 brings to >>k-rows, with the products of VNNI. A product wants one factor unsigned:
+   codes are 128 more than they are. An integer is 256 times its high byte plus its low one, both signed. */
 
 #ifdef TQKV__AVX512
 
@@ -9091,7 +9094,7 @@ static size_t tqkv__first_floats(const tqkv__attention *a)
     return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
 }
 
-/* Adds the scores of the second digits: only few rows have any, and their units say which. digits: [n_rows][head_dim] */
+/* Adds the scores of the second digits: few rows have any, and their units say which. digits: [n_rows][head_dim] */
 static void tqkv__score_digits(const tqkv__attention *a, const tqkv__stream *s, int kv_head,
                                const tqkv__segment *segment, const float *digits, int n_rows, float *scores)
 {
@@ -9802,8 +9805,8 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-/* Brings part 0 or 1 of an item's queries into the basis of a stream, times scale, as floats or integers. Returns whether
-   there are second digits. arranged, halves (as floats, or NULL), rest (second digits): [n_rows][head_dim] */
+/* Brings part 0 or 1 of an item's queries into the basis of a stream, times scale, as floats or integers. Returns
+   whether there are second digits. arranged, halves (as floats, or NULL), rest (second digits): [n_rows][head_dim] */
 static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
                                const tqkv__stream *s, float *arranged, float *halves, float *rest)
 {
@@ -9884,8 +9887,8 @@ static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item,
     }
 }
 
-/* Adds what the keys' centre adds to all scores of a row. It belongs to the maximum, where a float has lost the last bits
-   of the sum; they go into the weights. out: [value_dim] */
+/* Adds what the keys' centre adds to all scores of a row. It belongs to the maximum, where a float has lost the last
+   bits of the sum; they go into the weights. out: [value_dim] */
 static void tqkv__shift_scores(const tqkv__attention *a, double score, float *out, float *max, float *sum)
 {
     if (*sum == 0.0f) return;

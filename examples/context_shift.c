@@ -4,9 +4,10 @@
  * each with its own turned query, and a merge. Beside it the usual way: decode the keys, turn them, encode them again.
  * Both have the centre and the scale of the first CONTEXT keys.
  *   context_shift [LAYER]    the error of both over 32 shifts, with keys, values and queries of a pretrained model
- * "same codes in double": the largest distance of an output from attention in double over the decoded codes, |out - exact|
- * / |exact|: attention's own error, and what its integer centroids differ from decoded ones. The other errors are relMSE, as in real_kv.c, against the original floats; "recomputed" encodes the remaining keys
- * afresh. Values are F16, so that only the error of the keys counts. */
+ * "same codes in double": the largest |out - exact| / |exact| of an output, where exact is attention in double over the
+ * decoded codes: attention's own error, and what integer centroids differ from decoded ones. The other errors are
+ * relMSE, as in real_kv.c, against the original floats; "recomputed" encodes the remaining keys afresh. Values are F16,
+ * so that only the error of the keys counts. */
 #include "tqkv.h"
 #include "capture_file.h"
 

@@ -195,8 +195,8 @@ static bool same_on_all(const share *s, const float *outs)
     return least == most;
 }
 
-/* Prints a line for each rank. Returns whether the outputs are those of one rank, to 3e-4, and the same everywhere. By a
- * preset each share has learned on its own: they differ by the formats' errors. */
+/* Prints a line for each rank. Returns whether the outputs are those of one rank, to 3e-4, and the same everywhere. By
+ * a preset each share has learned on its own: they differ by the formats' errors. */
 static bool report(const share *s, const options *o, const float *outs, const float *alone)
 {
     static const double limits[4] = {3e-4, 0.2, 0.4, 0.8};

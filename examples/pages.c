@@ -1,6 +1,6 @@
-/* Pages with all that a preset has: two sequences that begin with one prompt over one pool of pages, keys with a centre and a
- * scale of their channels, and the first and newest positions as halves, in pages of a second pool. The outputs have the bits of
- * a tqkv_cache. How an engine takes and returns pages, and shares a pool among threads: server.c. */
+/* Pages with all that a preset has: two sequences that begin with one prompt over one pool of pages, keys with a centre
+ * and a scale of their channels, and the first and newest positions as halves, in pages of a second pool. The outputs
+ * have the bits of a tqkv_cache. How an engine takes and returns pages, and shares a pool among threads: server.c. */
 #define TQKV_IMPLEMENTATION
 #include "tqkv.h"
 
@@ -62,8 +62,8 @@ static tqkv_store make_stream(tqkv_format format, const float *center, const flo
     return s;
 }
 
-/* Centre and scale are the model's: an engine learns them once, from 512 positions or more, and keeps them in a file. All stores
-   over the pool name the same numbers, and a pool that learns anew must be empty. */
+/* Centre and scale are the model's: an engine learns them once, from 512 positions or more, and keeps them in a file.
+   All stores over the pool name the same numbers, and a pool that learns anew must be empty. */
 static void open_pool(pool *p, const float *keys, int n)
 {
     const tqkv_store shape = {.format = TQKV_TQ5, .head_dim = HEAD_DIM, .n_kv_heads = KV_HEADS, .capacity = n};

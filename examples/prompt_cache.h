@@ -42,7 +42,7 @@ typedef struct prompt_cache {
        how many positions go through a layer together. */
     uint64_t tag;
     int block; /* tokens; at least 1 */
-    /* Bytes of all files together; 0: no limit. The least recently used go first, also where the disk is full before. */
+    /* Bytes of all files together; 0: no limit. The least recently used go first, also where the disk is full. */
     uint64_t limit;
     /* Told which file was skipped, or not written, and why; NULL: nobody */
     void (*say)(void *user, const char *text);
@@ -290,7 +290,7 @@ static inline size_t prompt_cache_write(void *file, const void *bytes, size_t n)
     return fwrite(bytes, 1, n, (FILE *)file);
 }
 
-/* Writes and closes the file, and says its size. NULL, or the reason of a failure, with errno 0 or that of the system. */
+/* Writes and closes the file, and says its size. NULL, or why it failed, with errno 0 or the system's. */
 static inline const char *prompt_cache_write_file(FILE *file, const unsigned char *head, int n_tokens,
                                                   tqkv_cache *const *caches, int n_layers, uint64_t *bytes)
 {

@@ -638,7 +638,8 @@ typedef struct tqkv__batch_item {
 typedef struct tqkv__calibrate_args {
     int32_t head_dim, n_tokens, n_queries, n_kv_heads;
     int32_t group;                                                             /* query heads a KV head */
-    int32_t pairs;                                                             /* tqkv_pairs */
+    int32_t pairs;                                                             /* tqkv_pairs, of the first */
+    int32_t rotary_dim;                                                        /* channels */
     uint32_t token_stride, head_stride, query_token_stride, query_head_stride; /* in values */
 } tqkv__calibrate_args;
 
@@ -664,7 +665,7 @@ TQKV__ASSERT_SIZE(tqkv__merge_args, 44);
 TQKV__ASSERT_SIZE(tqkv__batch_item, 332);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 232);
-TQKV__ASSERT_SIZE(tqkv__calibrate_args, 40);
+TQKV__ASSERT_SIZE(tqkv__calibrate_args, 44);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4736);
 
 // ---- shaders/common.h ----
@@ -8579,7 +8580,7 @@ inline float mean_of_channel(thread const channel_rows &from, uint channel, bool
 inline void share_pairs(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
                         uint n_threads)
 {
-    uint n = uint(args.head_dim) / 2u;
+    uint n = uint(args.rotary_dim) / 2u;
     for (uint i = thread_index; i < n; i += n_threads) {
         uint low = args.pairs == 2 ? i : 2u * i, high = args.pairs == 2 ? i + n : 2u * i + 1u;
         values[low] = values[high] = (values[low] + values[high]) * 0.5f;

@@ -10,7 +10,7 @@ constant bool center_scaled [[function_constant(TQKV_FC_CENTER_SCALED)]];
 constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 constant uint row_type [[function_constant(TQKV_FC_TYPE)]];
 constant bool batch [[function_constant(TQKV_FC_BATCH)]];
-constant bool rotate [[function_constant(TQKV_FC_ROTATED)]];
+constant bool rotate_center [[function_constant(TQKV_FC_ROTATED)]];
 constant bool from_slice [[function_constant(TQKV_FC_FROM_SLICE)]];
 constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
 
@@ -52,7 +52,7 @@ constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
         task.src_sum = src_sum; \
         task.from_slice = from_slice; \
         task.to_slice = to_slice; \
-        task.rotate = rotate; \
+        task.rotate = rotate_center; \
         task.unrotate = unrotate; \
         task.shifted = key_centered; \
         task.centered = value_centered; \

@@ -796,8 +796,8 @@ static inline double reference_key_score(reference_centroids centroids, const tq
     return total;
 }
 
-/* scores: of the blocks of one query, and in allowed the largest error that is allowed for a key of each block: [blocks].
-   keys: [end - first][head_dim], of the resident keys from `first` on */
+/* scores: of the blocks of one query, and in allowed the largest error that is allowed for a key of each block:
+   [blocks]. keys: [end - first][head_dim], of the resident keys from `first` on */
 static inline void reference_index_scores(reference_centroids centroids, const tqkv_index *x, int query, const float *q,
                                           const double *keys, int64_t first, double *scores, double *allowed)
 {

@@ -14,7 +14,7 @@ static void check_force(const void *parameters)
     CHECK(!strcmp(tqkv_isa_name(), before), "%s, not %s", tqkv_isa_name(), before);
 }
 
-/* TQKV_ISA counts when the set is chosen. A set that is not there leaves the best one, with a sentence to TQKV_EXPLAIN. */
+/* TQKV_ISA counts when the set is chosen. A set that is not there leaves the best one, and TQKV_EXPLAIN hears so. */
 static void check_environment(const void *parameters)
 {
     (void)parameters;

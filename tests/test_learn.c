@@ -792,7 +792,8 @@ static void check_header(const void *parameters)
         CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
         append(&m, cache, 0, 10);
         stream s = stream_of_cache(cache);
-        const tqkv_cache_desc any = {0};
+        tqkv_cache_desc any;
+        memset(&any, 0, sizeof any);
         CHECK_RESULT(tqkv_cache_load(&any, stream_read, &s, &loaded), TQKV_OK);
         tqkv_cache_destroy(loaded);
         for (int k = 0; k < lies[i].bytes; k++) s.bytes[lies[i].at + k] = (unsigned char)(lies[i].value >> 8 * k);

@@ -128,8 +128,8 @@ double models_format_bits(const char *format, int head_dim)
     return 8.0 * (double)(tqkv_codes_size(&one) + tqkv_norms_size(&one)) / head_dim;
 }
 
-/* What the format adds to rows, against what differs between positions: the mean over the heads of tqkv_measure's error.
-   rows: [n][n_kv_heads][head_dim]; center, channel_scale: [n_kv_heads][head_dim], or NULL */
+/* What the format adds to rows, against what differs between positions: the mean over the heads of tqkv_measure's
+   error. rows: [n][n_kv_heads][head_dim]; center, channel_scale: [n_kv_heads][head_dim], or NULL */
 const char *models_error(const char *format, const float *rows, int n, int n_kv_heads, int head_dim,
                          const float *center, const float *channel_scale, double *error)
 {

@@ -117,8 +117,8 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
 TQKV_API tqkv_result tqkv_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, float *out,
                                          float *max, float *sum);
 /* out, max and sum, attended with `a`, become both slices. src: what src_out, src_max and src_sum were attended with.
-   TQKV_INVALID_ARGUMENT where the two differ in n_queries, n_heads, n_kv_heads or the values' head_dim, scale or centre.
-   This call and the next read only the shapes of keys and values, and the values' scale and centre. */
+   TQKV_INVALID_ARGUMENT where the two differ in n_queries, n_heads, n_kv_heads or the values' head_dim, scale or
+   centre. This call and the next read only the shapes of keys and values, and the values' scale and centre. */
 TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, float *max, float *sum,
                                        const tqkv_attention *src, const float *src_out, const float *src_max,
                                        const float *src_sum);

@@ -96,11 +96,11 @@ TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, int64_t cou
 TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept);
 /* A copy with the resident positions at their places. One that is made between an append that learns and the next
    refuses queries that need the halves (TQKV_OUT_OF_RANGE), as a snapshot does. One that still learns does so from no
-   fewer positions than the cache. desc: NULL, or nonzero fields for what the copy has otherwise:
-   capacity (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the
-   hook's threads), type (not back to TQKV_TYPE_F32, which is 0), sinks, parallel, allocator, metal, matrix_group, non_causal,
-   exact_batch, a tag. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as a ring, and one that needs
-   less memory goes on in fewer bits. *out is NULL on failure. */
+   fewer positions than the cache. desc: NULL, or nonzero fields for what the copy has otherwise: capacity
+   (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
+   threads), type (not back to TQKV_TYPE_F32, which is 0), sinks, parallel, allocator, metal, matrix_group, non_causal,
+   exact_batch, a tag. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as
+   a ring, and one that needs less memory goes on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 
 /* Both return the bytes moved, fewer at the end of a file or on failure; tqkv calls again until all or 0 bytes move. */
@@ -112,8 +112,8 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
 /* desc, never NULL, supplies what a snapshot lacks: type (zero is TQKV_TYPE_F32), parallel, allocator, metal,
    matrix_group, exact_batch, non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must
-   match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or another
-   version of tqkv; TQKV_EXPLAIN says which. *out is NULL on failure. */
+   match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or
+   another version of tqkv; TQKV_EXPLAIN says which. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
 
 /* Centres (means) and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:

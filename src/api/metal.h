@@ -57,9 +57,9 @@ TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 /* Whether the GPU computes what the processor does, for such caches: of desc all but the capacity and ring count.
    Codes, norms and decoded rows of 48 tokens must have the processor's bits; attention of one and of three queries its
    values, but for what integers change, also with positions kept as halves, and to a list of blocks; where keys can be
-   those of an index, its scores, too, and the blocks that it chooses. Takes milliseconds, and the time to build pipelines, most of which such caches
-   need anyway. Each version of the system has its own compiler of shaders: call it once after an update.
-   TQKV_METAL_ERROR: something differs; the text says what, and by how much. */
+   those of an index, its scores, too, and the blocks that it chooses. Takes milliseconds, and the time to build
+   pipelines, most of which such caches need anyway. Each version of the system has its own compiler of shaders: call it
+   once after an update. TQKV_METAL_ERROR: something differs; the text says what, and by how much. */
 TQKV_METAL_API tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc);
 
 /* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4, of halves and bfloat16s

@@ -121,9 +121,9 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
    then divided by its root mean square over the head's channels and kept in [2^-10, 2^10]. A channel of deviation 0
    counts as that of the smallest other. The same bits on every machine. Values need neither.
    src: [n_tokens][n_kv_heads][head_dim], of the shape's type and strides; q: [n_queries][n_heads][head_dim] of its
-   type, without gaps, or NULL, when n_heads does not matter. center, channel_scale: [n_kv_heads][head_dim], one may be NULL.
-   No tokens: 0 and 1. The shape's format, centre and scale do not matter. TQKV_NOT_FINITE: NaN, infinity or a magnitude
-   beyond 1e12. */
+   type, without gaps, or NULL, when n_heads does not matter. center, channel_scale: [n_kv_heads][head_dim], one may be
+   NULL. No tokens: 0 and 1. The shape's format, centre and scale do not matter. TQKV_NOT_FINITE: NaN, infinity or a
+   magnitude beyond 1e12. */
 TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
                                     int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
 /* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' -

@@ -8,14 +8,14 @@
      p_j = exp(s_j - max),  W = max_j |p_j f_j|,  w_j = round(p_j f_j T/W)
      out_d += (sum_j w_j c_jd) * (step W/T)                                in each tile
 
-   The sums in brackets are exact, so their order is free. Floats have one order everywhere: a product that a sum follows
-   is an fma or is rounded first, a quotient is a division, exp and tanh are those of >>exact.
+   The sums in brackets are exact, so their order is free. Floats have one order everywhere: a product that a sum
+   follows is an fma or is rounded first, a quotient is a division, exp and tanh are those of >>exact.
 
    F16 and TQ8 are multiplied as floats: the products of each 512 dimensions with fma in 16 sums, dimension d in sum
    d % 16, which are added by halves; values by one fma after the other, in the order of positions. */
 
-/* 127*256 + 127, so that a set may split an integer into two signed bytes. No sum in brackets leaves 32 bits: |c| <= 128
-   keeps a score of a panel of 256 dimensions below 1.07e9, and 64 positions of a tile below 2.7e8. */
+/* 127*256 + 127, so that a set may split an integer into two signed bytes. No sum in brackets leaves 32 bits: |c| <=
+   128 keeps a score of a panel of 256 dimensions below 1.07e9, and 64 positions of a tile below 2.7e8. */
 #define TQKV__INTEGER_TOP 32639
 /* Smaller largest values count as this one, 2^-100: T over it is a float. */
 #define TQKV__INTEGER_LEAST 7.888609052210118e-31f
@@ -23,8 +23,8 @@
 /* Whether a stream is multiplied as floats. The centroids of TQ8 do not fit 8 bits. */
 static bool tqkv__in_floats(const tqkv__stream *s) { return s->kind == TQKV__HALF || s->book_bits == 8; }
 
-/* Finds the stream's integer centroids, repeated to 64, and their step. Books are symmetric: these are upper halves, each
-   with the step that adds the least distortion. docs/formats.md says how much that is. */
+/* Finds the stream's integer centroids, repeated to 64, and their step. Books are symmetric: these are upper halves,
+   each with the step that adds the least distortion. docs/formats.md says how much that is. */
 static void tqkv__fill_integers(tqkv__stream *s)
 {
     static const float steps[5] = {0.0251706206f, 0.0244347833f, 0.0261686062f, 0.0276549527f, 0.0319480885f};

@@ -52,8 +52,8 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-/* Brings part 0 or 1 of an item's queries into the basis of a stream, times scale, as floats or integers. Returns whether
-   there are second digits. arranged, halves (as floats, or NULL), rest (second digits): [n_rows][head_dim] */
+/* Brings part 0 or 1 of an item's queries into the basis of a stream, times scale, as floats or integers. Returns
+   whether there are second digits. arranged, halves (as floats, or NULL), rest (second digits): [n_rows][head_dim] */
 static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
                                const tqkv__stream *s, float *arranged, float *halves, float *rest)
 {
@@ -134,8 +134,8 @@ static void tqkv__find_offsets(const tqkv__attention *a, const tqkv__item *item,
     }
 }
 
-/* Adds what the keys' centre adds to all scores of a row. It belongs to the maximum, where a float has lost the last bits
-   of the sum; they go into the weights. out: [value_dim] */
+/* Adds what the keys' centre adds to all scores of a row. It belongs to the maximum, where a float has lost the last
+   bits of the sum; they go into the weights. out: [value_dim] */
 static void tqkv__shift_scores(const tqkv__attention *a, double score, float *out, float *max, float *sum)
 {
     if (*sum == 0.0f) return;

@@ -220,7 +220,7 @@ static size_t tqkv__first_floats(const tqkv__attention *a)
     return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
 }
 
-/* Adds the scores of the second digits: only few rows have any, and their units say which. digits: [n_rows][head_dim] */
+/* Adds the scores of the second digits: few rows have any, and their units say which. digits: [n_rows][head_dim] */
 static void tqkv__score_digits(const tqkv__attention *a, const tqkv__stream *s, int kv_head,
                                const tqkv__segment *segment, const float *digits, int n_rows, float *scores)
 {

@@ -1,5 +1,5 @@
-/* >>integer-avx512: what AVX-512 brings to >>k-rows, with the products of VNNI. A product wants one factor unsigned: codes
-   are 128 more than they are. An integer is 256 times its high byte plus its low one, both signed. */
+/* >>integer-avx512: what AVX-512 brings to >>k-rows, with the products of VNNI. A product wants one factor unsigned:
+   codes are 128 more than they are. An integer is 256 times its high byte plus its low one, both signed. */
 
 #ifdef TQKV__AVX512
 

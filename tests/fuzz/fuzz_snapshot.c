@@ -58,8 +58,8 @@ static bool has_stream(const uint8_t *file, int i)
 static uint64_t format_of(const uint8_t *file, int i) { return get(file + 52 + 4 * i, 4); }
 static uint64_t dim_of(const uint8_t *file, int i) { return get(file + 28 + 4 * i, 4); }
 
-/* How many positions store i has: a stream, the first positions of stream i - 3, the newest of stream i - 6, what is raw
-   of stream i - 8. */
+/* How many positions store i has: a stream, the first positions of stream i - 3, the newest of stream i - 6, what is
+   raw of stream i - 8. */
 static uint64_t positions_of(const uint8_t *file, int i)
 {
     const uint64_t first = get(file + 120, 8), end = get(file + 128, 8), from = get(file + 136, 8);

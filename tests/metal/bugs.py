@@ -322,8 +322,8 @@ BUGS = {
         "shaders/attend_matrix.h", "rint(max_of_column(largest));\n            before", "max_of_column(largest);\n            before", "attend_matrix", (64,), "plain",
         "slice/bits/matrices", "other bits than the whole"),
     "slice_in_another_basis": (
-        "shaders/merge.h", "if (task.rotate && row.sum != 0.0f) rotate_row<D>(row.x, part);", "", "attend_merge", (64,),
-        "plain", "slice/basis/d64", "relative error"),
+        "shaders/merge.h", "if (task.rotate && row.sum != 0.0f) rotate_row<D>(row.x, part);", "", "attend_merge", (96,),
+        "plain", "slice/random/0", "relative error"),
     "slice_overwritten_while_read": (
         "shaders/merge.h", "    simdgroup_barrier(mem_flags::mem_device); //", "    //", "attend_merge", (48,), "tsan",
         "slice/basis/d48", "data race"),

@@ -109,10 +109,9 @@ void run_beyond_4_gib(const void *)
     far_store.codes_size = tqkv_codes_size(&far_store);
     far_store.norms_size = tqkv_norms_size(&far_store);
     CHECK(far_store.codes_size > UINT32_MAX, "%zu bytes", far_store.codes_size);
-    void *codes =
+    far_store.codes =
         mmap(nullptr, far_store.codes_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    REQUIRE(codes != MAP_FAILED, "no address space");
-    far_store.codes = codes;
+    REQUIRE(far_store.codes != MAP_FAILED, "no address space");
     far_store.norms = (float *)calloc(far_store.norms_size, 1);
     std::vector<float> source((size_t)n * 1024), out(1024, NAN);
     data_rows(23, DATA_GAUSSIAN, source.data(), n, 1024);
@@ -121,7 +120,7 @@ void run_beyond_4_gib(const void *)
     all.swap(gpu_schedules); // with several schedules, gpu_encode copies the store
     CHECK_RUN(gpu_encode(&far_store, source.data(), n, capacity - n, nullptr));
     all.swap(gpu_schedules);
-    CHECK(!memcmp((char *)codes + (size_t)(capacity - n) * 1024, near_store.codes, near_store.codes_size),
+    CHECK(!memcmp((char *)far_store.codes + (size_t)(capacity - n) * 1024, near_store.codes, near_store.codes_size),
           "codes differ");
     tqkv_attention far_attention = {}, near_attention = {};
     far_attention.keys = far_attention.values = &far_store;
@@ -138,7 +137,7 @@ void run_beyond_4_gib(const void *)
         double error = reference_relative_error(out.data(), expected.data(), 1024);
         CHECK(error <= ATTEND_TOLERANCE, "relative error %g", error);
     }
-    munmap(codes, far_store.codes_size);
+    munmap(far_store.codes, far_store.codes_size);
     free(far_store.norms);
     test_store_free(&near_store);
 }

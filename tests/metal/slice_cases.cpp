@@ -51,8 +51,8 @@ attend_row random_row(data_random *random)
     return p;
 }
 
-// Four slices of the resident positions, one of them empty, merged in some order. Some may be the processor's, of formats
-// whose centroids are those of the GPU, and so may the last merge and the end.
+// Four slices of the resident positions, one of them empty, merged in some order. Some may be the processor's, of
+// formats whose centroids are those of the GPU, and so may the last merge and the end.
 void run_random(const void *parameters)
 {
     const int seed = *(const int *)parameters;

@@ -117,8 +117,8 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
         TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
 }
 
-/* Returns the values of a row that are to be quantised: less its centre, times its inverses, rotated but for mix_rows, in
-   row: [head_dim] or, where nothing is to be done, in the source, of its type if the format is F16. Halves are not
+/* Returns the values of a row that are to be quantised: less its centre, times its inverses, rotated but for mix_rows,
+   in row: [head_dim] or, where nothing is to be done, in the source, of its type if the format is F16. Halves are not
    widened first: that pass would make them a tenth slower than floats. */
 TQKV__TARGET static const void *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {

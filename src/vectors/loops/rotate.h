@@ -86,18 +86,19 @@ TQKV__OP void TQKV__(store_column)(const bool pair, float *low, float *high, TQK
         TQKV__(store)(low, x);
 }
 
-/* Applies the matrix of order m to a column of subrows n floats apart, in place, with signs that the compiler knows, and
-   no loads of them: encoding I8 takes a quarter less at 80, 96 and 192. Every second sum is made of multiply-adds: a Zen 4
-   core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other, since clang 14 would
-   reorder sums there with -fassociative-math. */
+/* Applies the matrix of order m to a column of subrows n floats apart, in place, with signs that the compiler knows,
+   and no loads of them: encoding I8 takes a quarter less at 80, 96 and 192. Every second sum is made of multiply-adds:
+   a Zen 4 core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other, since clang 14
+   would reorder sums there with -fassociative-math. */
 TQKV__OP void TQKV__(mix_known)(const int m, const bool pair, int n, float factor, float *low, float *high)
 {
     const TQKV__VECTOR plus = TQKV__(rounded)(TQKV__(set1)(1.0f)), minus = TQKV__(rounded)(TQKV__(set1)(-1.0f));
-    const int count = m > 12 ? m / 2 : m; /* sums in registers, and terms that are unrolled together */
+    const int halves = m > 12 ? 2 : 1, parts = halves * halves;
+    const int count = m / halves; /* sums in registers, and terms that are unrolled together */
     TQKV__VECTOR sums[20];
     TQKV__UNROLL
-    for (int part = 0; part < m / count * (m / count); part++) {
-        const int first = part / (m / count) * count, from = part % (m / count) * count;
+    for (int part = 0; part < parts; part++) {
+        const int first = part / halves * count, from = part % halves * count;
         TQKV__UNROLL
         for (int c = from; c < from + count; c++) {
             const TQKV__VECTOR x = TQKV__(load_column)(pair, low + c * n, high + c * n);

@@ -119,7 +119,8 @@ TQKV__OP void TQKV__(search_as)(const int bits, const tqkv__stream *s, const tqk
             float sums[2];
             TQKV__(try_factor)(bits, s, q, &book, f, b * s->norm_dim, (b + 1) * s->norm_dim, t, sums);
             const TQKV__VECTOR u = TQKV__(set1)(sums[0]), c = TQKV__(set1)(sums[1]);
-            const TQKV__VECTOR share = TQKV__(rounded)(u * u) / c;
+            /* Hidden, or clang multiplies by the reciprocal of a scalar under -freciprocal-math. */
+            const TQKV__VECTOR share = TQKV__(rounded)(u * u) / TQKV__(rounded)(c);
             factor = TQKV__(choose)(share, best, TQKV__(set1)(s->factors[f]), factor);
             square = TQKV__(choose)(share, best, c, square);
             best = TQKV__(choose)(share, best, share, best);
