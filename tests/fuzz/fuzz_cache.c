@@ -85,6 +85,7 @@ static void read_desc(fuzz_input *input, model *m)
     desc->value_format = test_no_format(fuzz_range(input, 0, TEST_FORMATS));
     desc->ring = (flags & 1) != 0;
     desc->window = flags & 2 ? fuzz_byte(input) : 0;
+    if (desc->ring && desc->window > desc->capacity) desc->window = desc->capacity;
     if (flags & 4) desc->parallel.run = fuzz_run_backwards;
     if (flags & 8) desc->sinks = m->sinks;
     for (int i = 0; i < MAX_HEADS; i++) m->sinks[i] = (float)(i * 7 % 5) - 2.0f;
