@@ -6504,7 +6504,7 @@ constant bool value_scaled [[function_constant(TQKV_FC_VALUE_SCALED)]];
 constant bool value_rotated [[function_constant(TQKV_FC_VALUE_ROTATED)]];
 // row_type: declared above
 // batch: declared above
-#define rotate rotate_center // the same function constant
+// rotate_center: declared above
 constant bool from_slice [[function_constant(TQKV_FC_FROM_SLICE)]];
 constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
 
@@ -6546,7 +6546,7 @@ constant bool to_slice [[function_constant(TQKV_FC_TO_SLICE)]];
         task.src_sum = src_sum; \
         task.from_slice = from_slice; \
         task.to_slice = to_slice; \
-        task.rotate = rotate; \
+        task.rotate = rotate_center; \
         task.unrotate = unrotate; \
         task.shifted = key_centered; \
         task.centered = value_centered; \
@@ -6810,16 +6810,16 @@ inline bool clear_if_not_finite(thread float *x)
 #define MAXIMUM_BLOCK(D) TQKV__NORM_DIM(TQKV__GRID, D)
 
 // Strided rows: sums of a lane, values of each, and blocks of which the lane has such sums.
-#define LANE_SUMS(D)   (ENCODE_LANES(D) < 16 ? 16 / ENCODE_LANES(D) : 1)
+#define ENCODE_SUMS(D) (ENCODE_LANES(D) < 16 ? 16 / ENCODE_LANES(D) : 1)
 #define SUM_VALUES(D)  (NORM_BLOCK(D) / 16)
-#define LANE_BLOCKS(D) (ENCODE_VALUES(D) / (LANE_SUMS(D) * SUM_VALUES(D)))
+#define LANE_BLOCKS(D) (ENCODE_VALUES(D) / (ENCODE_SUMS(D) * SUM_VALUES(D)))
 
 // Which value of the lane is number t of sum s of block b. Lanes of D=1024 trade once more after the rotation, 16 apart.
 template <int D>
 inline int value_of_sum(int b, int t, int s)
 {
     const int order = ENCODE_LANES(D) == 32 ? (t & 3) | (t & 4) << 1 | (t & 8) >> 1 : t;
-    return (b * SUM_VALUES(D) + order) * LANE_SUMS(D) + s;
+    return (b * SUM_VALUES(D) + order) * ENCODE_SUMS(D) + s;
 }
 
 // Trades from pieces to a strided row. Only D=1024 has the last one; in place_values all of them are undone.
@@ -6853,13 +6853,13 @@ inline uint lanes_apart(int apart)
 template <int D>
 inline float add_sums(thread float *sums)
 {
-    int n = LANE_SUMS(D);
+    int n = ENCODE_SUMS(D);
     TQKV_UNROLL
     for (int apart = 8; apart >= 1; apart /= 2) {
         uint distance = lanes_apart<D>(apart);
         if (distance == 0) n /= 2;
         TQKV_UNROLL
-        for (int s = 0; s < LANE_SUMS(D); s++)
+        for (int s = 0; s < ENCODE_SUMS(D); s++)
             if (s < n) sums[s] = sums[s] + (distance == 0 ? sums[s + n] : simd_shuffle_xor(sums[s], ushort(distance)));
     }
     return sums[0];
@@ -6869,9 +6869,9 @@ inline float add_sums(thread float *sums)
 template <int D>
 inline float sum_of_squares(int b, thread const float *x)
 {
-    float sums[LANE_SUMS(D)];
+    float sums[ENCODE_SUMS(D)];
     TQKV_UNROLL
-    for (int s = 0; s < LANE_SUMS(D); s++) {
+    for (int s = 0; s < ENCODE_SUMS(D); s++) {
         sums[s] = 0.0f;
         TQKV_UNROLL
         for (int t = 0; t < SUM_VALUES(D); t++) {
@@ -7092,9 +7092,9 @@ struct block_fit {
 template <int D>
 inline block_fit fit_of(uint bits, float factor, thread const quantiser &book, int b, thread const float *x)
 {
-    float squares[LANE_SUMS(D)], products[LANE_SUMS(D)];
+    float squares[ENCODE_SUMS(D)], products[ENCODE_SUMS(D)];
     TQKV_UNROLL
-    for (int s = 0; s < LANE_SUMS(D); s++) {
+    for (int s = 0; s < ENCODE_SUMS(D); s++) {
         squares[s] = products[s] = 0.0f;
         TQKV_UNROLL
         for (int t = 0; t < SUM_VALUES(D); t++) {
