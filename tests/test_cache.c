@@ -126,7 +126,7 @@ static void check_ring_refusals(const void *parameters)
     (void)parameters;
     for (int i = 0; i < (int)(sizeof rows / sizeof *rows); i++)
         for (int ring = 0; ring < 2; ring++) {
-            cache_row row = {TQKV_I8, TQKV_TQ4, 32, rows[i].capacity, ring, 0, -1};
+            cache_row row = {TQKV_I8, TQKV_TQ4, 32, rows[i].capacity, ring != 0, 0, -1};
             tqkv_cache_desc desc = cache_desc(&row, NULL);
             tqkv_cache *cache = NULL;
             desc.window = rows[i].window;

@@ -447,7 +447,8 @@ static void check_rotary_dim(const void *parameters)
     double wrong = 0.0, all = 0.0;
     for (int i = 0; i < ROTARY / 2; i++) {
         const int low = halves ? i : 2 * i, high = halves ? i + ROTARY / 2 : 2 * i + 1;
-        const double angle = AT * pow(1e4, -2.0 * i / ROTARY), a = (double)rows[low], b = (double)rows[high];
+        const double angle = (double)AT * pow(1e4, -2.0 * i / (double)ROTARY), a = (double)rows[low],
+                     b = (double)rows[high];
         const double g = (double)scale[low], h = (double)scale[high];
         const double turned = a * cos(angle) - b * sin(angle), inside = (a / g * cos(angle) - b / h * sin(angle)) * g;
         CHECK(scale[low] == scale[high], "pair %d: %g and %g", i, g, h);
