@@ -146,7 +146,8 @@ static void check_out_over_cache(const void *parameters)
     (void)parameters;
     for (int way = 0; way < 3; way++) {
         cache_row row = {TQKV_I8, TQKV_TQ4, D, 64, false, 10, -1};
-        tqkv_cache_desc desc = cache_desc(&row, NULL);
+        counting counter = {0, 0, 0, 0, 0};
+        tqkv_cache_desc desc = cache_desc(&row, &counter); /* fills memory, which is compared */
         desc.calibrate = way == 1 ? 16 : 0;
         desc.exact_last = way == 2 ? 4 : 0;
         tqkv_cache *cache = cache_make(&row, &desc);
