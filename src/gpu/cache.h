@@ -134,7 +134,7 @@ static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buff
     tqkv__rows_in_buffers rows;
     memset(&rows, 0, sizeof rows);
     rows.type = TQKV_TYPE_F16;
-    rows.n_tokens = c->learn_new;
+    rows.n_tokens = c->learn_from;
     rows.learnt = true;
     for (int i = TQKV__KEYS; i <= TQKV__VALUES; i++) {
         const tqkv_store *raw = &c->raw[i];
@@ -150,12 +150,21 @@ static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buff
 static tqkv_result tqkv__add_learning(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_plan *plan)
 {
     const tqkv_metal_buffer none = {NULL, 0};
-    const tqkv__rows_in_buffers all = tqkv__raw_rows(c, memory);
-    const int n = all.n_tokens, first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
-    const tqkv__rows_in_buffers rows = tqkv__rows_after(c, &all, first);
+    const int side = c->shared ? TQKV__KEYS : TQKV__VALUES;
+    const tqkv__rows_in_buffers rows = tqkv__raw_rows(c, memory);
     tqkv_metal_store keys = tqkv__target_of_rows(c, memory, &rows, TQKV__KEYS);
     const tqkv_metal_buffer results[2] = {keys.center, keys.channel_scale};
-    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, c->pairs, results, plan);
+    tqkv__judged_rows judged;
+    judged.values = rows.at[side];
+    judged.values_size = c->raw[side].codes_size;
+    judged.is_new = tqkv__buffer_within(c, memory, c->is_new);
+    judged.strides = rows.strides[side];
+    judged.value_dim = c->raw[side].head_dim;
+    judged.n_exact = c->exact_first < rows.n_tokens ? c->exact_first : rows.n_tokens;
+    judged.least_rest = TQKV__LEAST_POSITIONS;
+    judged.least_new = tqkv__least_new(c);
+    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, c->pairs, &judged, results,
+                                 plan);
 }
 
 /* Encodes the raw halves, and of the newest those that their rings hold at `end`: as tqkv__settle. */
@@ -181,9 +190,9 @@ static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer mem
 static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
                                  tqkv_metal_plan *plan)
 {
-    const int left = (int)(c->learn_new - rows->position);
+    const int left = (int)(c->learn_from - rows->position);
     const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left),
-                                raw = tqkv__rows_until(rows, left + TQKV__TILE); /* see tqkv__fit_raw */
+                                raw = tqkv__rows_until(rows, left + TQKV__TILE); /* see tqkv__learn_from */
     tqkv_result r = tqkv__add_streams(c, memory, &raw, TQKV__RAW, plan);
     if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &now, TQKV__TAIL, TQKV__TAIL, plan);
     if (r == TQKV_OK) r = tqkv__add_first(c, memory, &now, true, plan);

@@ -666,11 +666,20 @@ TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, 
     return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, unrotate, plan));
 }
 
+/* How a cache tells which of its rows are new. */
+typedef struct tqkv__judged_rows {
+    tqkv_metal_buffer values, is_new; /* halves; room for a byte a KV head and position */
+    tqkv_strides strides;             /* of the values */
+    size_t values_size;
+    int value_dim, n_exact, least_rest, least_new;
+} tqkv__judged_rows;
+
 static void tqkv__plan_calibrate_args(tqkv_metal_dispatch *d, const tqkv__stream *s, int n_tokens, int n_heads,
-                                      int n_queries, const tqkv__tied *tied)
+                                      int n_queries, const tqkv__tied *tied, const tqkv__judged_rows *judged)
 {
     const uint32_t dim = (uint32_t)s->head_dim;
     tqkv__calibrate_args args;
+    memset(&args, 0, sizeof args);
     args.head_dim = s->head_dim;
     args.n_tokens = n_tokens;
     args.n_queries = n_queries;
@@ -682,13 +691,24 @@ static void tqkv__plan_calibrate_args(tqkv_metal_dispatch *d, const tqkv__stream
     args.head_stride = (uint32_t)s->strides.head;
     args.query_token_stride = (uint32_t)n_heads * dim;
     args.query_head_stride = dim;
+    if (judged) {
+        args.value_dim = judged->value_dim;
+        args.n_exact = judged->n_exact;
+        args.least_rest = judged->least_rest;
+        args.least_new = judged->least_new;
+        args.value_token_stride = (uint32_t)judged->strides.token;
+        args.value_head_stride = (uint32_t)judged->strides.head;
+    }
     tqkv__plan_args(d, &args, sizeof args);
 }
 
+/* Adds the kernel that learns; judged: NULL, all rows count. */
 static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
                                          tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
-                                         const tqkv_metal_buffer results[2], tqkv_metal_plan *plan)
+                                         const tqkv__judged_rows *judged, const tqkv_metal_buffer results[2],
+                                         tqkv_metal_plan *plan)
 {
+    const tqkv_metal_buffer nowhere = {NULL, 0};
     tqkv__stream s;
     tqkv__tied tied;
     size_t bytes, q_bytes;
@@ -708,11 +728,14 @@ static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_met
     const size_t value = tqkv__type_size(s.type), size = (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float);
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_CALIBRATE, 0, 0);
-    tqkv__plan_calibrate_args(d, &s, n_tokens, n_heads, n_queries, &tied);
+    tqkv__plan_calibrate_args(d, &s, n_tokens, n_heads, n_queries, &tied, judged);
     tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
     tqkv__plan_bind_rows(d, "q", 2, q, TQKV_FC_VALUE_TYPE, s.type, q_bytes / sizeof(float) * value, false);
     tqkv__plan_bind(d, "center", 3, results[0], size, true);
     tqkv__plan_bind(d, "channel_scale", 4, results[1], size, true);
+    tqkv__plan_bind(d, "values", 5, judged ? judged->values : nowhere, judged ? judged->values_size : 0, false);
+    tqkv__plan_bind(d, "is_new", 6, judged ? judged->is_new : nowhere,
+                    judged ? (size_t)s.n_kv_heads * (size_t)n_tokens : 0, true);
     d->memory[0] = 2 * (size_t)s.head_dim * sizeof(float);
     d->grid[0] = (size_t)s.n_kv_heads;
     d->n_simdgroups = (s.head_dim + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
@@ -726,6 +749,6 @@ TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tq
 {
     const tqkv_metal_buffer results[2] = {center, channel_scale};
     if (!tqkv__open_plan(plan, "calibrate")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan,
-                            tqkv__add_calibration(shape, src, n_tokens, q, n_heads, n_queries, pairs, results, plan));
+    return tqkv__close_plan(
+        plan, tqkv__add_calibration(shape, src, n_tokens, q, n_heads, n_queries, pairs, NULL, results, plan));
 }

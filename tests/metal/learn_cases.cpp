@@ -16,6 +16,7 @@ struct learn_row {
     bool ring, shared, non_causal, strides;
     int matrix_group;
     tqkv_type type;
+    int repeat; // only every so many positions is new; 0: all
 };
 
 enum { HEADS = CACHE_HEADS * CACHE_GROUP };
@@ -179,6 +180,9 @@ pair_of_caches::pair_of_caches(const learn_row *r) : row(r), gpu()
             const float constant = which == 1 || row->shared ? 0.0f : (float)(channel % 5); // all positions are new
             values[(size_t)i] =
                 which == 2 ? 0.3f * values[(size_t)i] : (values[(size_t)i] + constant) * scales[channel];
+            const int token = i / (int)strides[which].token;
+            if (row->repeat && which == (row->shared ? 0 : 1) && token % row->repeat)
+                values[(size_t)i] = values[(size_t)i - strides[which].token] * (channel % 3 ? 1.0f : 1.25f);
         }
         free(scales);
         rows[which].resize((size_t)all * size_of(row->type));
@@ -546,20 +550,23 @@ void learn_shader_cases()
     const tqkv_type f32 = TQKV_TYPE_F32;
     const tqkv_format none = TQKV_FORMAT_DEFAULT;
     const learn_row rows[] = {
-        {"plain", TQKV_TQ4, TQKV_TQ4, 64, 0, 120, 20, 20, 0, 0, 0, 0, 34, none, 0, 0, 0, 0, 0, f32},
-        {"ends", TQKV_TQ4, TQKV_TQ3, 64, 0, 200, 20, 20, 4, 9, 0, 0, 48, none, 0, 0, 0, 0, 0, f32},
-        {"small", TQKV_TQ5, TQKV_TQ3, 64, 0, 40, 512, 16, 4, 128, 0, 0, 40, none, 0, 0, 0, 0, 0, f32},
-        {"many_first", TQKV_TQ3, TQKV_TQ2, 32, 0, 200, 20, 20, 30, 5, 0, 0, 40, none, 0, 0, 0, 1, 0, f32},
-        {"window", TQKV_I8, TQKV_TQ4, 64, 0, 70, 17, 17, 3, 12, 0, 30, 110, none, 1, 0, 0, 0, 0, f32},
-        {"ring", TQKV_F16, TQKV_TQ5, 32, 0, 40, 16, 16, 5, 6, 0, 0, 60, none, 1, 0, 0, 0, 0, f32},
-        {"wide_keys", TQKV_TQ6, TQKV_F16, 192, 128, 90, 20, 20, 2, 5, 0, 0, 30, none, 0, 0, 0, 0, 0, TQKV_TYPE_BF16},
-        {"matrices", TQKV_TQ4, TQKV_TQ4, 64, 0, 100, 18, 18, 3, 8, 0, 0, 34, none, 0, 0, 0, 1, 2, TQKV_TYPE_F16},
-        {"latent", TQKV_TQ4, none, 512, 0, 100, 16, 16, 2, 5, 64, 0, 24, TQKV_I8, 0, 1, 0, 0, 0, f32},
-        {"latent_ring", TQKV_TQ4, none, 448, 0, 30, 16, 16, 20, 3, 64, 8, 36, none, 1, 1, 0, 0, 0, f32},
-        {"apart_ring", TQKV_TQ4, TQKV_TQ5, 448,  0, 40, 16, 16, 20, 3,
-         64,           9,        34,       none, 1, 0,  0,  0,  0,  f32}, // 13 dispatches
-        {"tail_apart", TQKV_TQ4, TQKV_TQ5, 512, 0, 100, 16, 16, 2, 5, 64, 0, 24, TQKV_TQ6, 0, 0, 0, 0, 0, f32},
-        {"non_causal", TQKV_TQ4, TQKV_TQ4, 64, 0, 100, 18, 18, 3, 8, 0, 0, 34, none, 0, 0, 1, 0, 0, f32},
+        {"plain", TQKV_TQ4, TQKV_TQ4, 64, 0, 120, 20, 20, 0, 0, 0, 0, 34, none, 0, 0, 0, 0, 0, f32, 0},
+        {"ends", TQKV_TQ4, TQKV_TQ3, 64, 0, 200, 20, 20, 4, 9, 0, 0, 48, none, 0, 0, 0, 0, 0, f32, 0},
+        {"small", TQKV_TQ5, TQKV_TQ3, 64, 0, 40, 512, 16, 4, 128, 0, 0, 40, none, 0, 0, 0, 0, 0, f32, 0},
+        {"many_first", TQKV_TQ3, TQKV_TQ2, 32, 0, 200, 20, 20, 30, 5, 0, 0, 40, none, 0, 0, 0, 1, 0, f32, 0},
+        {"window", TQKV_I8, TQKV_TQ4, 64, 0, 70, 17, 17, 3, 12, 0, 30, 110, none, 1, 0, 0, 0, 0, f32, 0},
+        {"ring", TQKV_F16, TQKV_TQ5, 32, 0, 40, 16, 16, 5, 6, 0, 0, 60, none, 1, 0, 0, 0, 0, f32, 0},
+        {"wide_keys", TQKV_TQ6, TQKV_F16, 192, 128, 90, 20, 20, 2, 5, 0, 0, 30, none, 0, 0, 0, 0, 0, TQKV_TYPE_BF16, 0},
+        {"matrices", TQKV_TQ4, TQKV_TQ4, 64, 0, 100, 18, 18, 3, 8, 0, 0, 34, none, 0, 0, 0, 1, 2, TQKV_TYPE_F16, 0},
+        {"latent", TQKV_TQ4, none, 512, 0, 100, 16, 16, 2, 5, 64, 0, 24, TQKV_I8, 0, 1, 0, 0, 0, f32, 0},
+        {"latent_ring", TQKV_TQ4, none, 448, 0, 30, 16, 16, 20, 3, 64, 8, 36, none, 1, 1, 0, 0, 0, f32, 0},
+        {"apart_ring", TQKV_TQ4, TQKV_TQ5, 448, 0, 40, 16, 16,  20, 3, 64, 9,
+         34,           none,     1,        0,   0, 0,  0,  f32, 0}, // 13 dispatches
+        {"tail_apart", TQKV_TQ4, TQKV_TQ5, 512, 0, 100, 16, 16, 2, 5, 64, 0, 24, TQKV_TQ6, 0, 0, 0, 0, 0, f32, 0},
+        {"non_causal", TQKV_TQ4, TQKV_TQ4, 64, 0, 100, 18, 18, 3, 8, 0, 0, 34, none, 0, 0, 1, 0, 0, f32, 0},
+        {"repeated", TQKV_TQ5, TQKV_TQ3, 64, 0, 180, 40, 40, 4, 9, 0, 0, 50, none, 0, 0, 0, 0, 0, f32, 2},
+        {"one_new", TQKV_I8, TQKV_TQ4, 64, 0, 120, 20, 20, 0, 8, 0, 0, 34, none, 0, 0, 0, 0, 0, f32, 40},
+        {"latent_repeated", TQKV_TQ4, none, 512, 0, 140, 34, 34, 2, 5, 64, 0, 40, TQKV_I8, 0, 1, 0, 0, 0, f32, 2},
     };
     for (const learn_row &row : rows) {
         if (gpu_on_device && (&row - rows) % 3 != 1) continue; // each has pipelines of its own
