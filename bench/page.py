@@ -399,8 +399,8 @@ Made by `make bench-page` from `bench/results`; `bench/page.py` has the words.
 A prefix is a folder with `include` and `lib` of ggml, built as Release without OpenMP, with `GGML_LLAMAFILE=ON` as in
 llama.cpp: for this processor, and for AVX2 with its defaults for that (`GGML_NATIVE=OFF`). `make bench` measures every
 shape.
-[docs/notes](docs/notes/README.md) says what was tried, and [docs/apple-model.md](docs/apple-model.md) what a model
-predicts for Apple's hardware, on which nothing was measured."""
+[docs/notes](docs/notes/README.md) says what was tried. Nothing was measured on Apple's hardware; [docs/mac.md](docs/mac.md)
+says what a Mac measures first."""
 
 
 def commits_line(results):
