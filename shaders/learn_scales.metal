@@ -97,6 +97,15 @@ inline float mean_of_channel(thread const channel_rows &from, uint channel, bool
     return sum / (n > 0.0f ? n : 1.0f);
 }
 
+// The largest distance of a channel's rows from its centre: of all rows, new or not.
+inline float largest_of_channel(thread const channel_rows &from, uint channel, float center)
+{
+    float largest = 0.0f;
+    for (uint row = 0; row < from.n_tokens; row++)
+        largest = max(largest, fabs(value_of_row(from, row, channel) - center));
+    return largest;
+}
+
 // Gives the two channels of each rotary pair the mean of theirs. values: [head_dim]. A barrier must precede and follow.
 inline void share_pairs(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
                         uint n_threads)
@@ -149,6 +158,16 @@ inline void store_scales(constant tqkv__calibrate_args &args, threadgroup float 
     }
 }
 
+// Multiplies the scales by the largest of [head_dim] factors, if that is above 1: then halves hold all rows less the
+// centre, however they are rotated.
+inline void enlarge_scales(threadgroup const float *factors, uint thread_index, uint n_threads, uint n,
+                           device float *scale)
+{
+    float factor = 1.0f;
+    for (uint d = 0; d < n; d++) factor = max(factor, factors[d]);
+    for (uint d = thread_index; d < n; d += n_threads) scale[d] = scale[d] * factor;
+}
+
 // rows: [n_tokens][n_kv_heads][head_dim] and q: [n_queries][n_kv_heads * group][head_dim], with strides;
 // center, channel_scale:
 // [n_kv_heads][head_dim]; value_rows: halves [n_tokens][n_kv_heads][value_dim], with strides; is_new:
@@ -197,5 +216,12 @@ kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]],
     find_deviations(args, values, thread_index, n_threads);
     if (args.n_queries != 0) find_deviations(args, values + n, thread_index, n_threads);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    store_scales(args, values, thread_index, n_threads, few, channel_scale + row_offset(group.x, n));
+    channel_scale += row_offset(group.x, n);
+    store_scales(args, values, thread_index, n_threads, few, channel_scale);
+    if (!keys.judged || few) return;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint d = thread_index; d < n; d += n_threads)
+        values[d] = largest_of_channel(keys, d, center[d]) * (1.0f / 1024.0f) / channel_scale[d];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    enlarge_scales(values, thread_index, n_threads, n, channel_scale);
 }

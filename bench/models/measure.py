@@ -47,6 +47,8 @@ def arguments():
     parser.add_argument("model", help="a GGUF file: " + ", ".join(forward.ARCHITECTURES))
     parser.add_argument("--text", required=True, help="a file of plain text")
     parser.add_argument("--tokens", type=int, default=1024, help="so many of its first tokens (default: 1024)")
+    parser.add_argument("--behind", type=int, default=0, metavar="N",
+                        help="put the first token N times before the text, as a warm-up or padding would; it is not scored")
     parser.add_argument("--caches", default="", help="names with commas between them; see below")
     parser.add_argument("--layers", metavar="CACHE", help="the keys, and the values, of one layer at a time through this cache")
     parser.add_argument("--plan", type=float, metavar="BITS", help="choose formats by layer; --profile writes them, too")
@@ -172,7 +174,10 @@ def main():
     if options.plan is not None:
         plan = make_plan(options, model, shared)
     variants, layers = open_variants(options, model.n_layers, plan)
-    one = run.Run(model, tokens, shared, used, options.chunk, Progress())
+    if options.behind < 0:
+        raise forward.Unfit(f"--behind {options.behind}: negative")
+    tokens = [tokens[0]] * options.behind + tokens
+    one = run.Run(model, tokens, shared, used, options.chunk, Progress(), options.behind)
     learned = {}
     perplexity, scores = one.measure(variants + layers, lambda layer, rows: learned.update({layer: shared.learn(*rows[:2])})
                                      if options.profile else None)

@@ -27,10 +27,10 @@ Score = collections.namedtuple("Score", "kl median p99 p999 perplexity flips")
 
 
 class Run:
-    def __init__(self, model, tokens, library, profile=None, chunk=512, progress=lambda done, all: None):
-        """profile: centre and scale of each layer's keys, and, with a plan, its formats; or None. progress(done, all) hears of each step."""
+    def __init__(self, model, tokens, library, profile=None, chunk=512, progress=lambda done, all: None, skipped=0):
+        """skipped: so many of the first tokens do not count in scores. profile: centre and scale of each layer's keys, and, with a plan, its formats; or None. progress(done, all) hears of each step."""
         self.model, self.tokens, self.library, self.profile = model, np.asarray(tokens), library, profile
-        self.chunk, self.progress = chunk, progress
+        self.chunk, self.progress, self.skipped = chunk, progress, skipped
         self.n_done = self.n_steps = 0
 
     def shape(self, layer):
@@ -49,7 +49,7 @@ class Run:
             for layer, kind in v.kinds.items():
                 kind.check(self.library, self.shape(layer))
         block = max(1, LOGITS // self.model.vocabulary)
-        starts = range(0, len(self.tokens) - 1, block)
+        starts = range(self.skipped, len(self.tokens) - 1, block)
         self.n_steps = sum(self.model.n_layers - v.first for v in variants) + self.model.n_layers + len(starts)
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             base = Variant("floats", {})

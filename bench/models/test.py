@@ -331,6 +331,9 @@ def test_output(shared, folder):
                            rf"flips {number}", line), f"a cache's line: {line}")
     check(len([line for line in lines[4:] if line.startswith("tq4/tq4 ")]) == 1, "the table")
     check(result.stderr.split()[-1] == "100%", f"progress: {result.stderr}")
+    behind = command(shared, model, "--text", text, "--tokens", "60", "--behind", "30", "--caches", "safe,tq4/tq4")
+    check(behind.returncode == 0 and "cache safe bits" in behind.stdout and "cache tq4/tq4 bits" in behind.stdout,
+          f"a text behind one token: {behind.stdout} {behind.stderr}")
 
 
 def test_profile(lib, shared, folder):
@@ -381,6 +384,7 @@ def test_refusals(shared, folder):
     refused(command(shared, model, "--text", text, "--tokens", "5000"), "has", "a short text")
     refused(command(shared, model, "--text", folder / "none.txt"), "No such file", "no text")
     refused(command(shared, model, *options[:2], "--tokens", "1"), "at least 2", "one token")
+    refused(command(shared, model, *options, "--behind", "-1"), "--behind", "a negative number of tokens")
     (folder / "binary.txt").write_bytes(bytes(range(256)))
     refused(command(shared, model, "--text", folder / "binary.txt"), "UTF-8", "a text that is none")
     refused(command(folder / "no.so", model, *options), "the library", "no library")

@@ -17,7 +17,9 @@ typedef struct tqkv_cache_desc {
        recent window), are kept in fp16, too, and read from there: most of the weight is there. More than the
        capacity counts as the capacity; F16 streams and the tail need none. The halves of the newest are room for 64
        queries of one call; an append of more tokens makes more room, for as many. After truncate, remove and keep the
-       newest may be left as codes until new ones come. */
+       newest may be left as codes until new ones come.
+       Halves hold no value beyond 65504, and of a row that is all below 2^-17 less than codes do: here and while a cache
+       learns (see calibrate) an append of such a row is TQKV_NOT_FINITE, and nothing is appended. */
     int exact_first, exact_last;
     /* Make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512. */
     int exact_batch;

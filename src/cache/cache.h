@@ -418,6 +418,14 @@ typedef struct tqkv__append {
     tqkv__stream streams[TQKV__CACHE_STREAMS], newest[2], first[TQKV__CACHE_STREAMS];
 } tqkv__append;
 
+/* Whether store i keeps rows as halves besides codes. */
+static bool tqkv__keeps_halves(const tqkv_cache *c, int i)
+{
+    const int side = tqkv__stream_kinds[i].side;
+    return i >= TQKV__FIRST_KEYS && side != TQKV__TAIL && tqkv__has_store(c, i) &&
+           TQKV__STORE_AT(c, side)->format != TQKV_F16;
+}
+
 /* Opens stream i for its share of the caller's rows. Rows of k hold those of the tail, too. */
 static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, const void *v, int n_tokens,
                                      tqkv__append *append)
@@ -433,6 +441,12 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
     if (r != TQKV_OK) return r;
     if (tqkv__in_cache(c, src, tqkv__rows_size(&store, n_tokens))) return TQKV__INVALID("k or v overlaps the cache");
     if (store.channel_scale) append->streams[i].inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
+    if (i != TQKV__TAIL && !c->metal) {
+        const bool first = left > 0 && tqkv__keeps_halves(c, TQKV__FIRST_KEYS + i);
+        append->job.as_halves[append->job.n_streams] =
+            (c->learning && tqkv__keeps_halves(c, TQKV__RAW + i) ? TQKV__RAW_HALVES : 0) |
+            (first || tqkv__keeps_halves(c, TQKV__LAST_KEYS + i) ? TQKV__ROTATED_HALVES : 0);
+    }
     tqkv__add_stream(&append->job, &append->streams[i], src);
     if (!tqkv__has_store(c, TQKV__FIRST_KEYS + i) || left <= 0) return TQKV_OK;
     tqkv_store first = *TQKV__STORE_AT(c, TQKV__FIRST_KEYS + i);
@@ -529,8 +543,7 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
                           c->attention.end);
     for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++)
         if (tqkv__has_store(c, i)) r = tqkv__append_open(c, i, k, v, n_tokens, &append);
-    if (r == TQKV_OK && !tqkv__sources_finite(&append.job))
-        r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
+    if (r == TQKV_OK) r = tqkv__check_sources(&append.job);
     if (r == TQKV_OK) r = tqkv__fit_newest(c, n_tokens);
     if (r != TQKV_OK) return r;
     if (c->metal) {

@@ -171,6 +171,27 @@ static void tqkv__raw_means(const tqkv_cache *c, const tqkv__stream *raw, int kv
     tqkv__divide_sums(means, raw->head_dim, (float)tqkv__count_new(c, first));
 }
 
+/* Makes the scales of a head so large, all by one factor, that halves hold its raw rows however they are rotated.
+   largest: [head_dim], for what it finds on the way */
+static TQKV__NOINLINE void tqkv__limit_scales(const tqkv_cache *c, const tqkv__stream *raw, int kv_head,
+                                              const float *center, float *largest, float *scale)
+{
+    float row[TQKV_MAX_HEAD_DIM], factor = 1.0f;
+    memset(largest, 0, (size_t)raw->head_dim * sizeof(float));
+    for (int slot = 0; slot < c->learn_from; slot++) {
+        tqkv__raw_row(raw, kv_head, slot, row);
+        for (int d = 0; d < raw->head_dim; d++) {
+            const float size = fabsf(TQKV__AS_FLOAT(row[d] - center[d]));
+            largest[d] = size > largest[d] ? size : largest[d];
+        }
+    }
+    for (int d = 0; d < raw->head_dim; d++) {
+        const float wanted = TQKV__AS_FLOAT(largest[d] * TQKV__LEAST_LEARNT / scale[d]);
+        factor = wanted > factor ? wanted : factor;
+    }
+    for (int d = 0; d < raw->head_dim; d++) scale[d] = TQKV__AS_FLOAT(scale[d] * factor);
+}
+
 /* Learns centre and scale of the keys from the new positions, without those that stay exact, if enough remain. Where
    too few are new the centre is 0 and the scale 1: as if there were neither. */
 static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
@@ -191,6 +212,7 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
         tqkv__raw_means(c, &raw, (int)h, first, learnt.center, true, learnt.rows);
         tqkv__deviations(&tied, raw.head_dim, learnt.rows);
         tqkv__scales_of(learnt.rows, NULL, raw.head_dim, scale + h * dim);
+        tqkv__limit_scales(c, &raw, (int)h, learnt.center, learnt.rows, scale + h * dim);
         for (size_t d = 0; d < dim; d++) {
             center[h * dim + d] = few ? 0.0f : learnt.center[d];
             if (few) scale[h * dim + d] = 1.0f;

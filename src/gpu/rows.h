@@ -344,9 +344,9 @@ static TQKV__NOINLINE tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n
 }
 
 /* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory. What encodes has bound its
-   flag before, as its first buffer. */
+   flag before, as its first buffer; besides: rows that halves do not hold raise it, too. */
 static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slot_list, int n_tokens,
-                                   int64_t position)
+                                   int64_t position, bool besides)
 {
     if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
     const size_t tokens = (size_t)n_tokens, heads = (size_t)s->n_kv_heads,
@@ -361,7 +361,7 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
     args.n_pages = s->n_pages ? slot_list / s->page_size : 0;
     args.token_stride = (uint32_t)s->strides.token;
     args.head_stride = (uint32_t)s->strides.head;
-    args.has_flag = d->n_bindings > 0 && d->bindings[0].size > 0;
+    args.has_flag = d->n_bindings > 0 && d->bindings[0].size > 0 ? besides ? 2 : 1 : 0;
     tqkv__plan_args(d, &args, sizeof args);
     if (d->kernel.family == TQKV_METAL_DECODE)
         tqkv__plan_simdgroups(d, tokens * heads * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
@@ -377,6 +377,7 @@ typedef struct tqkv__mapping {
     bool by_slots;
     tqkv_metal_buffer slot_list;
     const int32_t *known; /* [n_tokens] or NULL */
+    bool besides[2];      /* each stream has halves that are kept besides codes */
 } tqkv__mapping;
 
 /* What an encode call takes of one stream. */
@@ -433,7 +434,9 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
     r = tqkv__plan_extent(s, n_tokens - skipped, &kept);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, s, slot_list, n_tokens - skipped, mapping->position + skipped);
+    if (r == TQKV_OK)
+        r = tqkv__plan_rows(d, s, slot_list, n_tokens - skipped, mapping->position + skipped,
+                            mapping->besides[index > 0]);
     if (r != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
@@ -522,7 +525,7 @@ static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_
 
 static tqkv__mapping tqkv__mapping_from(int n_tokens, int64_t position)
 {
-    const tqkv__mapping mapping = {n_tokens, position, false, {NULL, 0}, NULL};
+    const tqkv__mapping mapping = {n_tokens, position, false, {NULL, 0}, NULL, {false, false}};
     return mapping;
 }
 
@@ -538,7 +541,7 @@ TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store,
                                                   tqkv_metal_buffer slot_list, const int32_t *known,
                                                   tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known};
+    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known, {false, false}};
     if (!tqkv__open_plan(plan, "encode_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_encode(store, src, &mapping, not_finite, plan));
 }
@@ -557,7 +560,7 @@ TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *key
                                                      tqkv_metal_buffer slot_list, const int32_t *known,
                                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known};
+    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known, {false, false}};
     if (!tqkv__open_plan(plan, "encode_kv_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &mapping, not_finite, plan));
 }
@@ -575,7 +578,7 @@ static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buf
     tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 3, not_finite);
     r = tqkv__plan_extent(&s, n_tokens, &bytes);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, s.capacity, n_tokens, 0);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, s.capacity, n_tokens, 0, false);
     if (r != TQKV_OK) return r;
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated);
@@ -615,7 +618,7 @@ static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t posit
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
     r = tqkv__plan_extent(&s, n_positions, &bytes);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slot_list, n_positions, position);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slot_list, n_positions, position, false);
     if (r != TQKV_OK) return r;
     if (!tqkv__rows_distinct(s.strides, n_positions, s.n_kv_heads, s.head_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);

@@ -190,7 +190,8 @@ typedef struct tqkv__rows_args {
     int32_t page_size;  /* read if TQKV_FC_PAGES, and n_pages: of the store */
     int32_t n_pages;
     uint32_t token_stride, head_stride; /* of source or destination, in values */
-    int32_t has_flag;                   /* not_finite is there to be written */
+    int32_t
+        has_flag; /* not_finite is there to be written: by rows that are not finite, or (2) that halves do not hold */
 } tqkv__rows_args;
 
 typedef struct tqkv__rotate_args {

@@ -70,10 +70,11 @@ tqkv_result run_append(tqkv_metal *m, const tqkv_cache *c, const void *k, const 
     if (v) others = packed(v, of_v, keys->type, n, heads, 0, values->head_dim);
     if (v) rows.insert(rows.end(), tails.begin(), tails.end()); // behind the keys
     tqkv_metal_plan plan;
-    const tqkv_metal_buffer none = {nullptr, 0};
+    uint32_t unfit = 0;
     tqkv_metal_plan_cache_append(c, gpu_buffer(c), &no_gaps, gpu_buffer(rows.data()),
-                                 gpu_buffer(v ? others.data() : tails.data()), n, none, &plan);
-    return finished(machine_of(m), gpu_run(plan));
+                                 gpu_buffer(v ? others.data() : tails.data()), n, gpu_buffer(&unfit), &plan);
+    const tqkv_result r = finished(machine_of(m), gpu_run(plan));
+    return r == TQKV_OK && unfit ? TQKV_NOT_FINITE : r;
 }
 
 tqkv_result run_attend(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q, int n, void *out)
@@ -525,6 +526,37 @@ void run_smaller(const void *parameters)
     caches.attend(18, 4, nullptr);
 }
 
+// Rows that halves do not hold are refused as on the processor, while the cache learns and later; and a scale is so
+// large that halves hold the first positions, which are not learned from.
+void run_range(const void *parameters)
+{
+    const learn_row *row = (const learn_row *)parameters;
+    pair_of_caches caches(row);
+    const size_t each = caches.strides[0].token;
+    std::vector<float> odd(each);
+    for (int t = 0; t < row->tokens; t++) { // a channel that is the same in all but the first position
+        float *channel = (float *)(void *)&caches.rows[0][(size_t)t * each * sizeof(float)];
+        *channel = t ? 1.0f : 6e4f;
+    }
+    for (int end : {0, row->learns_at - 1, row->learns_at + 2}) {
+        if (end) caches.append((int)tqkv_cache_end(caches.caches[0]), end - (int)tqkv_cache_end(caches.caches[0]));
+        for (float size : {1e-9f, 7e-6f, 7e-5f, 1.0f, 65519.0f, 6e5f, 1e9f}) {
+            std::fill(odd.begin(), odd.end(), 0.0f);
+            for (int h = 0; h < CACHE_HEADS; h++) odd[(size_t)(h * row->head_dim)] = size;
+            tqkv_result results[2];
+            for (int side = 0; side < 2; side++)
+                results[side] = tqkv_cache_append(caches.caches[side], caches.at(0, 0), odd.data(), 1);
+            CHECK(results[0] == results[1], "a row of %g at %d: %s and on a GPU %s", (double)size, end,
+                  tqkv_result_string(results[0]), tqkv_result_string(results[1]));
+            CHECK(results[0] == (size < 1e-5f || size > 65520.0f ? TQKV_NOT_FINITE : TQKV_OK), "a row of %g at %d: %s",
+                  (double)size, end, tqkv_result_string(results[0]));
+            for (int side = 0; side < 2 && results[0] == TQKV_OK; side++)
+                CHECK_RESULT(tqkv_cache_truncate(caches.caches[side], end), TQKV_OK);
+        }
+        caches.compare("refused");
+    }
+}
+
 // Without a context the halves lie apart from the cache: kernels cannot reach them.
 void run_apart(const void *parameters)
 {
@@ -580,4 +612,5 @@ void learn_shader_cases()
     test_add(run_set, &rows[4], sizeof *rows, "learn/set");
     for (int i : {0, 1}) test_add(run_smaller, &rows[i], sizeof *rows, "learn/smaller/%s", rows[i].name);
     test_add(run_apart, &rows[1], sizeof *rows, "learn/apart");
+    test_add(run_range, &rows[1], sizeof *rows, "learn/range");
 }
