@@ -1798,15 +1798,19 @@ static float tqkv__float(uint32_t bits)
     return x;
 }
 
-/* Tests bits, because -ffinite-math-only would remove a test of values. */
-static bool tqkv__all_finite(const float *x, size_t n)
+/* Returns the bits of the largest magnitude of n floats: an exponent of all ones shows NaN or infinity. */
+static uint32_t tqkv__largest_bits(const float *x, size_t n)
 {
-    uint32_t bad = 0;
+    uint32_t largest = 0;
     for (size_t i = 0; i < n; i++) {
-        bad |= (tqkv__bits(x[i]) & 0x7f800000u) == 0x7f800000u;
+        const uint32_t bits = tqkv__bits(x[i]) & 0x7fffffffu;
+        largest = bits > largest ? bits : largest;
     }
-    return !bad;
+    return largest;
 }
+
+/* Tests bits, because -ffinite-math-only would remove a test of values. */
+static bool tqkv__all_finite(const float *x, size_t n) { return tqkv__largest_bits(x, n) < 0x7f800000u; }
 
 /* Returns the i-th half or bfloat16, whatever type the caller's compiler has for it. */
 static uint16_t tqkv__half_at(const void *halves, size_t i)
@@ -2640,6 +2644,7 @@ struct tqkv__row;
 /* The encoding functions of an instruction set; every set gives the same bytes. */
 typedef struct tqkv__codec {
     bool (*rows_finite)(tqkv_type type, const void *x, size_t n); /* n: a multiple of head_dim */
+    uint32_t (*largest_bits)(const float *x, size_t n);           /* likewise: of the largest magnitude */
     bool (*scales_valid)(const float *x, size_t n);               /* likewise */
     void (*invert)(const float *scales, int n, float *inverses);  /* likewise: 1 / scale, rounded once */
     void (*widen)(tqkv_type type, const void *src, const float *center, const float *inverses, int n, float *row);
@@ -3159,9 +3164,9 @@ static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, c
     for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, &rows[i]);
 }
 
-static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__scales_valid, tqkv__invert,
-                                               tqkv__widen_row,     tqkv__narrow_row,   tqkv__rotate_row,
-                                               tqkv__unrotate_row,  tqkv__scale_row,    tqkv__encode_rows};
+static const tqkv__codec tqkv__codec_scalar = {
+    tqkv__values_finite, tqkv__largest_bits, tqkv__scales_valid, tqkv__invert,    tqkv__widen_row,
+    tqkv__narrow_row,    tqkv__rotate_row,   tqkv__unrotate_row, tqkv__scale_row, tqkv__encode_rows};
 
 /* Returns the factor of the centroids or integers that share a norm. */
 static float tqkv__factor(const tqkv__stream *s, float norm)
@@ -3344,51 +3349,38 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *token
 /* How a stream's rows are kept as halves besides: as they came, or as its codes' rows are before they are scaled. */
 enum { TQKV__RAW_HALVES = 1, TQKV__ROTATED_HALVES = 2 };
 
-/* Whether halves hold a row; see TQKV__LEAST_HALF. Less a centre all values may be small. */
+/* Whether halves hold a row; see TQKV__LEAST_HALF. Less a centre all values may be small. Tests bits, as
+   tqkv__all_finite does. */
 static bool tqkv__in_halves(const float *row, int n, bool centered)
 {
-    bool beyond = false, enough = centered, any = false;
-    for (int d = 0; d < n; d++) {
-        const float size = fabsf(row[d]);
-        beyond = beyond || !(size < TQKV__BEYOND_HALVES);
-        enough = enough || size >= TQKV__LEAST_HALF;
-        any = any || size > 0.0f;
-    }
-    return !beyond && (enough || !any);
-}
-
-/* Returns the largest magnitude of a row; n: a multiple of 16. */
-static float tqkv__largest_of(const float *row, int n)
-{
-    float largest[16] = {0}, most = 0.0f;
-    for (int d = 0; d < n; d += 16)
-        for (int k = 0; k < 16; k++) {
-            const float size = fabsf(row[d + k]);
-            largest[k] = size > largest[k] ? size : largest[k];
-        }
-    for (int k = 0; k < 16; k++) most = largest[k] > most ? largest[k] : most;
-    return most;
+    const uint32_t largest = tqkv__largest_bits(row, (size_t)n);
+    return largest < tqkv__bits(TQKV__BEYOND_HALVES) &&
+           (centered || largest == 0 || largest >= tqkv__bits(TQKV__LEAST_HALF));
 }
 
 /* Whether halves hold what they keep of n tokens: in any rotation if the largest value is not near their ends, since the
-   rotation of 1024 values makes it at most 32 times as large or small. */
+   rotation of 1024 values makes it at most 32 times as large or small. False for NaN and infinity. */
 static TQKV__NOINLINE bool tqkv__rows_in_halves(const tqkv__stream *s, int halves, const void *src, int n)
 {
-    TQKV__ALIGNED float row[TQKV_MAX_HEAD_DIM];
+    TQKV__ALIGNED float own[TQKV_MAX_HEAD_DIM];
     float room[TQKV_MAX_HEAD_DIM];
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    const uint32_t least = tqkv__bits(TQKV__LEAST_HALF * 32.0f), beyond = tqkv__bits(TQKV__BEYOND_HALVES / 32.0f);
     const uint64_t mode = tqkv__fp_exact();
+    const bool widens = s->type != TQKV_TYPE_F32 || s->center || s->channel_scale;
     bool fit = true;
     for (int h = 0; h < s->n_kv_heads && fit; h++) {
         const float *center = tqkv__center_of(s, h), *inverses = tqkv__inverses_of(s, h, 1, room);
         for (int t = 0; t < n && fit; t++) {
-            codec->widen(s->type, tqkv__source_row(s, src, (size_t)t, (size_t)h), center, inverses, s->head_dim, row);
-            const float largest = tqkv__largest_of(row, s->head_dim);
-            if (largest < TQKV__BEYOND_HALVES / 32.0f && largest >= TQKV__LEAST_HALF * 32.0f) continue;
-            if (halves & TQKV__RAW_HALVES) fit = tqkv__in_halves(row, s->head_dim, center != NULL);
+            const void *row = tqkv__source_row(s, src, (size_t)t, (size_t)h);
+            if (widens) codec->widen(s->type, row, center, inverses, s->head_dim, own);
+            const uint32_t largest = codec->largest_bits(widens ? own : (const float *)row, (size_t)s->head_dim);
+            if (largest - least < beyond - least) continue;
+            if (!widens) memcpy(own, row, (size_t)s->head_dim * sizeof(float));
+            if (halves & TQKV__RAW_HALVES) fit = tqkv__in_halves(own, s->head_dim, center != NULL);
             if (!(halves & TQKV__ROTATED_HALVES) || !fit) continue;
-            codec->rotate(row, s->head_dim);
-            fit = tqkv__in_halves(row, s->head_dim, center != NULL);
+            codec->rotate(own, s->head_dim);
+            fit = tqkv__in_halves(own, s->head_dim, center != NULL);
         }
     }
     tqkv__fp_restore(mode);
@@ -3424,8 +3416,9 @@ static void tqkv__encode_task(void *context, int index)
         return;
     }
     const void *rows = tqkv__source_row(s, src, (size_t)from, 0);
+    if (job->as_halves[stream] && tqkv__rows_in_halves(s, job->as_halves[stream], rows, to - from)) return;
     job->bad[index] = !tqkv__rows_finite(s, rows, to - from);
-    job->unfit[index] = job->as_halves[stream] && !tqkv__rows_in_halves(s, job->as_halves[stream], rows, to - from);
+    job->unfit[index] = job->as_halves[stream] && !job->bad[index];
 }
 
 static void tqkv__encode_job_open(tqkv__encode_job *job, const tqkv_parallel *parallel, int n_tokens, int64_t position)
@@ -4885,8 +4878,8 @@ TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, in
         }
 }
 
-/* Does what tqkv__all_finite does for whole rows: the largest magnitude shows an exponent of all ones. */
-TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
+/* Does what tqkv__largest_bits does for whole rows. */
+TQKV__TARGET static uint32_t TQKV__(largest_of)(const float *x, size_t n)
 {
     TQKV__(codes) largest[4];
     uint32_t lanes[4 * TQKV__LANES], all = 0;
@@ -4899,7 +4892,7 @@ TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
     for (; i < n; i += TQKV__LANES) largest[0] = TQKV__(larger_bits)(largest[0], TQKV__(load)(x + i));
     memcpy(lanes, largest, sizeof lanes);
     for (int j = 0; j < 4 * TQKV__LANES; j++) all = lanes[j] > all ? lanes[j] : all;
-    return all < 0x7f800000u;
+    return all;
 }
 
 /* Does what tqkv__values_finite does for whole rows. Two halves, or bfloat16s, in a word: a 1 added at the lowest bit
@@ -4910,7 +4903,7 @@ TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size
     const uint8_t *p = (const uint8_t *)x;
     TQKV__(words) carries, pairs;
     uint32_t lanes[TQKV__LANES], all = 0;
-    if (type == TQKV_TYPE_F32) return TQKV__(floats_finite)((const float *)x, n);
+    if (type == TQKV_TYPE_F32) return TQKV__(largest_of)((const float *)x, n) < 0x7f800000u;
     memset(&carries, 0, sizeof carries);
     for (size_t left = 2 * n, size = sizeof pairs; left; left -= size, p += size) {
         if (left < size) {
@@ -5553,9 +5546,9 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     }
 }
 
-static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(scales_valid), TQKV__(invert),
-                                          TQKV__(widen),       TQKV__(narrow_row),   TQKV__(rotate),
-                                          TQKV__(unrotate),    TQKV__(scale_row),    TQKV__(encode_rows)};
+static const tqkv__codec TQKV__(codec) = {
+    TQKV__(rows_finite), TQKV__(largest_of), TQKV__(scales_valid), TQKV__(invert),    TQKV__(widen),
+    TQKV__(narrow_row),  TQKV__(rotate),     TQKV__(unrotate),     TQKV__(scale_row), TQKV__(encode_rows)};
 #endif
 
 /* >>k-table: the functions of a set. */

@@ -126,51 +126,38 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *token
 /* How a stream's rows are kept as halves besides: as they came, or as its codes' rows are before they are scaled. */
 enum { TQKV__RAW_HALVES = 1, TQKV__ROTATED_HALVES = 2 };
 
-/* Whether halves hold a row; see TQKV__LEAST_HALF. Less a centre all values may be small. */
+/* Whether halves hold a row; see TQKV__LEAST_HALF. Less a centre all values may be small. Tests bits, as
+   tqkv__all_finite does. */
 static bool tqkv__in_halves(const float *row, int n, bool centered)
 {
-    bool beyond = false, enough = centered, any = false;
-    for (int d = 0; d < n; d++) {
-        const float size = fabsf(row[d]);
-        beyond = beyond || !(size < TQKV__BEYOND_HALVES);
-        enough = enough || size >= TQKV__LEAST_HALF;
-        any = any || size > 0.0f;
-    }
-    return !beyond && (enough || !any);
-}
-
-/* Returns the largest magnitude of a row; n: a multiple of 16. */
-static float tqkv__largest_of(const float *row, int n)
-{
-    float largest[16] = {0}, most = 0.0f;
-    for (int d = 0; d < n; d += 16)
-        for (int k = 0; k < 16; k++) {
-            const float size = fabsf(row[d + k]);
-            largest[k] = size > largest[k] ? size : largest[k];
-        }
-    for (int k = 0; k < 16; k++) most = largest[k] > most ? largest[k] : most;
-    return most;
+    const uint32_t largest = tqkv__largest_bits(row, (size_t)n);
+    return largest < tqkv__bits(TQKV__BEYOND_HALVES) &&
+           (centered || largest == 0 || largest >= tqkv__bits(TQKV__LEAST_HALF));
 }
 
 /* Whether halves hold what they keep of n tokens: in any rotation if the largest value is not near their ends, since the
-   rotation of 1024 values makes it at most 32 times as large or small. */
+   rotation of 1024 values makes it at most 32 times as large or small. False for NaN and infinity. */
 static TQKV__NOINLINE bool tqkv__rows_in_halves(const tqkv__stream *s, int halves, const void *src, int n)
 {
-    TQKV__ALIGNED float row[TQKV_MAX_HEAD_DIM];
+    TQKV__ALIGNED float own[TQKV_MAX_HEAD_DIM];
     float room[TQKV_MAX_HEAD_DIM];
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    const uint32_t least = tqkv__bits(TQKV__LEAST_HALF * 32.0f), beyond = tqkv__bits(TQKV__BEYOND_HALVES / 32.0f);
     const uint64_t mode = tqkv__fp_exact();
+    const bool widens = s->type != TQKV_TYPE_F32 || s->center || s->channel_scale;
     bool fit = true;
     for (int h = 0; h < s->n_kv_heads && fit; h++) {
         const float *center = tqkv__center_of(s, h), *inverses = tqkv__inverses_of(s, h, 1, room);
         for (int t = 0; t < n && fit; t++) {
-            codec->widen(s->type, tqkv__source_row(s, src, (size_t)t, (size_t)h), center, inverses, s->head_dim, row);
-            const float largest = tqkv__largest_of(row, s->head_dim);
-            if (largest < TQKV__BEYOND_HALVES / 32.0f && largest >= TQKV__LEAST_HALF * 32.0f) continue;
-            if (halves & TQKV__RAW_HALVES) fit = tqkv__in_halves(row, s->head_dim, center != NULL);
+            const void *row = tqkv__source_row(s, src, (size_t)t, (size_t)h);
+            if (widens) codec->widen(s->type, row, center, inverses, s->head_dim, own);
+            const uint32_t largest = codec->largest_bits(widens ? own : (const float *)row, (size_t)s->head_dim);
+            if (largest - least < beyond - least) continue;
+            if (!widens) memcpy(own, row, (size_t)s->head_dim * sizeof(float));
+            if (halves & TQKV__RAW_HALVES) fit = tqkv__in_halves(own, s->head_dim, center != NULL);
             if (!(halves & TQKV__ROTATED_HALVES) || !fit) continue;
-            codec->rotate(row, s->head_dim);
-            fit = tqkv__in_halves(row, s->head_dim, center != NULL);
+            codec->rotate(own, s->head_dim);
+            fit = tqkv__in_halves(own, s->head_dim, center != NULL);
         }
     }
     tqkv__fp_restore(mode);
@@ -206,8 +193,9 @@ static void tqkv__encode_task(void *context, int index)
         return;
     }
     const void *rows = tqkv__source_row(s, src, (size_t)from, 0);
+    if (job->as_halves[stream] && tqkv__rows_in_halves(s, job->as_halves[stream], rows, to - from)) return;
     job->bad[index] = !tqkv__rows_finite(s, rows, to - from);
-    job->unfit[index] = job->as_halves[stream] && !tqkv__rows_in_halves(s, job->as_halves[stream], rows, to - from);
+    job->unfit[index] = job->as_halves[stream] && !job->bad[index];
 }
 
 static void tqkv__encode_job_open(tqkv__encode_job *job, const tqkv_parallel *parallel, int n_tokens, int64_t position)
