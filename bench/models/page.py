@@ -74,13 +74,14 @@ def table(head, rows):
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head)] + rows) + "\n"
 
 
-def run_table(model, text, run):
-    lines = [[name, f"{s.bits:.2f}", number(s.kl), number(s.p99), f"{s.ppl:.2f}", f"{100 * s.flips:.1f}%",
-              LIMITS.get(cache, "") if text == "prose" else ""]
-             for cache, name in ROWS.items() for s in [run.scores[cache]]]
-    return (f"\n## {MODELS[model]}, {TEXTS[text]}\n\n{run.layers} layers, {run.heads} query heads, {run.kv_heads} KV heads of "
-            f"{run.dim}; perplexity {run.ppl:.2f} with floats.\n\n" +
-            table(["cache", "bits", "KL", "99th of 100", "perplexity", "other token", "promised"], lines))
+def model_table(model, prose, code):
+    """One model: losses on both texts, the rest on prose."""
+    lines = [[name, f"{s.bits:.2f}", number(s.kl), number(code.kl(cache)), number(s.p99), f"{s.ppl:.2f}", f"{100 * s.flips:.1f}%",
+              LIMITS.get(cache, "")] for cache, name in ROWS.items() for s in [prose.scores[cache]]]
+    intro = wrapped(f"{prose.layers} layers, {prose.heads} query heads, {prose.kv_heads} KV heads of {prose.dim}. Perplexity with floats is "
+                    f"{prose.ppl:.2f} on {TEXTS['prose']}, and {code.ppl:.2f} on {TEXTS['code']}. Columns are of prose if they do not say code.")
+    return (f"\n## {MODELS[model]}\n\n{intro}\n\n" +
+            table(["cache", "bits", "KL", "KL, code", "99th of 100", "perplexity", "other token", "promised"], lines))
 
 
 # ---- What the tables say ----
@@ -247,7 +248,7 @@ preset, and q4_0, ruin both models.
 
 def quality_page(runs, formats):
     return (head(runs) + "".join(wrapped(f"{i}. {line}", "   ") + "\n" for i, line in enumerate(findings(runs, formats), 1)) +
-            "".join(run_table(model, text, runs[model, text]) for model in MODELS for text in TEXTS if (model, text) in runs) +
+            "".join(model_table(model, runs[model, "prose"], runs[model, "code"]) for model in MODELS) +
             PEERS + (FORMATS_HEAD + formats_table(formats) if formats else "") + decision(runs) + plan_text() + tail())
 
 
