@@ -168,8 +168,6 @@ def decision(runs):
 {rows}
 {small}
 {safe}
-- On a GPU ([BENCHMARKS.md](../BENCHMARKS.md), an H100) TQ5 takes a seventh longer than TQ4, TQ3 half as long again, TQ6 a third
-  longer than I8/TQ4. TQ5 keys with TQ3 values were not timed there.
 """
 
 
