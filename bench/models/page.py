@@ -201,7 +201,7 @@ def head(runs):
     intro = wrapped(HEAD + f"Texts: Debian's {sources}, each from its first page or file.")
     return f"""# Quality on pretrained models
 
-**Not measured**: models above 270 million parameters here and above 1.5 billion [elsewhere](#measured-elsewhere); contexts beyond 4,096
+**Not measured**: models above 270 million parameters here and above 1.5 billion anywhere ([README](../README.md#which-preset) has Qwen2.5-Coder); contexts beyond 4,096
 tokens; tasks; a GPU's caches; engines other than this tool and llama.cpp ([llama.md](llama.md)).
 
 {intro}
@@ -231,23 +231,10 @@ With what presets add: 4 first and 128 newest positions exact, centre and scale 
 """
 
 
-def tail():
-    found = elsewhere()
-    rows = [[name, *(found[model, cache] for cache in ("safe", "small", "tiny", "q8_0"))] for model, name in
-            (("qwen2.5-coder-0.5b", "Qwen2.5-Coder-0.5B-Instruct"), ("qwen2.5-coder-1.5b", "Qwen2.5-Coder-1.5B-Instruct"))]
-    return f"""
-## Measured elsewhere
-
-KL by this tool on another machine, 4,096 tokens of the handbook (`make models MODEL=FILE TEXT=prose TOKENS=4096`). TQ4 keys without a
-preset, and q4_0, ruin both models.
-
-{table(["model", "`TQKV_SAFE`", "`TQKV_SMALL`", "`TQKV_TINY`", "q8_0"], rows)}"""
-
-
 def quality_page(runs, formats):
     return (head(runs) + "".join(wrapped(f"{i}. {line}", "   ") + "\n" for i, line in enumerate(findings(runs, formats), 1)) +
             "".join(model_table(model, runs[model, "prose"], runs[model, "code"]) for model in MODELS) +
-            PEERS + (FORMATS_HEAD + formats_table(formats) if formats else "") + decision(runs) + plan_text() + tail())
+            PEERS + (FORMATS_HEAD + formats_table(formats) if formats else "") + decision(runs) + plan_text())
 
 
 def elsewhere():
