@@ -201,8 +201,9 @@ def head(runs):
     intro = wrapped(HEAD + f"Texts: Debian's {sources}, each from its first page or file.")
     return f"""# Quality on pretrained models
 
-**Not measured**: models above 270 million parameters here and above 1.5 billion anywhere ([README](../README.md#which-preset) has Qwen2.5-Coder); contexts beyond 4,096
-tokens; tasks; a GPU's caches; engines other than this tool and llama.cpp ([llama.md](llama.md)).
+**Not measured**: models above 270 million parameters here and above 1.5 billion anywhere (README has
+[Qwen2.5-Coder](../README.md#which-preset)); contexts beyond 4,096 tokens; tasks; a GPU's caches; engines other than this tool and
+llama.cpp ([llama.md](llama.md)).
 
 {intro}
 
