@@ -6,7 +6,7 @@ TEST_SOURCES := $(sort $(filter-out tests/make_goldens.c,$(wildcard tests/*.c te
 # Objects of all folders lie together.
 TEST_NAMES := $(notdir $(TEST_SOURCES:.c=))
 TEST_HEADERS := $(TQKV_FILES) $(wildcard tests/*.h) tests/metal/plan_fixture.h \
-	$(patsubst %,examples/%.h,thread_pool data_file snapshot_file profile)
+	$(patsubst %,examples/%.h,thread_pool data_file snapshot_file plan profile profile_write)
 # The sets that `make test` runs; isa/known compares them with tqkv.h. POSIX is for popen and pthreads.
 ISAS := scalar avx2 avx512 neon
 # The STEM of each test_STEM.c, whose cases main.c adds.
