@@ -162,7 +162,7 @@ def peer_row(one, name):
 
 def joined(cells):
     """The cells of each set as one; nothing where no set has anything."""
-    return " / ".join(cells) if any(cells) else ""
+    return (" / " if any(" " in c for c in cells) else "/").join(cells) if any(cells) else ""
 
 
 def main_table(result):
@@ -188,7 +188,7 @@ def by_column(result, first, columns):
     found = [(title, [values(one) for one in sets]) for title, values in columns]
     entries = [e for e in dict.fromkeys(e for _, cells in found for c in cells for e in c)
                if is_shown(e) and "bf16" not in e]
-    rows = [[name_of(e)] + [" / ".join(c.get(e, "-") for c in cells) for _, cells in found] for e in entries]
+    rows = [[name_of(e)] + [joined([c.get(e, "-") for c in cells]) for _, cells in found] for e in entries]
     return table([first] + [title for title, _ in found], rows)
 
 
@@ -306,7 +306,7 @@ def gpu_sizes(result, entries):
 
     def cell(entry, d):
         found = [result.times.get(f"attend/{entry}/d{d}/g{g}/q1/{LONG}") for g in (2, 8)]
-        return " / ".join(f"{t:,.0f}" if t else "-" for t in found) if any(found) else "-"
+        return "/".join(f"{t:,.0f}" if t else "-" for t in found) if any(found) else "-"
 
     return table(["head_dim"] + [str(d) for d in dims], [[name_of(e)] + [cell(e, d) for d in dims] for e in entries])
 

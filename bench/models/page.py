@@ -74,13 +74,14 @@ def table(head, rows):
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head)] + rows) + "\n"
 
 
-def run_table(model, text, run):
-    lines = [[name, f"{s.bits:.2f}", number(s.kl), number(s.p99), f"{s.ppl:.2f}", f"{100 * s.flips:.1f}%",
-              LIMITS.get(cache, "") if text == "prose" else ""]
-             for cache, name in ROWS.items() for s in [run.scores[cache]]]
-    return (f"\n## {MODELS[model]}, {TEXTS[text]}\n\n{run.layers} layers, {run.heads} query heads, {run.kv_heads} KV heads of "
-            f"{run.dim}; perplexity {run.ppl:.2f} with floats.\n\n" +
-            table(["cache", "bits", "KL", "99th of 100", "perplexity", "other token", "promised"], lines))
+def model_table(model, prose, code):
+    """One model: losses on both texts, the rest on prose."""
+    lines = [[name, f"{s.bits:.2f}", number(s.kl), number(code.kl(cache)), number(s.p99), f"{s.ppl:.2f}", f"{100 * s.flips:.1f}%",
+              LIMITS.get(cache, "")] for cache, name in ROWS.items() for s in [prose.scores[cache]]]
+    intro = wrapped(f"{prose.layers} layers, {prose.heads} query heads, {prose.kv_heads} KV heads of {prose.dim}. Perplexity with floats is "
+                    f"{prose.ppl:.2f} on {TEXTS['prose']}, and {code.ppl:.2f} on {TEXTS['code']}. Columns are of prose if they do not say code.")
+    return (f"\n## {MODELS[model]}\n\n{intro}\n\n" +
+            table(["cache", "bits", "KL", "KL, code", "99th of 100", "perplexity", "other token", "promised"], lines))
 
 
 # ---- What the tables say ----
@@ -153,11 +154,11 @@ def decision(runs):
     intro = wrapped(f"""One token over a cache with a preset's exact ends and scale, 16 query heads over 8 KV heads, microseconds of
         one thread on {facts['machine']} (commit {facts['commit']}), medians of 31 rounds in turns; in brackets the time by that
         of the format beside it, which has as many bits. `make quality-speed` measures it.""")
-    small = wrapped(f"""- `TQKV_SMALL` is TQ5/TQ3. It takes {of('tq5_tq3', '')} times as long as TQ4/TQ4 with AVX-512 and
-        {of('tq5_tq3', '_avx2')} times with AVX2. But TQ4/TQ4 loses {times(both, four, 'small')} times as much, on prose
+    small = wrapped(f"""- TQ5/TQ3, the formats of `TQKV_SMALL`, take {of('tq5_tq3', '')} times as long as TQ4/TQ4 with AVX-512 and
+        {of('tq5_tq3', '_avx2')} times with AVX2. TQ4/TQ4 loses {times(both, four, 'small')} times as much, on prose
         {span([r.kl(four) for r in prose])}, where {LIMITS['small']} is promised.""", "  ")
-    safe = wrapped(f"""- `TQKV_SAFE` is I8/TQ4. TQ6/TQ6 loses {span([r.kl(six) / r.kl('safe') for r in both], '{:.2f}'.format)} times
-        as much, but takes {of('tq6_tq6', '')} times as long with AVX-512 and {of('tq6_tq6', '_avx2')} times with AVX2; `safe` keeps
+    safe = wrapped(f"""- TQ6/TQ6 loses {span([r.kl(six) / r.kl('safe') for r in both], '{:.2f}'.format)} times
+        as much as I8/TQ4, the formats of `TQKV_SAFE`, but takes {of('tq6_tq6', '')} times as long with AVX-512 and {of('tq6_tq6', '_avx2')} times with AVX2; `safe` keeps
         its promise without.""", "  ")
     return f"""
 ## Loss and speed
@@ -167,8 +168,6 @@ def decision(runs):
 {rows}
 {small}
 {safe}
-- On a GPU ([BENCHMARKS.md](../BENCHMARKS.md), an H100) TQ5 takes a seventh longer than TQ4, TQ3 half as long again, TQ6 a third
-  longer than I8/TQ4. TQ5 keys with TQ3 values were not timed there.
 """
 
 
@@ -202,8 +201,9 @@ def head(runs):
     intro = wrapped(HEAD + f"Texts: Debian's {sources}, each from its first page or file.")
     return f"""# Quality on pretrained models
 
-**Not measured**: models above 270 million parameters here and above 1.5 billion [elsewhere](#measured-elsewhere); contexts beyond 4,096
-tokens; tasks; a GPU's caches; engines other than this tool and llama.cpp ([llama.md](llama.md)).
+**Not measured**: models above 270 million parameters here and above 1.5 billion anywhere (README has
+[Qwen2.5-Coder](../README.md#which-preset)); contexts beyond 4,096 tokens; tasks; a GPU's caches; engines other than this tool and
+llama.cpp ([llama.md](llama.md)).
 
 {intro}
 
@@ -232,23 +232,10 @@ With what presets add: 4 first and 128 newest positions exact, centre and scale 
 """
 
 
-def tail():
-    found = elsewhere()
-    rows = [[name, *(found[model, cache] for cache in ("safe", "small", "tiny", "q8_0"))] for model, name in
-            (("qwen2.5-coder-0.5b", "Qwen2.5-Coder-0.5B-Instruct"), ("qwen2.5-coder-1.5b", "Qwen2.5-Coder-1.5B-Instruct"))]
-    return f"""
-## Measured elsewhere
-
-KL by this tool on another machine, 4,096 tokens of the handbook (`make models MODEL=FILE TEXT=prose TOKENS=4096`). TQ4 keys without a
-preset, and q4_0, ruin both models.
-
-{table(["model", "`TQKV_SAFE`", "`TQKV_SMALL`", "`TQKV_TINY`", "q8_0"], rows)}"""
-
-
 def quality_page(runs, formats):
     return (head(runs) + "".join(wrapped(f"{i}. {line}", "   ") + "\n" for i, line in enumerate(findings(runs, formats), 1)) +
-            "".join(run_table(model, text, runs[model, text]) for model in MODELS for text in TEXTS if (model, text) in runs) +
-            PEERS + (FORMATS_HEAD + formats_table(formats) if formats else "") + decision(runs) + plan_text() + tail())
+            "".join(model_table(model, runs[model, "prose"], runs[model, "code"]) for model in MODELS) +
+            PEERS + (FORMATS_HEAD + formats_table(formats) if formats else "") + decision(runs) + plan_text())
 
 
 def elsewhere():
