@@ -1,19 +1,19 @@
-/* Which preset and which formats a model's keys and values bear, from a capture of them and of queries (data/README.md
- * has the format).
+/* Says which preset and which formats a model bears, from a capture of its keys, values and queries (data/README.md has
+ * the format).
  *   advise [--bits N | --bytes N --context POSITIONS] [--no-center] [--shared] [--tail DIMENSIONS] [FILE]
- * --bits: the pair to suggest takes at most so many bits a value, keys and values averaged, norms included (5).
- * --bytes: formats for each layer of the file instead, whose caches take at most so many bytes (2G, 512M) with so many
+ * --bits: the suggested pair takes at most so many bits a value, keys and values averaged, norms included (5).
+ * --bytes: suggests formats for each layer instead, whose caches take at most so many bytes (2G, 512M) with so many
  * positions, exact ends and norms included.
- * --no-center: for engines that can set neither centre nor scale.
- * --shared: the keys are the values, too, as in a latent cache: one format for both. The file's values are not looked
- * at. --tail: the last dimensions of each key, its rotary part, are a tail with a format of its own; with --shared the
- * values are the rest of the key. A layer with no more dimensions than that has no tail. */
+ * --no-center: the engine can set neither centre nor scale.
+ * --shared: the keys are the values, too, as in a latent cache. The file's values are not read.
+ * --tail: the last dimensions of each key, its rotary part, have a format of their own; with --shared the values are
+ * the other dimensions. A layer with no more dimensions has no tail. */
 #include "tqkv.h"
 #include "capture_file.h"
 #include "advise_noise.h"
 #include "plan.h"
 
-/* From most to fewest bits. TQ8 is not here: I8 takes the same room with less error. */
+/* From most to fewest bits. TQ8 is left out, because I8 takes the same room with less error. */
 static const tqkv_format formats[] = {TQKV_F16, TQKV_I8, TQKV_TQ6, TQKV_TQ5, TQKV_TQ4, TQKV_TQ3, TQKV_TQ2};
 enum { F16, I8, TQ6, TQ5, TQ4, TQ3, TQ2, N_FORMATS };
 
@@ -87,7 +87,7 @@ static void find_center(const capture *all, const captured_layer *layer, stream 
           "calibrate");
 }
 
-/* A centre is judged by rows that it was not made from: of few rows, the mean has as much noise as meaning. */
+/* A centre is judged by rows that it was not made from, because the mean of few rows is mostly noise. */
 static void check_center(const capture *all, const captured_layer *layer, stream *s)
 {
     const int half = all->n_positions / 2, row = layer->n_kv_heads * layer->head_dim;
@@ -146,7 +146,7 @@ static void try_format(const capture *all, const captured_layer *layer, stream *
     free(out);
 }
 
-/* One store as keys and values: the same noise in scores and sums. */
+/* One store is keys and values: scores and sums have the same noise. */
 static void try_shared(const capture *all, const captured_layer *layer, stream *streams, int format, const float *exact)
 {
     stream *s = &streams[KEYS];
@@ -203,8 +203,8 @@ static void measure_layer(const capture *all, const captured_layer *layer, const
 /* The error of the output at a format, with centre and scale where the advice is to set them. */
 static double advised_output(const stream *s, int format) { return s->trials[format].output[s->calibrate]; }
 
-/* Centre and scale are advised where four bits need them, and where the centre takes away more than half of their
- * error, if it helps rows, too, that it was not made from. */
+/* Advises centre and scale if four bits need them, or if the centre takes away more than half of their error, also for
+ * rows that it was not made from. */
 static void decide_center(stream *s, const options *o)
 {
     const trial *t = &s->trials[TQ4];
@@ -230,7 +230,7 @@ static void print_verdict(const stream *s)
         printf("fine: tq4 moves the output by %.2g, at most %g is bearable\n", four, bearable);
 }
 
-/* The noise of a mean falls with the number of its rows: what is added to the error does, too. */
+/* The noise of a mean falls with the number of its rows, and so does what it adds to the error. */
 static void print_later(const stream *s, int n_positions)
 {
     const double change = s->later[1] / s->later[0] - 1;
@@ -258,8 +258,8 @@ static void print_stream(const capture *all, const captured_layer *layer, const 
     print_verdict(s);
 }
 
-/* What formats for keys, values and tail cost over all layers: mean bits a value, and the mean error of the outputs.
- * Errors of the streams are independent, so those of the output add up. */
+/* The cost of formats for keys, values and tail over all layers: mean bits a value and mean error of the outputs.
+ * Errors of the streams are independent, so their effects on the output add up. */
 static double formats_error(const capture *all, const options *o, stream (*layers)[N_STREAMS],
                             const int chosen[N_STREAMS], double *bits)
 {
@@ -346,7 +346,7 @@ static void suggest_plan(const capture *all, const options *o, stream (*layers)[
     printf("  %.0f bytes, mean error of the outputs %.2g\n", plan_bytes(streams, n), plan_loss(streams, n));
 }
 
-/* What one stream as keys and values does to the output, beside what it does as one of them. */
+/* The error of the output if one stream is keys and values, beside its error as keys or values alone. */
 static void print_shared(const stream streams[N_STREAMS])
 {
     const bool centered = streams[0].calibrate;
@@ -364,7 +364,7 @@ static void print_shared(const stream streams[N_STREAMS])
            streams[0].trials[fewest].both[centered], bearable);
 }
 
-/* Both parts of a key need a head_dim that there is. */
+/* Both parts of a key need a supported head_dim. */
 static void check_tail(const capture *all, int tail)
 {
     for (int i = 0; i < all->n_layers; i++)

@@ -31,8 +31,8 @@ static inline double plan_loss(const plan_stream *streams, int n)
     return sum;
 }
 
-/* Chooses a format for each stream, of so many bytes in all at most. Returns false where the shortest formats take more;
-   then these are chosen. A step over several formats may gain more a byte than the next one alone. */
+/* Chooses a format for each stream, together at most so many bytes. If the shortest formats take more, chooses them and
+   returns false. A step over several formats may gain more for each byte than the next one alone. */
 static inline bool plan_choose(plan_stream *streams, int n, double bytes)
 {
     for (int i = 0; i < n; i++) streams[i].chosen = 0;
@@ -97,8 +97,8 @@ static inline double plan_bytes_with(const tqkv_cache_desc *desc, bool is_key, t
     return bytes;
 }
 
-/* Fills in what the keys (streams[0]) and the values (streams[1]) of a cache take, exact ends and norms included. False:
-   there is no such cache, or no memory for it. */
+/* Fills in the bytes of the keys (streams[0]) and the values (streams[1]) of a cache, exact ends and norms included.
+   Returns false if tqkv refuses such a cache, or memory is short. */
 static inline bool plan_measure_bytes(const tqkv_cache_desc *desc, plan_stream *streams)
 {
     const double halves = plan_bytes_with(desc, true, TQKV_F16);

@@ -101,7 +101,7 @@ static inline size_t profile_value_size(uint32_t type)
     return type < 13 ? sizes[type] : 0;
 }
 
-/* Passes over a value that means nothing here. */
+/* Skips a value that this reader does not know. */
 static inline void profile_skip(data_file *file, uint32_t type)
 {
     uint64_t count = 1;

@@ -7,7 +7,8 @@
 #include "tinylm_bias.h"
 #include "tinylm_score.h"
 
-/* What each layer's keys (even) and values (odd) lose in TQ4 where all others are halves; a bit more leaves a quarter. */
+/* The loss of each layer's keys (even) and values (odd) in TQ4, with all others as halves. A bit more leaves a quarter
+ * of it. */
 static inline void measure_streams(model *m, const options *o, plan_stream *streams)
 {
     const format_choice *plain = find_format("f32"), *preset = find_format("small");

@@ -265,6 +265,12 @@ test-long-aarch64: $(TEST_BUILD)/long-aarch64
 	@echo "== 65536 positions under qemu"
 	@$(QEMU) $< long/small
 
+# ---- What the tests notice: one change of src/ at a time ----
+
+.PHONY: test-mutants
+test-mutants: $(TEST_BUILD)/$(REFERENCE_BUILD)/runner ## changes src/ in one place at a time, and counts what the tests catch: MUTANTS="--count 150 --only src/cache"
+	@python3 tests/mutants.py $(<D) $(BUILD)/mutants $(MUTANTS)
+
 # ---- Reads of uninitialised memory, in the portable code and with AVX2 ----
 
 .PHONY: test-valgrind
