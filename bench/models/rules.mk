@@ -65,12 +65,12 @@ TEXT_FILE = $(if $(filter $(TEXT_NAMES),$(TEXT)),$(TEXTS)/$(TEXT).txt,$(TEXT))
 MODEL_FILE = $(if $(filter smollm2 gemma3,$(MODEL)),$(PYTHON)/models/$(MODEL).gguf,$(MODEL))
 
 .PHONY: models
-models: $(MODELS_BUILD)/tqkv.so ## measure caches on a pretrained model: MODEL=smollm2|gemma3|FILE TEXT=prose|french|code|FILE TOKENS= CACHES=
+models: $(MODELS_BUILD)/tqkv.so ## measure caches on a pretrained model: MODEL=smollm2|gemma3|FILE TEXT=prose|french|code|FILE TOKENS= CACHES= RECALL=1
 	@test -e $(if $(filter $(PYTHON)/%,$(MODEL_FILE)),$(MODELS_READY),$(PYTHON_READY)) || \
 		{ echo "make models: first run make deps-models"; exit 1; }
 	@test -e "$(TEXT_FILE)" || { echo "make models: $(TEXT_FILE) is missing$(if $(filter $(TEXT_NAMES),$(TEXT)),: first run make deps-texts)"; exit 1; }
 	@$(PYTHON)/bin/python bench/models/measure.py "$(MODEL_FILE)" --library $< --text "$(TEXT_FILE)" --tokens $(TOKENS) \
-		--caches "$(CACHES)" $(MODELS_FLAGS)
+		--caches "$(CACHES)" $(if $(RECALL),--recall $(if $(filter 1,$(RECALL)),16,$(RECALL))) $(MODELS_FLAGS)
 
 # Without a download: on a tiny model that the test writes.
 .PHONY: test-models
