@@ -221,7 +221,8 @@ static bool halves_hold(const model *m, int side, const float *rows, int n)
     const int first = m->desc.exact_first < m->desc.capacity ? m->desc.exact_first : m->desc.capacity;
     const int dim = s->head_dim, n_rows = n * s->n_kv_heads;
     bool hold = true;
-    if (!s->codes || (!m->desc.exact_last && m->base + m->end >= first)) return true;
+    const tqkv_format format = side && !m->desc.shared ? m->values.format : m->keys.format;
+    if (!s->codes || format == TQKV_F16 || (!m->desc.exact_last && m->base + m->end >= first)) return true;
     float *stored = fuzz_new_floats(n_rows, dim, 1);
     CHECK_RESULT(tqkv_probe(s, rows, n, stored), TQKV_OK);
     for (int i = 0; i < n_rows; i++) {
