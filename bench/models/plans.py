@@ -47,3 +47,11 @@ def read_bytes(text):
     if not found or not float(found[1]):
         raise Unfit(f"--bytes {text}: a number of bytes is needed, as 2G or 512M")
     return float(found[1]) * UNITS[found[2]]
+
+
+def read_bits(text):
+    """Numbers of bits with commas between them."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise Unfit(f"--plan {text}: numbers of bits are needed, as 4.5 or 3,4.5") from None
