@@ -189,12 +189,11 @@ def plan_text():
         if name == "plan":
             less.setdefault(model, []).append(100 * (1 - x / kl[model, text, "tq5/tq3"]))
     gains = "; ".join(f"{MODELS[m]}'s by {span(values, '{:.0f}'.format)}%" for m, values in less.items())
-    return "\n## Formats by layer\n\n" + wrapped(f"""`make models MODELS_FLAGS="--layers CACHE"` shows what each layer's keys and values lose
-        alone. A few carry most, and a plan that gives each a format of its own, TQ3 to TQ6, at 4 bits on average, can follow them: each bit
-        went where it takes most away, by the layers' losses in TQ4 on 2,048 tokens of prose, of which a bit more leaves a quarter. On other
-        text of 4,096 tokens (pages of the handbook further on, code) it lowered `small`'s loss at as many bits: {gains}. A plan was to
-        stay if it took a third away on both models; none is in the library, and a profile's fields for one stay empty. (Every
-        fourth position judged, of Gemma every eighth.)""") + "\n"
+    return "\n## Formats by layer\n\n" + wrapped(f"""A few layers carry most of the loss (`make models MODELS_FLAGS="--layers CACHE"`). A plan gives each
+        layer's keys and values a format of their own, TQ3 to TQ6: each bit goes where it takes most away, by the layers' losses in TQ4 on
+        2,048 tokens of prose, of which a bit more leaves a quarter. At 4 bits on average a plan lowered the loss of `small`'s formats on other
+        text of 4,096 tokens (later pages of the handbook, code): {gains}. Every fourth position was judged, of Gemma every eighth.
+        `make models MODELS_FLAGS="--plan 4.5 --profile FILE"` writes a plan into a profile.""") + "\n"
 
 
 # ---- The documents ----
