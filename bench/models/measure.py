@@ -78,7 +78,7 @@ def arguments():
 
 def judged(options):
     """Of each --every predictions of the text the last."""
-    return np.arange(options.every - 1, options.tokens - 1, options.every) + options.behind
+    return np.arange(options.every - 1, options.tokens - 1, options.every)
 
 
 def read_text(path):
@@ -103,6 +103,20 @@ def read_tokens(model, path, n_tokens, least=2):
     if max(found) >= model.vocabulary:
         raise forward.Unfit(f"{model.path}: the tokeniser has more tokens than the model")
     return found[:n_tokens]
+
+
+def read_task(options, model):
+    """The tokens, the places of those whose successor is judged, and with --recall what is asked."""
+    for name in ("chunk", "every"):
+        if getattr(options, name) < 1:
+            raise forward.Unfit(f"--{name} {getattr(options, name)}: at least 1 is needed")
+    if options.behind < 0 or (options.behind and options.recall is not None):
+        raise forward.Unfit(f"--behind {options.behind}: negative, or beside --recall")
+    if options.recall is not None:
+        task = recall.make(model.fields, read_text(options.text), options.tokens, options.recall)
+        return task.tokens, task.judged, task
+    tokens = read_tokens(model, options.text, options.tokens, 1 + options.every)
+    return [tokens[0]] * options.behind + list(tokens), judged(options) + options.behind, None
 
 
 class Progress:
@@ -237,13 +251,7 @@ def main():
         raise forward.Unfit("--bytes: a --context of at least 1 is needed, and no --plan")
     shared = library.Library(options.library)
     model = forward.Model(options.model)
-    tokens, task = read_tokens(model, options.text, options.tokens, 1 + max(1, options.every)), None
-    if options.recall is not None:
-        task = recall.make(model.fields, read_text(options.text), options.tokens, options.recall)
-        tokens = task.tokens
-    for name in ("chunk", "every"):
-        if getattr(options, name) < 1:
-            raise forward.Unfit(f"--{name} {getattr(options, name)}: at least 1 is needed")
+    tokens, places, task = read_task(options, model)
     used = options.use and shared.read_profile(options.use, model.n_layers, model.n_kv_heads, model.head_dim)
     made = {"": {i: layer[2] for i, layer in enumerate(used)}} if used and used[0][2] else {}
     if options.plan or options.bytes:
@@ -251,10 +259,7 @@ def main():
             raise forward.Unfit("--profile: it holds one plan, --plan asks for several")
         made = make_plans(options, model, shared)
     variants, layers = open_variants(options, model.n_layers, made)
-    if options.behind < 0 or (options.behind and task):
-        raise forward.Unfit(f"--behind {options.behind}: negative, or beside --recall")
-    tokens = [tokens[0]] * options.behind + list(tokens)
-    one = run.Run(model, tokens, shared, used, options.chunk, Progress(), judged(options) if task is None else task.judged)
+    one = run.Run(model, tokens, shared, used, options.chunk, Progress(), places)
     learned = {}
     perplexity, scores = one.measure(variants + layers, lambda layer, rows: learned.update({layer: shared.learn(*rows[:2])})
                                      if options.profile else None)

@@ -25,6 +25,10 @@ ROWS = {"safe": "`TQKV_SAFE`", "tq6/tq6" + LIKE_PRESETS: "TQ6/TQ6, else as that"
         "q8_0": "q8_0", "q8_0/q4_0:rotated": "q8_0/q4_0, rotated", "q5_0:rotated": "q5_0, rotated",
         "q4_0:rotated": "q4_0, rotated", "q4_0:rotated" + ENDS: "q4_0, rotated, 4 + 128 exact", "kivi4": "KIVI, 4 bits",
         "kivi4" + ENDS: "KIVI, 4 bits, 4 + 128 exact", "kivi2" + ENDS: "KIVI, 2 bits, 4 + 128 exact"}
+BUDGET = {"tiny": "`TQKV_TINY`", "small": "`TQKV_SMALL`", "safe": "`TQKV_SAFE`", "kvarn3/kvarn2" + ENDS: "KVarN 3/2, 4 + 128 exact",
+          "kvarn4" + ENDS: "KVarN 4, 4 + 128 exact", "kvarn5/kvarn3" + ENDS: "KVarN 5/3, 4 + 128 exact", "trellis3/trellis2": "trellis 3/2",
+          "trellis3/trellis2" + ENDS: "trellis 3/2, 4 + 128 exact", "trellis3" + ENDS: "trellis 3, 4 + 128 exact",
+          "q4_0:rotated" + ENDS: "q4_0, rotated, 4 + 128 exact", "q8_0": "q8_0"}
 ISAS = {"": "AVX-512", "_avx2": "AVX2"}
 
 
@@ -180,20 +184,47 @@ def decision(runs):
 """
 
 
+def plan_bits(run):
+    """{bits: score} of the plans."""
+    found = {name: re.fullmatch(r"plan([\d.]+)", name) for name in run.scores}
+    return {float(m[1]): run.scores[name] for name, m in found.items() if m}
+
+
+def beside(run, bits):
+    """The plan of as many bits, or the next of fewer."""
+    made = plan_bits(run)
+    return made[max(b for b in made if b <= bits)]
+
+
+def least_bits(run, kl):
+    """Of the plans that lose no more."""
+    return min(s.bits for s in plan_bits(run).values() if s.kl <= kl)
+
+
+def plan_table(runs):
+    plans = {f"plan{bits:g}": f"plan, {bits:g} bits" for bits in plan_bits(next(iter(runs.values())))}
+    rows = [[name] + [cell for run in runs.values() for score in [run.scores[cache]]
+                      for cell in (f"{score.bits:.2f}", number(score.kl), number(score.p999))]
+            for cache, name in {**plans, **BUDGET}.items()]
+    return table(["cache"] + [f"{what}, {MODELS[m]}" for m in runs for what in ("bits", "KL", "99.9th of 100")], rows)
+
+
 def plan_text():
-    """Formats by layer: lines `plan MODEL TEXT NAME kl X`."""
-    found = re.findall(r"^plan (\S+) (\S+) (\S+) kl (\S+)$", (RESULTS / "plans.txt").read_text(encoding="utf-8"), re.M)
-    kl = {(model, text, name): float(x) for model, text, name, x in found}
-    less = {}
-    for (model, text, name), x in kl.items():
-        if name == "plan":
-            less.setdefault(model, []).append(100 * (1 - x / kl[model, text, "tq5/tq3"]))
-    gains = "; ".join(f"{MODELS[m]}'s by {span(values, '{:.0f}'.format)}%" for m, values in less.items())
-    return "\n## Formats by layer\n\n" + wrapped(f"""A few layers carry most of the loss (`make models MODELS_FLAGS="--layers CACHE"`). A plan gives each
-        layer's keys and values a format of their own, TQ3 to TQ6: each bit goes where it takes most away, by the layers' losses in TQ4 on
-        2,048 tokens of prose, of which a bit more leaves a quarter. At 4 bits on average a plan lowered the loss of `small`'s formats on other
-        text of 4,096 tokens (later pages of the handbook, code): {gains}. Every fourth position was judged, of Gemma every eighth.
-        `make models MODELS_FLAGS="--plan 4.5 --profile FILE"` writes a plan into a profile.""") + "\n"
+    """Loss over bits: plans, presets and peers."""
+    runs = {m: Run(RESULTS / f"{m}-code-budget.txt") for m in MODELS}
+    of = lambda text: "; ".join(f"{MODELS[m]} {text(run)}" for m, run in runs.items())
+    by_small = of(lambda r: f"{beside(r, r.scores['small'].bits).kl / r.kl('small'):.2f}")
+    by_q8 = of(lambda r: f"{least_bits(r, r.kl('q8_0')):.3g}")
+    times_small = lambda cache: of(lambda r: f"{r.kl(cache) / r.kl('small'):.2g}")
+    return "\n## Formats by layer: loss for a budget\n\n" + wrapped(f"""A few layers carry most of the loss (`make models
+        MODELS_FLAGS="--layers CACHE"`). A plan gives each layer's keys and values a format of their own, TQ2 to F16: bytes go where each takes
+        most away, by what each layer's keys and values lose in TQ4 and by the error of a format on their rows. Plans made on 1,024 tokens of
+        the handbook, judged like all else here on every second of 1,024 tokens of code: at `small`'s bits a plan loses, of what `small` does,
+        {by_small}. q8_0's loss, with 8.5 bits, a plan has with so many: {by_q8}. KVarN with 4 bits and our exact ends loses so many times as
+        much as `small`: {times_small("kvarn4" + ENDS)}.""") + "\n\n![Loss over bits with plans](budget.svg)\n\n" + plan_table(runs) + "\n" + \
+        wrapped("""`--plan 4.5` chooses formats for so many bits, `--bytes 2G --context 32768` for so many bytes, and `--profile FILE` keeps them with
+        centre and scale for [llama.cpp](llama.md) and `examples/profile.h`; `build/advise --bytes` plans from a capture. A plan that nobody measured,
+        with more bits for the first and last layers, [loses more than `small`](notes/plans.md).""") + "\n"
 
 
 # ---- The documents ----
