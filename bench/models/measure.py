@@ -67,6 +67,7 @@ def arguments():
     parser.add_argument("--bytes", metavar="2G", help="in place of --plan: so many bytes for all layers at --context positions")
     parser.add_argument("--context", type=int, metavar="N", help="of --bytes")
     parser.add_argument("--layers-of", metavar="TEXT", help="the text on which the plan is chosen (default: that of --text)")
+    parser.add_argument("--layers-tokens", type=int, metavar="N", help="so many of its tokens (default: --tokens)")
     parser.add_argument("--profile", metavar="OUT.gguf", help="write centre and scale of each layer's keys, learned from the text")
     parser.add_argument("--use", metavar="PROFILE.gguf", help="give these to the caches, which then learn nothing themselves")
     parser.add_argument("--chunk", type=int, default=512, help="tokens appended and attended at a time (default: 512)")
@@ -74,11 +75,6 @@ def arguments():
     parser.add_argument("--every", type=int, default=1, metavar="N", help="judge each Nth prediction only (default: 1)")
     parser.add_argument("--library", default=DEFAULT_LIBRARY, help=f"the shared object (default: {DEFAULT_LIBRARY})")
     return parser.parse_args()
-
-
-def judged(options):
-    """Of each --every predictions of the text the last."""
-    return np.arange(options.every - 1, options.tokens - 1, options.every)
 
 
 def read_text(path):
@@ -116,7 +112,7 @@ def read_task(options, model):
         task = recall.make(model.fields, read_text(options.text), options.tokens, options.recall)
         return task.tokens, task.judged, task
     tokens = read_tokens(model, options.text, options.tokens, 1 + options.every)
-    return [tokens[0]] * options.behind + list(tokens), judged(options) + options.behind, None
+    return [tokens[0]] * options.behind + list(tokens), np.arange(options.every - 1, options.tokens - 1, options.every) + options.behind, None
 
 
 class Progress:
@@ -200,7 +196,8 @@ def measure_streams(options, model, shared, tokens):
         errors[layer, "values"] = {name: shared.error(name, rows[2]) for name in formats}
 
     variants = run.layer_by_layer(caches.parse(plans.REFERENCE), model.n_layers)
-    one = run.Run(model, tokens, shared, None, options.chunk, Progress(), judged(options))
+    every = max(1, len(tokens) // plans.JUDGED)
+    one = run.Run(model, tokens, shared, None, options.chunk, Progress(), np.arange(every - 1, len(tokens) - 1, every))
     _, scores = one.measure(variants, look)
     sizes = [stream_bytes(options, model, shared, one.shape(layer)) for layer in range(model.n_layers)]
     parts = [(layer, kind.part) for v in variants for layer, kind in v.kinds.items()]
@@ -209,8 +206,8 @@ def measure_streams(options, model, shared, tokens):
 
 def check_plans(options, model, shared):
     """What the plans may take, if that is enough for them: before the long part."""
-    if options.tokens < plans.LEAST_TOKENS:
-        raise forward.Unfit(f"--plan: at least {plans.LEAST_TOKENS} tokens are needed, not {options.tokens}")
+    if (options.layers_tokens or options.tokens) < plans.LEAST_TOKENS:
+        raise forward.Unfit(f"--plan: at least {plans.LEAST_TOKENS} tokens are needed, not {options.layers_tokens or options.tokens}")
     shortest, rooms = shared.plan_formats()[0], plan_rooms(options, model)
     one = run.Run(model, [0], shared)
     least = sum(stream_bytes(options, model, shared, one.shape(i))[part][shortest]
@@ -226,7 +223,7 @@ def check_plans(options, model, shared):
 def make_plans(options, model, shared):
     """Formats by layer, {layer: (of keys, of values)}, for each number of bits."""
     rooms = check_plans(options, model, shared)
-    tokens = read_tokens(model, options.layers_of or options.text, options.tokens)
+    tokens = read_tokens(model, options.layers_of or options.text, options.layers_tokens or options.tokens)
     streams = measure_streams(options, model, shared, tokens)
     made = {}
     for bits, room in rooms.items():

@@ -26,9 +26,11 @@ ROWS = {"safe": "`TQKV_SAFE`", "tq6/tq6" + LIKE_PRESETS: "TQ6/TQ6, else as that"
         "q4_0:rotated": "q4_0, rotated", "q4_0:rotated" + ENDS: "q4_0, rotated, 4 + 128 exact", "kivi4": "KIVI, 4 bits",
         "kivi4" + ENDS: "KIVI, 4 bits, 4 + 128 exact", "kivi2" + ENDS: "KIVI, 2 bits, 4 + 128 exact"}
 BUDGET = {"tiny": "`TQKV_TINY`", "small": "`TQKV_SMALL`", "safe": "`TQKV_SAFE`", "kvarn3/kvarn2" + ENDS: "KVarN 3/2, 4 + 128 exact",
-          "kvarn4" + ENDS: "KVarN 4, 4 + 128 exact", "kvarn5/kvarn3" + ENDS: "KVarN 5/3, 4 + 128 exact", "trellis3/trellis2": "trellis 3/2",
+          "kvarn4" + ENDS: "KVarN 4, 4 + 128 exact", "kvarn5/kvarn3" + ENDS: "KVarN 5/3, 4 + 128 exact",
           "trellis3/trellis2" + ENDS: "trellis 3/2, 4 + 128 exact", "trellis3" + ENDS: "trellis 3, 4 + 128 exact",
           "q4_0:rotated" + ENDS: "q4_0, rotated, 4 + 128 exact", "q8_0": "q8_0"}
+RECALLED = {"safe": "`TQKV_SAFE`", "small": "`TQKV_SMALL`", "tiny": "`TQKV_TINY`", "q4_0:rotated": "q4_0, rotated",
+            "q4_0:rotated" + ENDS: "q4_0, rotated, 4 + 128 exact"}
 ISAS = {"": "AVX-512", "_avx2": "AVX2"}
 
 
@@ -202,10 +204,10 @@ def least_bits(run, kl):
 
 
 def plan_table(runs):
-    plans = {f"plan{bits:g}": f"plan, {bits:g} bits" for bits in plan_bits(next(iter(runs.values())))}
-    rows = [[name] + [cell for run in runs.values() for score in [run.scores[cache]]
-                      for cell in (f"{score.bits:.2f}", number(score.kl), number(score.p999))]
-            for cache, name in {**plans, **BUDGET}.items()]
+    bits = sorted({b for run in runs.values() for b in plan_bits(run)})
+    names = {f"plan{b:g}": f"plan of {b:g} bits" for b in bits} | BUDGET
+    cells = lambda s: (f"{s.bits:.2f}", number(s.kl), number(s.p999)) if s else ("-",) * 3
+    rows = [[name] + [cell for run in runs.values() for cell in cells(run.scores.get(cache))] for cache, name in names.items()]
     return table(["cache"] + [f"{what}, {MODELS[m]}" for m in runs for what in ("bits", "KL", "99.9th of 100")], rows)
 
 
@@ -218,13 +220,33 @@ def plan_text():
     times_small = lambda cache: of(lambda r: f"{r.kl(cache) / r.kl('small'):.2g}")
     return "\n## Formats by layer: loss for a budget\n\n" + wrapped(f"""A few layers carry most of the loss (`make models
         MODELS_FLAGS="--layers CACHE"`). A plan gives each layer's keys and values a format of their own, TQ2 to F16: bytes go where each takes
-        most away, by what each layer's keys and values lose in TQ4 and by the error of a format on their rows. Plans made on 1,024 tokens of
+        most away, by what each layer's keys and values lose in TQ4 and by the error of a format on their rows. Plans made on 2,048 tokens of
         the handbook, judged like all else here on every second of 1,024 tokens of code: at `small`'s bits a plan loses, of what `small` does,
         {by_small}. q8_0's loss, with 8.5 bits, a plan has with so many: {by_q8}. KVarN with 4 bits and our exact ends loses so many times as
         much as `small`: {times_small("kvarn4" + ENDS)}.""") + "\n\n![Loss over bits with plans](budget.svg)\n\n" + plan_table(runs) + "\n" + \
         wrapped("""`--plan 4.5` chooses formats for so many bits, `--bytes 2G --context 32768` for so many bytes, and `--profile FILE` keeps them with
         centre and scale for [llama.cpp](llama.md) and `examples/profile.h`; `build/advise --bytes` plans from a capture. A plan that nobody measured,
         with more bits for the first and last layers, [loses more than `small`](notes/plans.md).""") + "\n"
+
+
+def recall_text():
+    """What a model finds again with each cache: lines `recall NAME depth X-Y items N right N same N loss X` behind a line of the model."""
+    text = (RESULTS / "recall.txt").read_text(encoding="utf-8")
+    model, tokens = re.search(r"^model (.+) tokens (\d+)$", text, re.M).groups()
+    found = re.findall(r"^recall (\S+) depth (\S+) items (\d+) right (\d+) same (\d+) loss (\S+)$", text, re.M)
+    names, depths = ([*dict.fromkeys(line[i] for line in found)] for i in (0, 1))
+    rows = []
+    for name in names:
+        mine = [tuple(map(float, line[2:])) for line in found if line[0] == name]
+        items, right, same = (sum(m[i] for m in mine) for i in range(3))
+        loss = sum(m[0] * m[3] for m in mine) / items
+        rows.append([RECALLED.get(name, name), *(f"{m[1]:.0f}" for m in mine), f"{right:.0f}", f"{same:.0f}", number(loss)])
+    return "\n## Recall\n\n" + wrapped(f"""{items:.0f} sentences with a number each (`The access code of the copper falcon is 48213.`)
+        stand in {int(tokens):,} tokens of the handbook; the questions follow in another order, each with its answer. A number is right if
+        each of its tokens is the likeliest; it is the same if these are the tokens that floats give. Loss: nats a token of the answers.
+        {model}; `make models MODEL=FILE TEXT=prose TOKENS={tokens} RECALL=1`. So few items show what is ruined, not small
+        differences.""") + "\n\n" + table(["cache"] + [f"right, depth {d}" for d in depths] + ["right", "same", "loss"], rows) + \
+        "\n![Recall by depth](recall.svg)\n"
 
 
 # ---- The documents ----
@@ -241,7 +263,7 @@ def head(runs):
     return f"""# Quality on pretrained models
 
 **Not measured**: models above 270 million parameters here and above 1.5 billion anywhere (README has
-[Qwen2.5-Coder](../README.md#which-preset)); contexts beyond 4,096 tokens; tasks; a GPU's caches; engines other than this tool and
+[Qwen2.5-Coder](../README.md#which-preset)); contexts beyond 4,096 tokens; tasks but one of recall; a GPU's caches; engines other than this tool and
 llama.cpp ([llama.md](llama.md)).
 
 {intro}
@@ -274,7 +296,7 @@ With what presets add: 4 first and 128 newest positions exact, centre and scale 
 def quality_page(runs, formats, behind):
     return (head(runs) + "".join(wrapped(f"{i}. {line}", "   ") + "\n" for i, line in enumerate(findings(runs, formats, behind), 1)) +
             "".join(model_table(model, runs[model, "prose"], runs[model, "code"]) for model in MODELS) +
-            PEERS + (FORMATS_HEAD + formats_table(formats) if formats else "") + decision(runs) + plan_text())
+            PEERS + (FORMATS_HEAD + formats_table(formats) if formats else "") + decision(runs) + plan_text() + recall_text())
 
 
 def elsewhere():

@@ -11,6 +11,7 @@ from forward import Unfit
 
 REFERENCE = "tq4/tq4:exact=4+128:calibrate=512"  # with what a preset adds, since a plan has it, too
 MEASURED = "tq4"
+JUDGED = 512        # predictions, evenly from the tokens
 LEAST_TOKENS = 256  # of which REFERENCE has some in codes
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 

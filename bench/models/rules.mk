@@ -98,9 +98,11 @@ CACHES_OF_ := safe small tiny tq4/tq4$(LIKE_PRESETS) tq6/tq6$(LIKE_PRESETS) tq4/
 CACHES_OF_default := i8/tq4
 CACHES_OF_behind := safe i8/tq4 small tq5/tq3 tiny tq3/tq2
 FLAGS_OF_behind := --tokens 1600 --behind 520
-CACHES_OF_budget := plan tiny small safe kvarn3/kvarn2$(ENDS) kvarn4$(ENDS) kvarn5/kvarn3$(ENDS) trellis3/trellis2 \
+CACHES_OF_budget := plan tiny small safe kvarn3/kvarn2$(ENDS) kvarn4$(ENDS) kvarn5/kvarn3$(ENDS) \
 	trellis3/trellis2$(ENDS) trellis3$(ENDS) q4_0:rotated$(ENDS) q8_0
-FLAGS_OF_budget := --tokens 1024 --every 2 --plan 2.75,3.5,4.125,4.5,5.5,6.5 --layers-of $(TEXTS)/prose.txt
+PLANS_smollm2 := 2.75,3,3.5,4,4.5,5,5.5,6.5
+PLANS_gemma3 := 2.75,3.5,4.125,5.5,6.5
+FLAGS_OF_budget = --tokens 1024 --every 2 --plan $(PLANS_$(word 1,$(run_parts))) --layers-of $(TEXTS)/prose.txt --layers-tokens 2048
 CACHES_OF_formats := $(PAIRS:%=%$(LIKE_PRESETS)) i8/tq4 tq5/tq3 tq3/tq2 \
 	tq5/tq3:calibrate=512 tq5/tq3$(ENDS) small:exact=0+128 small:exact=4+0 small:exact=4+64
 
@@ -124,7 +126,7 @@ quality-speed: $(BUILD)/bench ## measure the speed that docs/quality.md shows, i
 	@CC="$(CC)" sh bench/measure.sh $(RESULTS)/speed.txt presets
 
 # The chart where gnuplot is (make deps-charts).
-quality-page: $(if $(shell command -v gnuplot),docs/quality.svg docs/budget.svg) ## write docs/quality.md and README's table from bench/models/results
+quality-page: $(if $(shell command -v gnuplot),docs/quality.svg docs/budget.svg docs/recall.svg) ## write docs/quality.md and README's table from bench/models/results
 	@python3 bench/models/page.py
 
 .PHONY: test-quality-page

@@ -17,7 +17,6 @@ do for [model in "smollm2 gemma3"] {
          of(model, presets) using 1:2 with points ls 3 ps 1.2 title "presets", \
          of(model, presets) using 1:2:3 with labels right offset -0.8,-0.6 font ",12" tc rgb "#1b9e77" notitle, \
          of(model, "kvarn.*") using 1:2 with points ls 4 title "KVarN, 4 + 128 exact", \
-         of(model, "trellis3/trellis2") using 1:2 with points pt 6 ps 0.9 lw 2 lc rgb "#c2a000" title "trellis 3/2", \
          of(model, "trellis.*exact=4[+]128") using 1:2 with points ls 5 title "trellis, 4 + 128 exact", \
          of(model, "q4_0.*|q8_0") using 1:2 with points ls 2 title "q4_0 rotated, 4 + 128 exact; q8_0"
 }
