@@ -208,22 +208,25 @@ def plan_table(runs):
     names = {f"plan{b:g}": f"plan of {b:g} bits" for b in bits} | BUDGET
     cells = lambda s: (f"{s.bits:.2f}", number(s.kl), number(s.p999)) if s else ("-",) * 3
     rows = [[name] + [cell for run in runs.values() for cell in cells(run.scores.get(cache))] for cache, name in names.items()]
-    return table(["cache"] + [f"{what}, {MODELS[m]}" for m in runs for what in ("bits", "KL", "99.9th of 100")], rows)
+    return table(["cache"] + [f"{what}, {MODELS[m]}" for m in runs for what in ("bits", "KL", "99.9th")], rows)
 
 
 def plan_text():
     """Loss over bits: plans, presets and peers."""
     runs = {m: Run(RESULTS / f"{m}-code-budget.txt") for m in MODELS}
-    of = lambda text: "; ".join(f"{MODELS[m]} {text(run)}" for m, run in runs.items())
+    of = lambda text: ", ".join(f"{MODELS[m]} {text(run)}" for m, run in runs.items())
     by_small = of(lambda r: f"{beside(r, r.scores['small'].bits).kl / r.kl('small'):.2f}")
-    by_q8 = of(lambda r: f"{least_bits(r, r.kl('q8_0')):.3g}")
+    by_q8 = of(lambda r: f"{least_bits(r, r.kl('q8_0')):.1f}")
     times_small = lambda cache: of(lambda r: f"{r.kl(cache) / r.kl('small'):.2g}")
     return "\n## Formats by layer: loss for a budget\n\n" + wrapped(f"""A few layers carry most of the loss (`make models
         MODELS_FLAGS="--layers CACHE"`). A plan gives each layer's keys and values a format of their own, TQ2 to F16: bytes go where each takes
-        most away, by what each layer's keys and values lose in TQ4 and by the error of a format on their rows. Plans made on 2,048 tokens of
-        the handbook, judged like all else here on every second of 1,024 tokens of code: at `small`'s bits a plan loses, of what `small` does,
-        {by_small}. q8_0's loss, with 8.5 bits, a plan has with so many: {by_q8}. KVarN with 4 bits and our exact ends loses so many times as
-        much as `small`: {times_small("kvarn4" + ENDS)}.""") + "\n\n![Loss over bits with plans](budget.svg)\n\n" + plan_table(runs) + "\n" + \
+        most away, by what these keys or values lose alone in TQ4 and by the error of a format on their rows. The plans here were made on 2,048
+        tokens of the handbook; they and their peers are judged on 1,024 tokens of code, every second prediction. At `small`'s bits a plan
+        loses so much of what `small` does: {by_small}. The loss of q8_0, which takes 8.5 bits, a plan has with these bits: {by_q8}. KVarN with
+        4 bits and our exact ends, which takes a little more than `small`, loses so many times as much: {times_small("kvarn4" + ENDS)}; a trellis
+        of 3 and 2 bits with them, as many as `tiny` takes, loses so many times as much as that:
+        {of(lambda r: f"{r.kl('trellis3/trellis2' + ENDS) / r.kl('tiny'):.2g}")}. (`bench/models/peers.py` has the formulas.)""") + \
+        "\n\n![Loss over bits with plans](budget.svg)\n\n" + plan_table(runs) + "\n" + \
         wrapped("""`--plan 4.5` chooses formats for so many bits, `--bytes 2G --context 32768` for so many bytes, and `--profile FILE` keeps them with
         centre and scale for [llama.cpp](llama.md) and `examples/profile.h`; `build/advise --bytes` plans from a capture. A plan that nobody measured,
         with more bits for the first and last layers, [loses more than `small`](notes/plans.md).""") + "\n"

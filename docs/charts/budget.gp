@@ -5,6 +5,7 @@ set xlabel "bits a cached value, norms included" offset 0,0.3
 set logscale y
 set format y "%g"
 set xrange [2.3:9]
+set yrange [3e-5:0.1]
 set key below Left reverse font ",12" maxrows 3 samplen 2
 # Bits and divergence of the caches whose names match the pattern.
 of(model, names) = "< awk '$1 == \"cache\" && $2 ~ \"^(".names.")$\" { print $4, $6, $2 }' ".input."/".model."-code-budget.txt | sort -n"
