@@ -31,10 +31,11 @@ TQKV__OP void TQKV__S(decode_floats)(const tqkv__stream *s, const uint8_t *codes
 }
 
 /* Finds scores[row][j] (+)= query[row] . key j over the dimensions [begin, end), for four keys, which are halves or
-   floats; rows and halves are constants.
-   Eight of the 16 sums are in registers where these hold no more. */
+   floats; rows and halves are constants. Eight of the 16 sums are in registers where these hold no more. ahead: bytes
+   to the keys that are read next, whose lines are asked for one by one, or 0 */
 TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, int begin, int end,
-                                         const uint8_t *const *keys, const float *q, bool add, float *scores)
+                                         const uint8_t *const *keys, ptrdiff_t ahead, const float *q, bool add,
+                                         float *scores)
 {
     enum { ALL = 16 / TQKV__INTEGER_LANES, NOW = TQKV__INTEGER_LANES == 4 ? 2 : 1 };
     TQKV__VECTOR sums[TQKV__HALF_KEY_ROWS][4][ALL];
@@ -44,6 +45,10 @@ TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int 
         TQKV__UNROLL
         for (int i = 0; i < rows * 4 * NOW; i++) now[i / NOW / 4][i / NOW % 4][i % NOW] = TQKV__(set1)(0.0f);
         for (int d = begin + first * TQKV__INTEGER_LANES; d < end; d += 16) {
+            if (halves && ahead && first == 0 && d % 32 == 0) {
+                TQKV__UNROLL
+                for (int j = 0; j < 4; j++) tqkv__prefetch(TQKV__L2, keys[j] + 2 * d + ahead, 1);
+            }
             TQKV__UNROLL
             for (int i = 0; i < NOW; i++) {
                 const int at = d + i * TQKV__INTEGER_LANES;
@@ -74,12 +79,11 @@ TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int di
 {
     for (int j = 0; j < n; j += 4) {
         const uint8_t *keys[4];
-        if (ahead) tqkv__prefetch(TQKV__L2, codes + (size_t)j * stride + ahead, 4 * stride);
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) keys[i] = codes + (size_t)(j + i < n ? j + i : n - 1) * stride;
         for (int d = 0; d < dim; d += TQKV__MOST_PRODUCTS) {
             const int end = dim - d < TQKV__MOST_PRODUCTS ? dim : d + TQKV__MOST_PRODUCTS;
-            TQKV__S(score_four_halves)(rows, halves, dim, d, end, keys, q, add || d > 0, scores + j);
+            TQKV__S(score_four_halves)(rows, halves, dim, d, end, keys, ahead, q, add || d > 0, scores + j);
         }
     }
 }
@@ -142,7 +146,7 @@ TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const b
         sums[i / width][i % width] = TQKV__(load)(out + i / width * dim + i % width * TQKV__INTEGER_LANES);
     for (int j = 0; j < n; j++, codes += stride) {
         TQKV__VECTOR x[8];
-        if (ahead) tqkv__prefetch(TQKV__L2, codes + ahead, stride);
+        if (halves && ahead) tqkv__prefetch(TQKV__L2, codes + ahead, (size_t)(2 * width * TQKV__INTEGER_LANES));
         TQKV__UNROLL
         for (int i = 0; i < width; i++)
             x[i] = halves ? TQKV__(load_f16)(codes + 2 * i * TQKV__INTEGER_LANES)
@@ -169,11 +173,11 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim,
     int d = 0;
     for (; wide && d + 16 * most <= dim; d += 16 * most) {
         const uint8_t *from = codes + bytes * d;
-        TQKV__S(add_half_vectors)(rows, most * sixteen, halves, dim, from, stride, n, d ? 0 : ahead, weights, out + d);
+        TQKV__S(add_half_vectors)(rows, most * sixteen, halves, dim, from, stride, n, ahead, weights, out + d);
     }
     for (; d < dim; d += 16) {
         const uint8_t *from = codes + bytes * d;
-        TQKV__S(add_half_vectors)(rows, sixteen, halves, dim, from, stride, n, d ? 0 : ahead, weights, out + d);
+        TQKV__S(add_half_vectors)(rows, sixteen, halves, dim, from, stride, n, ahead, weights, out + d);
     }
 }
 
