@@ -61,9 +61,10 @@ TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
 }
 TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p) { return _mm512_cvtph_ps(tqkv__load_256_avx512(p)); }
 
-/* Looks up n centroids of TQ8, 64 at a time: those of the lower half, for a code c of the upper half that of ~c with
+/* Looks up n centroids of TQ8 times a factor, 64 at a time: those of the lower half, for a code c of the upper half that of ~c with
    its sign flipped. Unpacks of bytes undo the order of dwords. n: a multiple of 16 */
-TQKV__OP void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, int n, float *to)
+TQKV__OP void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, int n, float factor,
+                                         float *to)
 {
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     for (int d = 0; d < n; d += 64) {
@@ -85,7 +86,8 @@ TQKV__OP void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *code
                 i % 2 ? _mm512_unpackhi_epi16(low[i / 2], high[i / 2]) : _mm512_unpacklo_epi16(low[i / 2], high[i / 2]);
         TQKV__UNROLL
         for (int i = 0; i < 4; i++)
-            if (d + 16 * i < n) _mm512_storeu_si512((void *)(to + d + 16 * i), words[i]);
+            if (d + 16 * i < n)
+                _mm512_storeu_ps(to + d + 16 * i, _mm512_castsi512_ps(words[i]) * _mm512_set1_ps(factor));
     }
 }
 

@@ -47,14 +47,16 @@ TQKV__OP void tqkv__add_sums_of_16_neon(const float32x4_t *x, bool add, float *t
     }
     vst1q_f32(to, vaddq_f32(add ? vld1q_f32(to) : vdupq_n_f32(0.0f), vpaddq_f32(pairs[0], pairs[1])));
 }
-/* Loads centroids of TQ8, eight codes at a time. */
-TQKV__OP void tqkv__decode_tq8_neon(const tqkv__stream *s, const uint8_t *codes, int n, float *to)
+/* Loads centroids of TQ8, eight at a time, and multiplies them by a factor. */
+TQKV__OP void tqkv__decode_tq8_neon(const tqkv__stream *s, const uint8_t *codes, int n, float factor, float *to)
 {
     for (int d = 0; d < n; d += 8) {
         uint64_t eight;
         memcpy(&eight, codes + d, sizeof eight);
         TQKV__UNROLL
         for (int i = 0; i < 8; i++, eight >>= 8) to[d + i] = s->codebook[eight & 255];
+        vst1q_f32(to + d, vld1q_f32(to + d) * factor);
+        vst1q_f32(to + d + 4, vld1q_f32(to + d + 4) * factor);
     }
 }
 TQKV__OP float32x4_t tqkv__load_f16_neon(const uint8_t *p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }

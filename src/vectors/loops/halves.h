@@ -20,13 +20,9 @@ TQKV__OP void TQKV__S(decode_floats)(const tqkv__stream *s, const uint8_t *codes
         for (int i = 0; i < n * dim; i += TQKV__INTEGER_LANES) TQKV__(store)(to + i, TQKV__(load_f16)(codes + 2 * i));
         return;
     }
-    for (int j = 0; j < n; j++, codes += dim) {
-        TQKV__(decode_tq8)(s, codes, dim, to);
-        for (int b = 0; b < s->norms_per_row; b++, norms++) {
-            const TQKV__VECTOR factor = TQKV__(set1)(tqkv__factor(s, keys ? tqkv__norm_of_key(*norms) : *norms));
-            for (int d = 0; d < s->norm_dim; d += TQKV__INTEGER_LANES, to += TQKV__INTEGER_LANES)
-                TQKV__(store)(to, TQKV__(load)(to) * factor);
-        }
+    for (int d = 0; d < n * dim; d += s->norm_dim, norms++) {
+        const float factor = tqkv__factor(s, keys ? tqkv__norm_of_key(*norms) : *norms);
+        TQKV__(decode_tq8)(s, codes + d, s->norm_dim, factor, to + d);
     }
 }
 
