@@ -42,8 +42,10 @@ TQKV__OP void TQKV__(hadamard_subrows)(const int count, const int length, tqkv_t
         TQKV__VECTOR x[16];
         TQKV__(load_vectors)(count, type, in, first, x);
         if (flip) {
+            const uint8_t *signs = &tqkv__tables.signs[first % 512 / 8];
             TQKV__UNROLL
-            for (int i = 0; i < count; i++) x[i] = TQKV__(flip)(x[i], first + i * TQKV__LANES);
+            for (int i = 0; i < count; i++)
+                x[i] = TQKV__(flip)(x[i], signs, i * TQKV__LANES + (TQKV__LANES < 8 ? first % 8 : 0));
         }
         TQKV__UNROLL
         for (int stage = 0; stage < 4; stage++)
@@ -206,5 +208,6 @@ TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
 {
     TQKV__(hadamard)(TQKV_TYPE_F32, y, head_dim, false, y);
     if (TQKV__HAS_MATRIX(head_dim)) TQKV__(mix_rows)(head_dim, y, 1);
-    for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store)(y + d, TQKV__(flip)(TQKV__(load)(y + d), d));
+    for (int d = 0; d < head_dim; d += TQKV__LANES)
+        TQKV__(store)(y + d, TQKV__(flip)(TQKV__(load)(y + d), tqkv__tables.signs, d % 512));
 }
