@@ -1,5 +1,5 @@
-/* >>k-halves: keys and values that are multiplied as floats, see >>plain. Halves are read where they lie while few rows
-   need them; else, as TQ8 always, rows become floats first. */
+/* >>k-halves: keys and values that are multiplied as floats, see >>plain. Halves are read where they lie; rows of TQ8
+   become floats first. */
 
 #ifndef TQKV__DECODED /* true: another set of the same name has these */
 
@@ -11,16 +11,11 @@
 /* Floats that are decoded together: 16 KiB, a fraction of an L1 cache */
 #define TQKV__DECODED_FLOATS 4096
 
-/* Decodes n rows to floats. keys: see tqkv__norm_of_key; to: [n][head_dim] */
+/* Decodes n rows of TQ8. keys: see tqkv__norm_of_key; to: [n][head_dim] */
 TQKV__OP void TQKV__S(decode_floats)(const tqkv__stream *s, const uint8_t *codes, const float *norms, int n, bool keys,
                                      float *to)
 {
-    const int dim = s->head_dim;
-    if (s->kind == TQKV__HALF) {
-        for (int i = 0; i < n * dim; i += TQKV__INTEGER_LANES) TQKV__(store)(to + i, TQKV__(load_f16)(codes + 2 * i));
-        return;
-    }
-    for (int d = 0; d < n * dim; d += s->norm_dim, norms++) {
+    for (int d = 0; d < n * s->head_dim; d += s->norm_dim, norms++) {
         const float factor = tqkv__factor(s, keys ? tqkv__norm_of_key(*norms) : *norms);
         TQKV__(decode_tq8)(s, codes + d, s->norm_dim, factor, to + d);
     }
@@ -117,7 +112,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream
     const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
     const int dim = s->head_dim, n = segment->n, fit = TQKV__DECODED_FLOATS / dim / 4 * 4, most = fit > 16 ? 16 : fit;
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    if (s->kind == TQKV__HALF && n_rows <= TQKV__HALF_ROWS) {
+    if (s->kind == TQKV__HALF) {
         TQKV__S(score_all)(true, dim, codes, s->row_bytes, n, ahead, q, n_rows, add, scores);
         return;
     }
@@ -125,7 +120,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream
         const int now = n - j < most ? n - j : most;
         tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
         TQKV__S(decode_floats)
-        (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, true, keys);
+        (s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, true, keys);
         TQKV__S(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
     }
 }
@@ -209,7 +204,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
     const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
     const int dim = s->head_dim, n = segment->n, most = TQKV__DECODED_FLOATS / dim;
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    if (s->kind == TQKV__HALF && n_rows <= TQKV__HALF_ROWS) {
+    if (s->kind == TQKV__HALF) {
         TQKV__S(add_to_all)(true, dim, codes, s->row_bytes, n, ahead, weights, n_rows, out);
         return;
     }
@@ -217,7 +212,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
         const int now = n - j < most ? n - j : most;
         tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
         TQKV__S(decode_floats)
-        (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, false, values);
+        (s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, false, values);
         TQKV__S(add_decoded)(values, dim, now, weights + j, n_rows, out);
     }
 }

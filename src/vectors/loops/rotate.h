@@ -98,8 +98,8 @@ TQKV__OP void TQKV__(open_signs)(int m, float *signs)
 {
     for (int b = 0; b < m; b += 4)
         for (int c = 0; c < m; c++, signs += 4) {
-            const uint32_t bits = tqkv__matrix_row(m, c)[b / 8] >> b % 8; /* symmetric */
-            for (int i = 0; i < 4; i++) signs[i] = bits >> i & 1 ? -1.0f : 1.0f;
+            const unsigned bits = (unsigned)tqkv__matrix_row(m, c)[b / 8] >> (b % 8); /* symmetric */
+            for (int i = 0; i < 4; i++) signs[i] = (bits >> i) & 1 ? -1.0f : 1.0f;
         }
 }
 
