@@ -945,20 +945,23 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
                           second = {&of_k, value, tail_row, n_tokens, keys->n_kv_heads},
                           third = {&of_v, value, value_row, n_tokens, keys->n_kv_heads};
     const size_t rows = tqkv__copied_rows(&first), k_size = rows * key_row,
-                 sizes[] = {k_size + rows * tail_row, rows * value_row};
-    const tqkv_metal_buffer none = {nil, 0};
-    tqkv_metal_buffer memory, staged[2];
+                 sizes[] = {k_size + rows * tail_row, rows * value_row, sizeof(uint32_t)};
+    tqkv_metal_buffer memory, staged[3];
     if (!n_tokens) return TQKV_OK;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    tqkv__memory *block = tqkv__take_staging(m, 2, sizes, staged);
+    tqkv__memory *block = tqkv__take_staging(m, 3, sizes, staged);
     if (!block) return TQKV_OUT_OF_MEMORY;
+    uint32_t *unfit = (uint32_t *)(void *)(block->begin + staged[2].offset);
+    *unfit = 0;
     tqkv__copy_in(&first, k, block->begin);
     if (tail) tqkv__copy_in(&second, (const char *)k + key_row, block->begin + k_size);
     if (v) tqkv__copy_in(&third, v, block->begin + staged[1].offset);
     if (!v) staged[1].offset = k_size; /* a shared cache takes the tail as v */
-    tqkv_metal_plan_cache_append(c, memory, &tqkv__no_gaps, staged[0], staged[1], n_tokens, none, &plan);
+    tqkv_metal_plan_cache_append(c, memory, &tqkv__no_gaps, staged[0], staged[1], n_tokens, staged[2], &plan);
     r = tqkv__run_plan(m, &plan);
+    if (r == TQKV_OK && *unfit) /* of NaN and infinity tqkv_cache_append has looked */
+        r = tqkv__fail(m, TQKV_NOT_FINITE, "append: halves, which calibrate and exact ends keep, do not hold a row");
     tqkv__give_back(m, block);
     return r;
 }
