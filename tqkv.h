@@ -11945,7 +11945,7 @@ static tqkv_result tqkv__get_raw(tqkv_cache *c)
 {
     tqkv__raw_room room;
     if (c->metal || c->raw_memory) return TQKV_OK;
-    if (!tqkv__divide_raw(c, &room)) return TQKV_OUT_OF_MEMORY;
+    (void)tqkv__divide_raw(c, &room); /* of a cache that exists */
     c->raw_memory = c->memory.alloc(c->memory.user, room.size + 63);
     if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
     uint8_t *first = tqkv__first_line(c->raw_memory);
@@ -12000,12 +12000,8 @@ static TQKV__NOINLINE bool tqkv__judge(const tqkv__stream *raw, int slot)
             sums[1][d % LANES] = TQKV__AS_FLOAT(sums[1][d % LANES] + tqkv__rounded(row[d] * row[d]));
         }
     }
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int k = 0; k < half; k++) {
-            sums[0][k] = TQKV__AS_FLOAT(sums[0][k] + sums[0][k + half]);
-            sums[1][k] = TQKV__AS_FLOAT(sums[1][k] + sums[1][k + half]);
-        }
-    return sums[0][0] > sums[1][0] * 0.25f;
+    const float apart = tqkv__sum_16(sums[0]);
+    return apart > tqkv__sum_16(sums[1]) * 0.25f;
 }
 
 /* Finds which of the raw positions that the cache learns from are new. */
@@ -12244,22 +12240,17 @@ static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
     }
 }
 
-/* Appends the first n tokens of a job as raw halves, and leaves them out of it. */
-static void tqkv__take_raw(const tqkv_cache *c, tqkv__append *append, int n)
-{
-    tqkv__append_raw(c, append, n);
-    tqkv__skip_tokens(&append->job, n);
-    tqkv__skip_tokens(&append->first_job, n);
-}
-
 /* Appends to a cache that learns: raw halves as far as it learns from them, then codes. A failure leaves the cache as it
    was. */
 static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
 {
     const int64_t end = c->attention.end + append->job.n_tokens, at = end < c->learn_from ? end : c->learn_from;
+    const int n = (int)(at - c->attention.end);
     const tqkv_result r = tqkv__get_raw(c);
     if (r != TQKV_OK) return r;
-    tqkv__take_raw(c, append, (int)(at - c->attention.end));
+    tqkv__append_raw(c, append, n);
+    tqkv__skip_tokens(&append->job, n);
+    tqkv__skip_tokens(&append->first_job, n);
     if (at < c->learn_from) return TQKV_OK;
     (void)tqkv__settle(c, at, end); /* rows of the same format are copied */
     if (append->job.n_tokens) tqkv__append_raw(c, append, TQKV__TILE);
@@ -12325,13 +12316,12 @@ static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
     return true;
 }
 
-/* A call of a cache that is cut at the position from which queries read codes. The second request has the other queries
-   or, with a tree, which counts from the first query of a call, all of them, and an output of its own. */
+/* A call of a cache that is cut at the position from which queries read codes. The request over codes has these queries
+   or, with a tree, which counts from the first query of a call, all of them; the other one's outputs come after it. */
 typedef struct tqkv__cut_call {
     tqkv__attention a[2];
     tqkv__request requests[2];
     int n_requests, n_raw;
-    uint8_t *own; /* [n_queries][n_heads][value_dim] for the second request; NULL: it writes to the caller's output */
 } tqkv__cut_call;
 
 /* Checks the arrays of all queries together: a request looks at its own queries and stores alone. */
@@ -12376,36 +12366,11 @@ static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *so
     if (coded.list) coded.list += (size_t)first * heads * (size_t)coded.list_length;
     tqkv_result r = tqkv__cache_attention(c, some ? &coded : NULL, n_queries - first, a);
     if (r != TQKV_OK) return r;
-    const size_t size = tqkv__type_size(a->call.output_type), skipped = (size_t)first;
+    const size_t skipped = (size_t)first;
     const void *rest = (const uint8_t *)q + skipped * a->call.query_strides.token * tqkv__type_size(a->call.query_type);
-    uint8_t *to = (uint8_t *)out + skipped * a->call.output_strides.token * size;
-    if (cut->own) {
-        const tqkv_strides none = {0, 0};
-        a->call.output_strides = tqkv__strides_of(none, a->call.n_heads, a->value_dim);
-        a->out_size = a->out_elements * size;
-        to = cut->own;
-    }
+    uint8_t *to = (uint8_t *)out + skipped * a->call.output_strides.token * tqkv__type_size(a->call.output_type);
     r = tqkv__cut_whole(a, rest, to, &cut->requests[cut->n_requests]);
     cut->n_requests++;
-    return r;
-}
-
-/* Does what tqkv__attend_raw does for a tree that stands on both sides: all queries read codes into memory of their
-   own, of which those that do are copied. */
-static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                         void *out, tqkv__cut_call *cut)
-{
-    const tqkv__attention *a = &cut->a[0]; /* its strides are those of all queries */
-    const tqkv_allocator *memory = &a->call.allocator;
-    const size_t value = tqkv__type_size(a->call.output_type), row = (size_t)a->value_dim * value;
-    const size_t heads = (size_t)a->call.n_heads, size = (size_t)n_queries * heads * row;
-    cut->own = (uint8_t *)memory->alloc(memory->user, size);
-    if (!cut->own) return TQKV_OUT_OF_MEMORY;
-    tqkv_result r = tqkv__cut_coded(c, some, q, 0, n_queries, out, cut);
-    if (r == TQKV_OK) r = tqkv__run_job(cut->requests, cut->n_requests);
-    for (size_t i = (size_t)cut->n_raw * heads; r == TQKV_OK && i < (size_t)n_queries * heads; i++)
-        memcpy((uint8_t *)out + tqkv__row_begin(a, a->call.output_strides, i) * value, cut->own + i * row, row);
-    memory->free(memory->user, cut->own, size);
     return r;
 }
 
@@ -12414,19 +12379,18 @@ static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tq
 {
     tqkv__cut_call cut;
     cut.n_requests = 0;
-    cut.own = NULL;
     cut.n_raw = tqkv__raw_queries(c, n_queries);
+    const bool whole = cut.n_raw && cut.n_raw < n_queries && some && some->tree;
     tqkv_result r = tqkv__check_whole(c, some, q, n_queries, out);
     if (r == TQKV_OK && cut.n_raw && !c->raw[0].codes)
         r = TQKV__REFUSE(OUT_OF_RANGE, "a copy has no halves for queries at positions that its cache has learned from");
+    if (r == TQKV_OK && cut.n_raw < n_queries)
+        r = tqkv__cut_coded(c, some, q, whole ? 0 : cut.n_raw, n_queries, out, &cut);
     if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, some, q, n_queries, out, &cut);
     if (r != TQKV_OK) return r;
-    const bool whole = cut.n_raw && cut.n_raw < n_queries && some && some->tree;
-    if (whole && !c->metal) return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
-    if (cut.n_raw < n_queries) r = tqkv__cut_coded(c, some, q, whole ? 0 : cut.n_raw, n_queries, out, &cut);
-    if (r != TQKV_OK) return r;
-    return c->metal ? tqkv__backend_of(c->metal)->attend(c->metal, c, some, q, n_queries, out)
-                    : tqkv__run_job(cut.requests, cut.n_requests);
+    if (c->metal) return tqkv__backend_of(c->metal)->attend(c->metal, c, some, q, n_queries, out);
+    if (whole && (r = tqkv__run_job(cut.requests, 1)) != TQKV_OK) return r;
+    return tqkv__run_job(cut.requests + whole, cut.n_requests - whole);
 }
 
 /* -- Presets -- */

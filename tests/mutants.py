@@ -93,10 +93,14 @@ def failure_of(command):
 
 
 def failed_groups(program, names):
-    """STEM/WHAT of all cases that fail, or what ended the program."""
-    run = subprocess.run(["timeout", str(SECONDS), str(program), *names, NO_STACK], capture_output=True, check=False)
-    found = sorted({"/".join(name.split("/")[:2]) for name in re.findall(r"^FAIL (\S+)", run.stdout.decode(errors="replace"), re.M)})
-    return " ".join(found + ([f"ended with {run.returncode}"] if run.returncode not in (0, 1) else [])) or None
+    """STEM/WHAT of all cases that fail, or what ended the program, by names: each in a process of its own."""
+    found = set()
+    for name in names:
+        run = subprocess.run(["timeout", str(SECONDS), str(program), name, NO_STACK], capture_output=True, check=False)
+        found |= {"/".join(case.split("/")[:2]) for case in re.findall(r"^FAIL (\S+)", run.stdout.decode(errors="replace"), re.M)}
+        if run.returncode not in (0, 1):
+            found.add(f"{name} ended with {run.returncode}")
+    return ", ".join(sorted(found)) or None
 
 
 def first_failure(program):
