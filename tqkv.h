@@ -5792,8 +5792,13 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
 #define TQKV__LANE_BYTES    ((int)sizeof(TQKV__I(lanes)))
 #define TQKV__KEY_LANES     (16 / TQKV__PRODUCTS)      /* vectors of lanes for 16 dimensions: of keys, */
 #define TQKV__DIM_LANES     (16 / TQKV__INTEGER_LANES) /* and of values */
-#define TQKV__MANY_SIXTEENS TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS)
+#define TQKV__MANY_SIXTEENS TQKV__SIXTEENS(TQKV__FEW_ROWS)
 #define TQKV__UNITS         (TQKV__PRODUCTS > TQKV__POSITIONS ? TQKV__PRODUCTS / TQKV__POSITIONS : 1)
+/* By the registers that a set has: rows of keys whose sums fit, sixteens of dimensions of one row of sums, and from how
+   many rows on vectors of a codebook are turned. */
+#define TQKV__MANY_ROWS           4
+#define TQKV__MOST_SIXTEENS       (TQKV__INTEGER_LANES == 16 ? 4 : 2)
+#define TQKV__LANES_ROWS_OF_BOOKS (TQKV__INTEGER_LANES == 16 ? 5 : 3)
 /* Where a row of integers has what multiplies it, and -TQKV__CODE_OFFSET times its sum: in floats. */
 #define TQKV__QUERY_OFFSET(head_dim) ((head_dim) / 2)
 #define TQKV__QUERY_UNIT(head_dim)   ((head_dim)-1)
@@ -6211,7 +6216,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
     ((rows)*TQKV__MOST_SIXTEENS <= TQKV__SUM_SIXTEENS ? TQKV__MOST_SIXTEENS : TQKV__SUM_SIXTEENS / (rows))
 
 /* Whether a pass may have less than its sixteens. */
-#define TQKV__ARE_PARTIAL(rows) (TQKV__PARTIAL && (rows) < 4)
+#define TQKV__ARE_PARTIAL(rows) (TQKV__INTEGER_LANES == 16 && (rows) < 4)
 
 /* Adds n of the sums of a pass, sums: [rows][vectors], to results[row][d] and on. */
 TQKV__OP void TQKV__I(add_sums_of)(const TQKV__I(product) * p, int rows, int vectors, int n, int d,
@@ -6345,13 +6350,13 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) 
 {
     const TQKV__S(panel) a = *panel;
     for (int rows; n_rows > 0; n_rows -= rows, TQKV__I(advance)(&p, rows)) {
-        rows = n_rows >= TQKV__MANY_VALUE_ROWS ? TQKV__MANY_VALUE_ROWS : n_rows >= 2 ? 2 : 1;
+        rows = n_rows >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : n_rows >= 2 ? 2 : 1;
         if (rows == 1)
             TQKV__ADD_LANES(1);
         else if (rows == 2)
             TQKV__ADD_LANES(2);
         else
-            TQKV__ADD_LANES(TQKV__MANY_VALUE_ROWS);
+            TQKV__ADD_LANES(TQKV__FEW_ROWS);
     }
 }
 
@@ -6520,12 +6525,7 @@ static const tqkv__kernels TQKV__I(kernels) = {TQKV__I(round_query), TQKV__I(sco
 #undef TQKV__ISA_NAME
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
-#undef TQKV__LANES_ROWS_OF_BOOKS
-#undef TQKV__MANY_ROWS
-#undef TQKV__MANY_VALUE_ROWS
-#undef TQKV__MOST_SIXTEENS
 #undef TQKV__OFFSET_OF
-#undef TQKV__PARTIAL
 #undef TQKV__PRODUCTS
 #undef TQKV__S
 #undef TQKV__SUM_SIXTEENS
@@ -7436,22 +7436,17 @@ TQKV__OP __m512i tqkv__i_add_codes_avx512(__m512i x, __m512i y) { return _mm512_
 TQKV__OP __m512i tqkv__i_set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
 TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_epi32(x); }
 
-#define TQKV__(name)              tqkv__##name##_avx512
-#define TQKV__I(name)             tqkv__i_##name##_avx512
-#define TQKV__S(name)             tqkv__i_##name##_avx512
-#define TQKV__ISA_NAME            "avx512"
-#define TQKV__INTEGER_LANES       16
-#define TQKV__PRODUCTS            4
-#define TQKV__CODE_OFFSET         128
-#define TQKV__OFFSET_OF(format)   true
-#define TQKV__FEW_ROWS            4 /* rows of loops straight from the codes, at most */
-#define TQKV__LANES_ROWS          5 /* from so many rows on, tiles are turned */
-#define TQKV__MANY_ROWS           4 /* rows whose sums fit in registers: keys, */
-#define TQKV__MANY_VALUE_ROWS     4 /* and values */
-#define TQKV__SUM_SIXTEENS        8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
-#define TQKV__MOST_SIXTEENS       4 /* of one row */
-#define TQKV__LANES_ROWS_OF_BOOKS 5
-#define TQKV__PARTIAL             1 /* passes of sums may be partial */
+#define TQKV__(name)            tqkv__##name##_avx512
+#define TQKV__I(name)           tqkv__i_##name##_avx512
+#define TQKV__S(name)           tqkv__i_##name##_avx512
+#define TQKV__ISA_NAME          "avx512"
+#define TQKV__INTEGER_LANES     16
+#define TQKV__PRODUCTS          4
+#define TQKV__CODE_OFFSET       128
+#define TQKV__OFFSET_OF(format) true
+#define TQKV__FEW_ROWS          4 /* rows of loops straight from the codes, at most */
+#define TQKV__LANES_ROWS        5 /* from so many rows on, tiles are turned */
+#define TQKV__SUM_SIXTEENS      8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
 #include "tqkv.h"
 #endif
 
@@ -7721,22 +7716,17 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
 
-#define TQKV__(name)              tqkv__##name##_avx2
-#define TQKV__I(name)             tqkv__i_##name##_avx2
-#define TQKV__S(name)             tqkv__i_##name##_avx2
-#define TQKV__ISA_NAME            "avx2"
-#define TQKV__INTEGER_LANES       8
-#define TQKV__PRODUCTS            2
-#define TQKV__CODE_OFFSET         128
-#define TQKV__OFFSET_OF(format)   (TQKV__KIND(format) != TQKV__GRID)
-#define TQKV__FEW_ROWS            4
-#define TQKV__LANES_ROWS          8
-#define TQKV__MANY_ROWS           4
-#define TQKV__MANY_VALUE_ROWS     4
-#define TQKV__SUM_SIXTEENS        4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
-#define TQKV__MOST_SIXTEENS       2 /* of one row */
-#define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL             0 /* passes of sums may be partial */
+#define TQKV__(name)            tqkv__##name##_avx2
+#define TQKV__I(name)           tqkv__i_##name##_avx2
+#define TQKV__S(name)           tqkv__i_##name##_avx2
+#define TQKV__ISA_NAME          "avx2"
+#define TQKV__INTEGER_LANES     8
+#define TQKV__PRODUCTS          2
+#define TQKV__CODE_OFFSET       128
+#define TQKV__OFFSET_OF(format) (TQKV__KIND(format) != TQKV__GRID)
+#define TQKV__FEW_ROWS          4
+#define TQKV__LANES_ROWS        8
+#define TQKV__SUM_SIXTEENS      4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
 #include "tqkv.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -7916,22 +7906,17 @@ TQKV__OP uint32x4_t tqkv__i_set_codes_neon(int32_t x) { return vdupq_n_u32((uint
 TQKV__OP int32_t tqkv__i_sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
 TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); }
 
-#define TQKV__(name)              tqkv__##name##_neon
-#define TQKV__I(name)             tqkv__i_##name##_neon
-#define TQKV__S(name)             tqkv__i_##name##_neon
-#define TQKV__ISA_NAME            "neon"
-#define TQKV__INTEGER_LANES       4
-#define TQKV__PRODUCTS            2
-#define TQKV__CODE_OFFSET         0
-#define TQKV__OFFSET_OF(format)   false
-#define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL             0
-#define TQKV__MOST_SIXTEENS       2
-#define TQKV__FEW_ROWS            4
-#define TQKV__LANES_ROWS          8
-#define TQKV__MANY_ROWS           4
-#define TQKV__MANY_VALUE_ROWS     4
-#define TQKV__SUM_SIXTEENS        4
+#define TQKV__(name)            tqkv__##name##_neon
+#define TQKV__I(name)           tqkv__i_##name##_neon
+#define TQKV__S(name)           tqkv__i_##name##_neon
+#define TQKV__ISA_NAME          "neon"
+#define TQKV__INTEGER_LANES     4
+#define TQKV__PRODUCTS          2
+#define TQKV__CODE_OFFSET       0
+#define TQKV__OFFSET_OF(format) false
+#define TQKV__FEW_ROWS          4
+#define TQKV__LANES_ROWS        8
+#define TQKV__SUM_SIXTEENS      4
 #include "tqkv.h"
 
 /* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed.
@@ -8031,23 +8016,18 @@ TQKV__OP void tqkv__i_value_lanes_dotprod(const tqkv_format format, const uint32
     x[3] = vreinterpretq_u32_u16(vzip2q_u16(ab_high, cd_high));
 }
 
-#define TQKV__(name)              tqkv__##name##_neon
-#define TQKV__I(name)             tqkv__i_##name##_dotprod
-#define TQKV__S(name)             tqkv__i_##name##_neon
-#define TQKV__ISA_NAME            "neon"
-#define TQKV__INTEGER_LANES       4
-#define TQKV__PRODUCTS            4
-#define TQKV__DECODED             1
-#define TQKV__CODE_OFFSET         0
-#define TQKV__OFFSET_OF(format)   false
-#define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL             0
-#define TQKV__MOST_SIXTEENS       2
-#define TQKV__FEW_ROWS            2
-#define TQKV__LANES_ROWS          8
-#define TQKV__MANY_ROWS           4
-#define TQKV__MANY_VALUE_ROWS     2
-#define TQKV__SUM_SIXTEENS        2
+#define TQKV__(name)            tqkv__##name##_neon
+#define TQKV__I(name)           tqkv__i_##name##_dotprod
+#define TQKV__S(name)           tqkv__i_##name##_neon
+#define TQKV__ISA_NAME          "neon"
+#define TQKV__INTEGER_LANES     4
+#define TQKV__PRODUCTS          4
+#define TQKV__DECODED           1
+#define TQKV__CODE_OFFSET       0
+#define TQKV__OFFSET_OF(format) false
+#define TQKV__FEW_ROWS          2
+#define TQKV__LANES_ROWS        8
+#define TQKV__SUM_SIXTEENS      2
 #include "tqkv.h"
 
 #if defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 10
@@ -8127,23 +8107,18 @@ TQKV__OP void tqkv__i_value_lanes_i8mm(const tqkv_format format, const uint32x4_
     }
 }
 
-#define TQKV__(name)              tqkv__##name##_neon
-#define TQKV__I(name)             tqkv__i_##name##_i8mm
-#define TQKV__S(name)             tqkv__i_##name##_neon
-#define TQKV__ISA_NAME            "neon"
-#define TQKV__INTEGER_LANES       4
-#define TQKV__PRODUCTS            8
-#define TQKV__DECODED             1
-#define TQKV__CODE_OFFSET         0
-#define TQKV__OFFSET_OF(format)   false
-#define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL             0
-#define TQKV__MOST_SIXTEENS       2
-#define TQKV__FEW_ROWS            2
-#define TQKV__LANES_ROWS          4
-#define TQKV__MANY_ROWS           4
-#define TQKV__MANY_VALUE_ROWS     2
-#define TQKV__SUM_SIXTEENS        2
+#define TQKV__(name)            tqkv__##name##_neon
+#define TQKV__I(name)           tqkv__i_##name##_i8mm
+#define TQKV__S(name)           tqkv__i_##name##_neon
+#define TQKV__ISA_NAME          "neon"
+#define TQKV__INTEGER_LANES     4
+#define TQKV__PRODUCTS          8
+#define TQKV__DECODED           1
+#define TQKV__CODE_OFFSET       0
+#define TQKV__OFFSET_OF(format) false
+#define TQKV__FEW_ROWS          2
+#define TQKV__LANES_ROWS        4
+#define TQKV__SUM_SIXTEENS      2
 #include "tqkv.h"
 #endif
 #endif

@@ -217,21 +217,16 @@ TQKV__OP __m512i tqkv__i_add_codes_avx512(__m512i x, __m512i y) { return _mm512_
 TQKV__OP __m512i tqkv__i_set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
 TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_epi32(x); }
 
-#define TQKV__(name)              tqkv__##name##_avx512
-#define TQKV__I(name)             tqkv__i_##name##_avx512
-#define TQKV__S(name)             tqkv__i_##name##_avx512
-#define TQKV__ISA_NAME            "avx512"
-#define TQKV__INTEGER_LANES       16
-#define TQKV__PRODUCTS            4
-#define TQKV__CODE_OFFSET         128
-#define TQKV__OFFSET_OF(format)   true
-#define TQKV__FEW_ROWS            4 /* rows of loops straight from the codes, at most */
-#define TQKV__LANES_ROWS          5 /* from so many rows on, tiles are turned */
-#define TQKV__MANY_ROWS           4 /* rows whose sums fit in registers: keys, */
-#define TQKV__MANY_VALUE_ROWS     4 /* and values */
-#define TQKV__SUM_SIXTEENS        8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
-#define TQKV__MOST_SIXTEENS       4 /* of one row */
-#define TQKV__LANES_ROWS_OF_BOOKS 5
-#define TQKV__PARTIAL             1 /* passes of sums may be partial */
+#define TQKV__(name)            tqkv__##name##_avx512
+#define TQKV__I(name)           tqkv__i_##name##_avx512
+#define TQKV__S(name)           tqkv__i_##name##_avx512
+#define TQKV__ISA_NAME          "avx512"
+#define TQKV__INTEGER_LANES     16
+#define TQKV__PRODUCTS          4
+#define TQKV__CODE_OFFSET       128
+#define TQKV__OFFSET_OF(format) true
+#define TQKV__FEW_ROWS          4 /* rows of loops straight from the codes, at most */
+#define TQKV__LANES_ROWS        5 /* from so many rows on, tiles are turned */
+#define TQKV__SUM_SIXTEENS      8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
 #include "loops.h"
 #endif

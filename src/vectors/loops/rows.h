@@ -19,8 +19,13 @@
 #define TQKV__LANE_BYTES    ((int)sizeof(TQKV__I(lanes)))
 #define TQKV__KEY_LANES     (16 / TQKV__PRODUCTS)      /* vectors of lanes for 16 dimensions: of keys, */
 #define TQKV__DIM_LANES     (16 / TQKV__INTEGER_LANES) /* and of values */
-#define TQKV__MANY_SIXTEENS TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS)
+#define TQKV__MANY_SIXTEENS TQKV__SIXTEENS(TQKV__FEW_ROWS)
 #define TQKV__UNITS         (TQKV__PRODUCTS > TQKV__POSITIONS ? TQKV__PRODUCTS / TQKV__POSITIONS : 1)
+/* By the registers that a set has: rows of keys whose sums fit, sixteens of dimensions of one row of sums, and from how
+   many rows on vectors of a codebook are turned. */
+#define TQKV__MANY_ROWS           4
+#define TQKV__MOST_SIXTEENS       (TQKV__INTEGER_LANES == 16 ? 4 : 2)
+#define TQKV__LANES_ROWS_OF_BOOKS (TQKV__INTEGER_LANES == 16 ? 5 : 3)
 /* Where a row of integers has what multiplies it, and -TQKV__CODE_OFFSET times its sum: in floats. */
 #define TQKV__QUERY_OFFSET(head_dim) ((head_dim) / 2)
 #define TQKV__QUERY_UNIT(head_dim)   ((head_dim)-1)
@@ -438,7 +443,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
     ((rows)*TQKV__MOST_SIXTEENS <= TQKV__SUM_SIXTEENS ? TQKV__MOST_SIXTEENS : TQKV__SUM_SIXTEENS / (rows))
 
 /* Whether a pass may have less than its sixteens. */
-#define TQKV__ARE_PARTIAL(rows) (TQKV__PARTIAL && (rows) < 4)
+#define TQKV__ARE_PARTIAL(rows) (TQKV__INTEGER_LANES == 16 && (rows) < 4)
 
 /* Adds n of the sums of a pass, sums: [rows][vectors], to results[row][d] and on. */
 TQKV__OP void TQKV__I(add_sums_of)(const TQKV__I(product) * p, int rows, int vectors, int n, int d,
@@ -572,13 +577,13 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) 
 {
     const TQKV__S(panel) a = *panel;
     for (int rows; n_rows > 0; n_rows -= rows, TQKV__I(advance)(&p, rows)) {
-        rows = n_rows >= TQKV__MANY_VALUE_ROWS ? TQKV__MANY_VALUE_ROWS : n_rows >= 2 ? 2 : 1;
+        rows = n_rows >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : n_rows >= 2 ? 2 : 1;
         if (rows == 1)
             TQKV__ADD_LANES(1);
         else if (rows == 2)
             TQKV__ADD_LANES(2);
         else
-            TQKV__ADD_LANES(TQKV__MANY_VALUE_ROWS);
+            TQKV__ADD_LANES(TQKV__FEW_ROWS);
     }
 }
 
