@@ -184,10 +184,11 @@ TQKV_API const char *tqkv_result_string(tqkv_result r);
 
 /* >>common
    The row of token (or position, or query) t and head h begins at value t * token + h * head. 0 stands for
-   [token][head][dim] without gaps: dim for head and n_heads * dim for token. For [head][token][dim]: token = dim, head =
-   n_tokens * dim; for a third of fused projections: token = 3 * n_heads * dim. Rows that are read may share values, rows
-   that are written may not. Between the rows of an output another output of the same strides may lie; checks of what
-   overlaps count all other memory there as written, although calls do not touch it. On a GPU below 2^32. */
+   [token][head][dim] without gaps: dim for head and n_heads * dim for token. For [head][token][dim]: token = dim,
+   head = n_tokens * dim; for a third of fused projections: token = 3 * n_heads * dim. Rows that are read may share
+   values, rows that are written may not. Between the rows of an output another output of the same strides may lie;
+   checks of what overlaps count all other memory there as written, although calls do not touch it. On a GPU below
+   2^32. */
 typedef struct tqkv_strides {
     size_t token, head;
 } tqkv_strides;
@@ -211,9 +212,9 @@ typedef struct tqkv_allocator {
 
 /* Threads. `run` calls task(context, i) once for each i in [0, count), in any order, on any threads, and returns after
    all tasks have ended. All zero: the calling thread alone. `run` must allow calls from several threads that share a
-   cache or a store, and, in a pool whose other tasks call tqkv, calls inside a task. tqkv never calls `run` from its own
-   tasks. Neither `run` nor a task may throw or longjmp through tqkv: the call's scratch would leak, and its tasks might
-   go on. */
+   cache or a store, and, in a pool whose other tasks call tqkv, calls inside a task. tqkv never calls `run` from its
+   own tasks. Neither `run` nor a task may throw or longjmp through tqkv: the call's scratch would leak, and its tasks
+   might go on. */
 typedef void (*tqkv_task)(void *context, int index);
 typedef struct tqkv_parallel {
     void (*run)(void *user, int count, tqkv_task task, void *context);
@@ -675,10 +676,10 @@ typedef struct tqkv_index {
 /* q: [n_queries][n_heads][head_dim]; scores: [n_queries][number of blocks up to end], -INFINITY where a query sees no
    key of a block. TQKV_NOT_FINITE if q or weights hold NaN or Inf. */
 TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *x, const void *q, float *scores);
-/* Writes the k best blocks of each query in ascending order, then -1. Of blocks with equal scores the lower is better; a
-   block with -INFINITY is never chosen. If `first` and `newest` name more than k blocks, the lower ones are chosen.
-   scores: as above, list: [n_queries][k]. Reads only the shape of keys. TQKV_NOT_FINITE if the score of a block that its
-   query sees is NaN. */
+/* Writes the k best blocks of each query in ascending order, then -1. Of blocks with equal scores the lower is better;
+   a block with -INFINITY is never chosen. If `first` and `newest` name more than k blocks, the lower ones are chosen.
+   scores: as above, list: [n_queries][k]. Reads only the shape of keys. TQKV_NOT_FINITE if the score of a block that
+   its query sees is NaN. */
 TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *x, const float *scores, int k, int32_t *list);
 
 /* >>threads
