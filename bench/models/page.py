@@ -221,7 +221,7 @@ def plan_text():
     times_small = lambda cache: of(lambda r: f"{r.kl(cache) / r.kl('small'):.2g}")
     return "\n## Formats by layer: loss for a budget\n\n" + wrapped(f"""A few layers carry most of the loss (`make models
         MODELS_FLAGS="--layers CACHE"`). A plan gives each layer's keys and values a format of their own, TQ2 to F16: bytes go where each takes
-        most away, by what these keys or values lose alone in TQ4 and by the error of a format on their rows. The plans here were made on 2,048
+        most away, by what these keys or values lose alone in TQ4 (with [caution](notes/plans.md): a share of the mean is added) and by the error of a format on their rows. The plans here were made on 2,048
         tokens of the handbook; they and their peers are judged on 1,024 tokens of code, every second prediction. At `small`'s bits a plan
         loses so much of what `small` does: {by_small}. The loss of q8_0, which takes 8.5 bits, a plan has with these bits: {by_q8}. KVarN with
         4 bits and our exact ends, which takes a little more than `small`, loses so many times as much: {times_small("kvarn4" + ENDS)}; a trellis
