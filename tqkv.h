@@ -184,10 +184,11 @@ TQKV_API const char *tqkv_result_string(tqkv_result r);
 
 /* >>common
    The row of token (or position, or query) t and head h begins at value t * token + h * head. 0 stands for
-   [token][head][dim] without gaps: dim for head and n_heads * dim for token. For [head][token][dim]: token = dim, head =
-   n_tokens * dim; for a third of fused projections: token = 3 * n_heads * dim. Rows that are read may share values, rows
-   that are written may not. Between the rows of an output another output of the same strides may lie; checks of what
-   overlaps count all other memory there as written, although calls do not touch it. On a GPU below 2^32. */
+   [token][head][dim] without gaps: dim for head and n_heads * dim for token. For [head][token][dim]: token = dim,
+   head = n_tokens * dim; for a third of fused projections: token = 3 * n_heads * dim. Rows that are read may share
+   values, rows that are written may not. Between the rows of an output another output of the same strides may lie;
+   checks of what overlaps count all other memory there as written, although calls do not touch it. On a GPU below
+   2^32. */
 typedef struct tqkv_strides {
     size_t token, head;
 } tqkv_strides;
@@ -211,9 +212,9 @@ typedef struct tqkv_allocator {
 
 /* Threads. `run` calls task(context, i) once for each i in [0, count), in any order, on any threads, and returns after
    all tasks have ended. All zero: the calling thread alone. `run` must allow calls from several threads that share a
-   cache or a store, and, in a pool whose other tasks call tqkv, calls inside a task. tqkv never calls `run` from its own
-   tasks. Neither `run` nor a task may throw or longjmp through tqkv: the call's scratch would leak, and its tasks might
-   go on. */
+   cache or a store, and, in a pool whose other tasks call tqkv, calls inside a task. tqkv never calls `run` from its
+   own tasks. Neither `run` nor a task may throw or longjmp through tqkv: the call's scratch would leak, and its tasks
+   might go on. */
 typedef void (*tqkv_task)(void *context, int index);
 typedef struct tqkv_parallel {
     void (*run)(void *user, int count, tqkv_task task, void *context);
@@ -393,10 +394,10 @@ struct tqkv_store {
        and attention add it back, exactly. For keys with a large constant part, which models with a bias in the key
        projection have. */
     const float *center;
-    /* A scale for each channel, [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL. Encoding divides by it what is left
-       of a row without its centre (it multiplies by 1 / channel_scale); decoding and attention multiply. For keys with
-       channels far larger than others, whose error the rotation would spread over all. TQKV_ROTATED rows, queries and
-       outputs are those of the scaled basis. */
+    /* A scale for each channel, [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL. Encoding subtracts the centre, then
+       divides by the scale (as a product with 1 / channel_scale); decoding and attention multiply. For keys with
+       channels far larger than others, whose error the rotation would spread over all channels. TQKV_ROTATED rows,
+       queries and outputs are those of the scaled basis. */
     const float *channel_scale;
     float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
     int rotary_dim; /* channels [0, rotary_dim) are turned by the rotary embedding; for tqkv_pairs alone; 0 = head_dim */
@@ -419,9 +420,9 @@ TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tok
    slots: [n_tokens] */
 TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *s, const void *src, int n_tokens, const int32_t *slots);
 
-/* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries. They are
-   rotated, divided by the norm, and scaled to unit variance; I8: in steps of the grid; F16: what is rounded. src,
-   scaled: [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
+/* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries, rotated,
+   divided by the norm, and scaled to unit variance. For I8 the values are in steps of the grid, for F16 they are what
+   is rounded. src, scaled: [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled);
 
 /* The basis of a vector. Streams without rotation (F16, unrotated) and without a scale have one basis. */
@@ -464,13 +465,12 @@ typedef struct tqkv_quality {
                         one is infinite: a value of F16 that overflows when the centre is subtracted */
     double beyond;   /* share of these values beyond the last boundary */
 } tqkv_quality;
-/* Encodes and decodes the rows, without a store; out: [n_kv_heads], zeros for no tokens. codes and norms may be NULL. A
-   stream that is keys and values has one error, which outputs meet twice, in the weights and in what they weigh: the
-   two effects add up. A tail is a stream of its own, which strides find in rows of whole keys; scores meet its error by
-   the share that its products have of them. */
+/* Encodes and decodes the rows, without a store; out: [n_kv_heads], zeros for no tokens. codes and norms may be NULL.
+   If a stream is keys and values, its error enters the output twice, by the weights and by the values, and the two
+   effects add up. Measure a tail as a stream of its own, with strides that find it in the rows of whole keys. */
 TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out);
 
-/* Learns centre and scale of keys from rows and, if given, from queries, which say what reads a channel's error:
+/* Learns centre and scale of keys from rows and, if given, from queries, which weigh the error of a channel:
 
      center = mean,  s = deviation from it,  channel_scale = sqrt(s), or sqrt(s / r), r = root mean square of queries,
 
@@ -482,9 +482,9 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
    magnitude beyond 1e12. */
 TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
                                     int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
-/* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' -
-   k)/sqrt(head_dim) over the rows k, root mean square over the queries that read the head. With 20 in its first layer
-   Qwen2.5-Coder-0.5B is ruined, with 5 it loses 0.25 nats, with 0.7 it loses 0.03, or with exact ends 0.003. Rows and
+/* Measures what the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' -
+   k)/sqrt(head_dim) over the rows k, root mean square over the queries that read the head. 20 in the first layer ruins
+   Qwen2.5-Coder-0.5B, 5 costs 0.25 nats, 0.7 costs 0.03, or 0.003 with exact ends. Rows and
    queries as tqkv_calibrate's, q not NULL; noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if rows decode
    to NaN. */
 TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
@@ -676,10 +676,10 @@ typedef struct tqkv_index {
 /* q: [n_queries][n_heads][head_dim]; scores: [n_queries][number of blocks up to end], -INFINITY where a query sees no
    key of a block. TQKV_NOT_FINITE if q or weights hold NaN or Inf. */
 TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *x, const void *q, float *scores);
-/* Writes the k best blocks of each query in ascending order, then -1. Of blocks with equal scores the lower is better; a
-   block with -INFINITY is never chosen. If `first` and `newest` name more than k blocks, the lower ones are chosen.
-   scores: as above, list: [n_queries][k]. Reads only the shape of keys. TQKV_NOT_FINITE if the score of a block that its
-   query sees is NaN. */
+/* Writes the k best blocks of each query in ascending order, then -1. Of blocks with equal scores the lower is better;
+   a block with -INFINITY is never chosen. If `first` and `newest` name more than k blocks, the lower ones are chosen.
+   scores: as above, list: [n_queries][k]. Reads only the shape of keys. TQKV_NOT_FINITE if the score of a block that
+   its query sees is NaN. */
 TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *x, const float *scores, int k, int32_t *list);
 
 /* >>threads
@@ -9537,18 +9537,6 @@ static void tqkv__ask_newest(tqkv__work *w, int64_t left)
     w->asked += tqkv__ask_halves(w, TQKV__LAST_END, w->asked, halves < SHARE ? (int)halves : SHARE);
 }
 
-/* Keeps the loops over a tile of halves from asking for those behind it, where these have been asked for or are not
-   read: requests that find their lines in the L2 still take time. */
-static void tqkv__ask_no_more(const tqkv__work *w, tqkv__tile *tile)
-{
-    const int64_t next = tile->position + tile->n;
-    const int pass = tile->region.number / 2, first = tile->region.number % 2;
-    const bool *halves = w->a->exact[first ? TQKV__FIRST_END : TQKV__LAST_END];
-    if (first ? next < tile->region.end : pass != TQKV__NEWEST || next > w->asked) return;
-    if (halves[0]) tile->keys.ahead = 0;
-    if (halves[1]) tile->values.ahead = 0;
-}
-
 static void tqkv__touch_streams(const tqkv__tile *tile)
 {
     const tqkv__attention *a = tile->streams;
@@ -9781,7 +9769,6 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
         if (!wraps) tile->region = region;
         if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
         if (!wraps) tqkv__find_segments(a, &region, seen.to, tile);
-        if (!wraps) tqkv__ask_no_more(w, tile);
         if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
         if (pass == TQKV__OLDER) tqkv__ask_newest(w, seen.to - position);
         tqkv__attend_tile(w, tile);

@@ -299,18 +299,6 @@ static void tqkv__ask_newest(tqkv__work *w, int64_t left)
     w->asked += tqkv__ask_halves(w, TQKV__LAST_END, w->asked, halves < SHARE ? (int)halves : SHARE);
 }
 
-/* Keeps the loops over a tile of halves from asking for those behind it, where these have been asked for or are not
-   read: requests that find their lines in the L2 still take time. */
-static void tqkv__ask_no_more(const tqkv__work *w, tqkv__tile *tile)
-{
-    const int64_t next = tile->position + tile->n;
-    const int pass = tile->region.number / 2, first = tile->region.number % 2;
-    const bool *halves = w->a->exact[first ? TQKV__FIRST_END : TQKV__LAST_END];
-    if (first ? next < tile->region.end : pass != TQKV__NEWEST || next > w->asked) return;
-    if (halves[0]) tile->keys.ahead = 0;
-    if (halves[1]) tile->values.ahead = 0;
-}
-
 static void tqkv__touch_streams(const tqkv__tile *tile)
 {
     const tqkv__attention *a = tile->streams;
