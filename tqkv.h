@@ -361,6 +361,14 @@ TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c);   /* NULL witho
    with a store of its own over the same codes and norms; position p is slot pages[p / page_size] * page_size +
    p % page_size. Tables may share pages, as for a common prompt. Entries of positions that nothing sees or
    writes are not looked at. */
+/* Whether rows are rotated before they are stored. */
+typedef enum tqkv_rotation {
+    TQKV_ROTATION_DEFAULT = 0, /* as the format has it: F16 is not rotated, all other formats are */
+    /* For caches written without the rotation: TQ5, TQ6, TQ8, their _BYTES forms and F16. The rotation spreads the heavy
+       tails of real values: without it the error of codes grows by up to four digits. */
+    TQKV_ROTATION_OFF,
+    TQKV_ROTATION_ON /* of F16: halves of the rotated row, less the centre, in the basis of other formats' codes */
+} tqkv_rotation;
 struct tqkv_store {
     tqkv_format format; /* not TQKV_FORMAT_DEFAULT: a store alone does not know whether it holds keys or values */
     int head_dim; /* 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512, 576, 640, 768, 896
@@ -400,9 +408,7 @@ struct tqkv_store {
     const float *channel_scale;
     float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
     int rotary_dim; /* channels [0, rotary_dim) are turned by the rotary embedding; for tqkv_pairs alone; 0 = head_dim */
-    bool rotated;   /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
-    bool unrotated; /* for caches written without the rotation; TQ5, TQ6, TQ8 and their _BYTES forms only. The rotation
-                       spreads the heavy tails of real values: without it the error grows by up to four digits. */
+    tqkv_rotation rotation;
 };
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
@@ -424,7 +430,7 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *s, const void *src, int
    scaled: [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled);
 
-/* The basis of a vector. Streams without rotation (F16, unrotated) and without a scale have one basis. */
+/* The basis of a vector. Streams without rotation and without a scale have one basis. */
 typedef enum tqkv_basis {
     TQKV_ORIGINAL = 0,
     /* The basis of the codes: after scale and rotation. Rows have the centre in them, scaled and rotated: a caller's
@@ -439,7 +445,7 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
 /* Writes the positions [position, position + n_positions) of `from` into `to`, which may have another format,
    block_scale, capacity and page table: decoded in the basis of the codes and encoded there, the same bytes on every
    machine. Rows of F16 that are not rotated are on the way, rows of the same format and block_scale are copied.
-   TQKV_INVALID_ARGUMENT unless n_kv_heads, head_dim, unrotated (F16 goes with either), the centre and the scale are the
+   TQKV_INVALID_ARGUMENT unless n_kv_heads, head_dim, the rotation (F16 goes with either), the centre and the scale are the
    same. A page may not occur twice among those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a
    norm of 1e30 or more. Many rows go to tasks of to->parallel.
    Two page tables of one pool, with rows of as many bytes: a copy of a sequence, if the pages that have these positions
@@ -496,7 +502,7 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
    or a ring. */
 TQKV_API tqkv_result tqkv_store_save(const tqkv_store *s, int64_t position, int n_positions, tqkv_write write,
                                      void *user);
-/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, unrotated,
+/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, rotation,
    block_scale, centre and scale, else TQKV_INVALID_ARGUMENT. They may have been other positions: rows come back in
    their order, to where there is room. A page may not occur twice among those written. TQKV_CORRUPT: a missing or
    changed byte. After TQKV_CORRUPT or TQKV_IO these positions may hold anything; all others are as they were. */
@@ -524,6 +530,28 @@ TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim);
    The relative L2 error against double precision with the integer centroids (docs/formats.md) is at most 2e-4 plus 5e-5
    times the standard deviation of the scores, at any length. For F16 and TQ8, and on a GPU against what tqkv_decode
    gives, it is at most 2e-5; beyond a deviation of 10, 2e-6 times that. */
+
+/* Block-sparse attention: the blocks that a query sees. */
+typedef struct tqkv_list {
+    /* [n_queries][heads][length], or NULL: all positions. Ascending numbers of blocks, the first -1 ends a row; block b
+       is the positions from b * block on. A query sees what it would see without a list, if it is in a block of its row
+       or among the `newest` positions that it would see. Blocks beyond the end, and positions that are gone, are
+       nothing. A list that names all blocks gives the result without a list, bit for bit. */
+    const int32_t *rows;
+    int length;
+    int heads;  /* 0 = 1, or n_kv_heads: a row for each */
+    int block;  /* 1, 4, 16, 64 or 128 positions */
+    int newest; /* so many of the newest are seen besides */
+} tqkv_list;
+
+/* Positions that are kept in fp16 besides their codes, at one end of the context. */
+typedef struct tqkv_ends {
+    const tqkv_store *keys, *values;
+    const tqkv_store *tail; /* of the first positions alone */
+    int n;                  /* so many of the first positions, or of the newest before each query */
+    int64_t from;           /* of the newest: none below it, as after a truncation; 0: none missing */
+} tqkv_ends;
+
 typedef struct tqkv_attention {
     /* The streams. Same n_kv_heads; head_dim may differ. One stream may be both, as MLA's latent is: the same store, or
        two that describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre
@@ -547,14 +575,7 @@ typedef struct tqkv_attention {
     /* [n_queries], at most 64, or NULL. Of the newest n_queries positions query i sees position j of them only if bit j
        of tree[i] is set and j <= i: for drafts with several branches (a tree mask). Higher bits are ignored. */
     const uint64_t *tree;
-    /* [n_queries][list_heads][list_length], or NULL: all positions. Block-sparse attention: ascending numbers of
-       blocks, the first -1 ends a row; block b is the positions from b * list_block on. A query sees what it would see
-       without a list, if it is in a block of its row or among the newest list_newest positions that it would see.
-       Blocks beyond the end, and positions that are gone, are nothing. A list that names all blocks gives the result
-       without a list, bit for bit. */
-    const int32_t *list;
-    int list_length, list_heads; /* list_heads: 0 = 1, or n_kv_heads: a row for each */
-    int list_block, list_newest; /* list_block: 1, 4, 16, 64 or 128 positions */
+    tqkv_list list;
 
     /* Scores. */
     float scale;   /* 0 = 1/sqrt(head_dim of the keys, with that of the tail) */
@@ -576,25 +597,22 @@ typedef struct tqkv_attention {
     /* Exact ends: the first positions (a model's attention sinks) and the newest (the recent window) in fp16 in place
        of their codes. A query at position p reads position j from
 
-         first_keys, first_values    where j < exact_first
-         last_keys, last_values      else where j > p - exact_last and j >= exact_from
+         first.keys, first.values    where j < first.n
+         last.keys, last.values      else where j > p - last.n and j >= last.from
          keys, values                else
 
        A NULL store is passed over, as are all of a stream that is F16 itself.
        p is where the query stands in the sequence, also with a tree; with non_causal and no window, end - 1. All four
        are stores of F16: linear, paged or rings (multiples of 64 read fastest), with n_kv_heads, head_dim, centre and
-       scale of the codes, and rotated if these are. first_* hold the positions below exact_first, last_* the newest
-       exact_last + n_queries - 1 of those up to `end`, else TQKV_OUT_OF_RANGE. If the keys are the values, first_keys
-       and last_keys serve both. The tail is read from its own store. On a GPU these stores have no pages, and keys with
-       a tail have none beside them. */
-    const tqkv_store *first_keys, *first_values, *last_keys, *last_values;
-    int exact_first, exact_last;
-    int64_t exact_from; /* below it there are no newest halves, as after a truncation; 0: none missing */
-    /* A ring forgets its first positions, but first_keys, first_values and, with a tail, first_tail (a store of the
-       tail's kind) keep them: where all of these are given, those below exact_first are seen as if they were resident.
+       scale of the codes, and rotated if these are. Those of `first` hold the positions below first.n, those of `last`
+       the newest last.n + n_queries - 1 of those up to `end`, else TQKV_OUT_OF_RANGE. If the keys are the values,
+       first.keys and last.keys serve both. The tail is read from its own store. On a GPU these stores have no pages,
+       and keys with a tail have none beside them.
+       A ring forgets its first positions, but first.keys, first.values and, with a tail, first.tail (a store of the
+       tail's kind) keep them: where all of these are given, those below first.n are seen as if they were resident.
        Streams of F16 need theirs for that, too. They are added apart from the others, before and after they are gone. A
        slice that begins with the oldest resident position has those that are gone. */
-    const tqkv_store *first_tail;
+    tqkv_ends first, last;
 } tqkv_attention;
 
 /* q: [n_queries][n_heads][head_dim of the keys, then of the tail], out: [n_queries][n_heads][head_dim of the values].
@@ -846,6 +864,11 @@ TQKV_METAL_API tqkv_result tqkv_metal_calibrate(tqkv_metal *m, tqkv_metal_object
                                                 int n_queries, tqkv_pairs pairs, tqkv_metal_buffer center,
                                                 tqkv_metal_buffer channel_scale);
 
+/* The stores of a tqkv_ends. */
+typedef struct tqkv_metal_ends {
+    const tqkv_metal_store *keys, *values, *tail;
+} tqkv_metal_ends;
+
 /* tqkv_attention with buffers. NaN and Inf in q or sinks are not detected; they spread. */
 typedef struct tqkv_metal_attention {
     tqkv_attention attention; /* its keys, values, tail, sinks, parallel and allocator are not read */
@@ -859,15 +882,14 @@ typedef struct tqkv_metal_attention {
        sequence. */
     int matrix_group;
     const tqkv_metal_store *tail; /* as tqkv_attention's; NULL = none. With the keys' page table in the same buffer. */
-    /* int32_t [n_queries][list_heads][list_length]; zero = none. Kernels read it when they run; attention.list, if it
+    /* attention.list.rows in a buffer; zero = none. Kernels read it when they run; attention.list.rows, if it
        is not NULL, is what it will hold then. Without that what follows the first -1 of a row, and a bad entry
        (negative, or not larger than all before it) is left out. A list of all blocks gives the bits that there are
        without, but not in a ring that has wrapped. */
     tqkv_metal_buffer list;
-    /* With attention.exact_first and exact_last, as tqkv_attention's. Without pages and, where keys have a tail, not
+    /* Their counts are those of attention.first and attention.last. Without pages and, where keys have a tail, not
        beside codes in pages. */
-    const tqkv_metal_store *first_keys, *first_values, *last_keys, *last_values;
-    const tqkv_metal_store *first_tail; /* as tqkv_attention's */
+    tqkv_metal_ends first, last;
 } tqkv_metal_attention;
 
 /* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
@@ -901,7 +923,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_ob
 /* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in as many dispatches as one item
    alone takes, cut evenly over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types,
    bases, sinks and matrix_group, in which of the stores of halves they have, and all or none have a softcap, centres,
-   lists and pages; window, scale, softcap's size, tree, blocks of the lists, exact_first, exact_last, n_queries and
+   lists and pages; window, scale, softcap's size, tree, blocks of the lists, first.n, last.n, n_queries and
    what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one buffer, at
    any offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that
    the processor can write, at a multiple of 256, with the bytes that the first call tells, for this call alone until it
@@ -2068,10 +2090,9 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (!tqkv__format_known(store->format))
         return TQKV__REFUSE(UNSUPPORTED, "format, key_format, value_format or tail_format: not a stored format");
     if (!tqkv__head_dim_known(store->head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
-    if (store->unrotated && !TQKV__PLAIN(store->format))
-        return TQKV__REFUSE(UNSUPPORTED, "unrotated: only TQ5, TQ6, TQ8 and their _BYTES forms can be");
-    if (store->rotated && tqkv__format_of(store->format)->kind != TQKV__HALF)
-        return TQKV__REFUSE(UNSUPPORTED, "rotated: for F16 alone; other formats are, unless unrotated says otherwise");
+    if ((unsigned)store->rotation > TQKV_ROTATION_ON) return TQKV__INVALID("rotation: no tqkv_rotation");
+    if (store->rotation == TQKV_ROTATION_OFF && store->format != TQKV_F16 && !TQKV__PLAIN(store->format))
+        return TQKV__REFUSE(UNSUPPORTED, "rotation: TQ2, TQ3, TQ4 and I8 have it always");
     if (store->n_kv_heads <= 0) return TQKV__INVALID("n_kv_heads is not positive");
     if (store->capacity <= 0) return TQKV__INVALID("capacity is not positive");
     if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f))
@@ -2085,7 +2106,7 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->type = store->type;
     s->strides = tqkv__strides_of(store->strides, store->n_kv_heads, store->head_dim);
     s->ring = store->ring;
-    s->rotated = s->kind == TQKV__HALF ? store->rotated : !store->unrotated;
+    s->rotated = store->rotation ? store->rotation == TQKV_ROTATION_ON : s->kind != TQKV__HALF;
     s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
     s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
     s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
@@ -3613,7 +3634,7 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
     if (to->head_dim != from->head_dim || to->n_kv_heads != from->n_kv_heads)
         return TQKV__INVALID("the stores differ in head_dim or n_kv_heads");
     if (to->rotated != from->rotated && to->kind != TQKV__HALF && from->kind != TQKV__HALF)
-        return TQKV__INVALID("unrotated: the stores differ in it");
+        return TQKV__INVALID("rotation: the stores differ in it");
     if (!tqkv__same_center(to, from)) return TQKV__INVALID("center: the stores differ in it");
     if (!tqkv__same_scale(to, from)) return TQKV__INVALID("channel_scale: the stores differ in it");
     if (n && !tqkv__stays_apart(to, from, position, n))
@@ -8260,8 +8281,8 @@ static tqkv_result tqkv__take_strides(tqkv__attention *a)
 /* Checks what does not depend on other fields. */
 static tqkv_result tqkv__check_options(const tqkv_attention *a)
 {
-    if (a->exact_first < 0 || a->exact_last < 0 || a->exact_from < 0)
-        return TQKV__INVALID("exact_first, exact_last or exact_from is negative");
+    if (a->first.n < 0 || a->last.n < 0 || a->last.from < 0)
+        return TQKV__INVALID("first.n, last.n or last.from is negative");
     if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
         return TQKV__INVALID("scale or softcap is NaN or infinite");
     if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
@@ -8354,11 +8375,10 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
 static TQKV__NOINLINE tqkv_result tqkv__check_beside(const tqkv__stream *stream, const tqkv__stream *s)
 {
     if (s->head_dim != stream->head_dim || s->n_kv_heads != stream->n_kv_heads)
-        return TQKV__INVALID("exact_first, exact_last: a store of other head_dim or n_kv_heads than its stream");
-    if (!tqkv__same_center(s, stream))
-        return TQKV__INVALID("exact_first, exact_last: a store with another centre than its stream");
+        return TQKV__INVALID("first, last: a store of other head_dim or n_kv_heads than its stream");
+    if (!tqkv__same_center(s, stream)) return TQKV__INVALID("first, last: a store with another centre than its stream");
     if (!tqkv__same_scale(s, stream))
-        return TQKV__INVALID("exact_first, exact_last: a store with another channel_scale than its stream");
+        return TQKV__INVALID("first, last: a store with another channel_scale than its stream");
     return TQKV_OK;
 }
 
@@ -8367,9 +8387,9 @@ static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream 
                                    const tqkv__stream *s)
 {
     if (s->kind != TQKV__HALF || s->rotated != codes->rotated)
-        return TQKV__INVALID("exact_first, exact_last: a store that is not F16, or rotated otherwise than the codes");
+        return TQKV__INVALID("first, last: a store that is not F16, or rotated otherwise than the codes");
     if (s->ring ? a->call.end - low > s->capacity : high > tqkv__room(s))
-        return TQKV__REFUSE(OUT_OF_RANGE, "exact_first, exact_last: a store that does not hold so many positions");
+        return TQKV__REFUSE(OUT_OF_RANGE, "first, last: a store that does not hold so many positions");
     return tqkv__check_beside(codes, s);
 }
 
@@ -8379,9 +8399,9 @@ static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
 {
     const tqkv_attention *call = &a->call;
     const bool at_end = call->non_causal && !call->window;
-    const int64_t from = call->end - (at_end ? 0 : call->n_queries - 1 - query) - call->exact_last;
+    const int64_t from = call->end - (at_end ? 0 : call->n_queries - 1 - query) - call->last.n;
     if (!a->exact[1][0] && !a->exact[1][1]) return 0;
-    return from > call->exact_from ? from : call->exact_from;
+    return from > call->last.from ? from : call->last.from;
 }
 
 /* Returns the oldest position that some query reads from the halves of the newest; they are asked for, but nothing else
@@ -8390,8 +8410,8 @@ static int64_t tqkv__exact_oldest(const tqkv__attention *a)
 {
     const tqkv_attention *call = &a->call;
     const bool at_end = call->non_causal && !call->window;
-    int64_t from = call->end - (at_end ? 0 : call->n_queries - 1) - call->exact_last;
-    if (from < call->exact_from) from = call->exact_from;
+    int64_t from = call->end - (at_end ? 0 : call->n_queries - 1) - call->last.n;
+    if (from < call->last.from) from = call->last.from;
     if (from < a->first) from = a->first;
     return from < call->end ? from : call->end;
 }
@@ -8401,23 +8421,23 @@ static int64_t tqkv__exact_oldest(const tqkv__attention *a)
 static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
-    const tqkv_store *const stores[2][2] = {{call->first_keys, call->first_values},
-                                            {call->last_keys, call->last_values}};
-    const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
-    const int64_t newest = call->end - call->exact_last, oldest = tqkv__exact_oldest(a);
+    const tqkv_store *const stores[2][2] = {{call->first.keys, call->first.values},
+                                            {call->last.keys, call->last.values}};
+    const int64_t below = call->first.n < call->end ? call->first.n : call->end;
+    const int64_t newest = call->end - call->last.n, oldest = tqkv__exact_oldest(a);
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
         const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
         if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__take_kept */
         const tqkv__stream *codes = side ? &a->values : &a->keys;
         const tqkv_store *store = stores[last][a->shared ? 0 : side];
-        if (!store || codes->kind == TQKV__HALF || (last ? !call->exact_last : below == 0)) continue;
+        if (!store || codes->kind == TQKV__HALF || (last ? !call->last.n : below == 0)) continue;
         tqkv__stream *s = &a->ends[last][side];
         tqkv_result r = open(store, s);
         if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? oldest : 0, last ? call->end : below, s);
         if (r != TQKV_OK) return r;
         a->exact[last][side] = true;
         if (last)
-            a->exact_from = newest > call->exact_from ? newest : call->exact_from;
+            a->exact_from = newest > call->last.from ? newest : call->last.from;
         else
             a->exact_below = below;
     }
@@ -8429,9 +8449,9 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
 {
     const tqkv__stream *tail = &a->tail;
     if (s->format != tail->format || s->rotated != tail->rotated || s->block_scale != tail->block_scale)
-        return TQKV__INVALID("first_tail: a store of another format or basis than the tail");
-    if (s->ring || a->call.exact_first > tqkv__room(s))
-        return TQKV__REFUSE(OUT_OF_RANGE, "first_tail: a store that does not hold so many positions");
+        return TQKV__INVALID("first.tail: a store of another format or basis than the tail");
+    if (s->ring || a->call.first.n > tqkv__room(s))
+        return TQKV__REFUSE(OUT_OF_RANGE, "first.tail: a store that does not hold so many positions");
     return tqkv__check_beside(tail, s);
 }
 
@@ -8440,10 +8460,10 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
 static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
-    const tqkv_store *const stores[2] = {call->first_keys, call->first_values};
-    const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
+    const tqkv_store *const stores[2] = {call->first.keys, call->first.values};
+    const int64_t below = call->first.n < call->end ? call->first.n : call->end;
     const bool ring = a->keys.ring;
-    if (!below || (!a->first && !ring) || !stores[0] || (!a->shared && !stores[1]) || (call->tail && !call->first_tail))
+    if (!below || (!a->first && !ring) || !stores[0] || (!a->shared && !stores[1]) || (call->tail && !call->first.tail))
         return TQKV_OK;
     for (int side = 0; side < 2; side++) {
         tqkv__stream *s = &a->ends[0][side];
@@ -8454,7 +8474,7 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
         a->exact[0][side] = true;
     }
     if (call->tail) {
-        tqkv_result r = open(call->first_tail, &a->first_tail);
+        tqkv_result r = open(call->first.tail, &a->first_tail);
         if (r == TQKV_OK) r = tqkv__check_first_tail(a, &a->first_tail);
         if (r != TQKV_OK) return r;
         tqkv__fill_integers(&a->first_tail);
@@ -8525,8 +8545,8 @@ static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__r
 
 static const int32_t *tqkv__list_row(const tqkv__attention *a, int query, int kv_head)
 {
-    const size_t heads = (size_t)a->call.list_heads, head = heads > 1 ? (size_t)kv_head : 0;
-    return a->call.list + ((size_t)query * heads + head) * (size_t)a->call.list_length;
+    const size_t heads = (size_t)a->call.list.heads, head = heads > 1 ? (size_t)kv_head : 0;
+    return a->call.list.rows + ((size_t)query * heads + head) * (size_t)a->call.list.length;
 }
 
 static int tqkv__list_shift(int block)
@@ -8550,13 +8570,13 @@ static tqkv_result tqkv__list_shape(tqkv__attention *a)
 {
     tqkv_attention *call = &a->call;
     size_t size;
-    if (!call->list) return TQKV_OK;
-    if (!call->list_heads) call->list_heads = 1;
-    if (call->list_length < 0 || call->list_newest < 0) return TQKV__INVALID("list_length or list_newest is negative");
-    if (call->list_heads != 1 && call->list_heads != a->n_kv_heads)
-        return TQKV__INVALID("list_heads: neither 1 nor n_kv_heads");
-    if (tqkv__list_shift(call->list_block) < 0) return TQKV__INVALID("list_block: none of 1, 4, 16, 64 and 128");
-    if (!tqkv__array_size(call->n_queries, call->list_heads, call->list_length, sizeof *call->list, &size))
+    if (!call->list.rows) return TQKV_OK;
+    if (!call->list.heads) call->list.heads = 1;
+    if (call->list.length < 0 || call->list.newest < 0) return TQKV__INVALID("list: length or newest is negative");
+    if (call->list.heads != 1 && call->list.heads != a->n_kv_heads)
+        return TQKV__INVALID("list.heads: neither 1 nor n_kv_heads");
+    if (tqkv__list_shift(call->list.block) < 0) return TQKV__INVALID("list.block: none of 1, 4, 16, 64 and 128");
+    if (!tqkv__array_size(call->n_queries, call->list.heads, call->list.length, sizeof *call->list.rows, &size))
         return TQKV__INVALID("a list of more than SIZE_MAX bytes");
     return TQKV_OK;
 }
@@ -8565,11 +8585,12 @@ static tqkv_result tqkv__check_list(tqkv__attention *a)
 {
     const tqkv_attention *call = &a->call;
     tqkv_result r = tqkv__list_shape(a);
-    if (!call->list || r != TQKV_OK) return r;
-    if (!tqkv__aligned_at(call->list, sizeof *call->list)) return TQKV__INVALID("list: not aligned as int32_t");
+    if (!call->list.rows || r != TQKV_OK) return r;
+    if (!tqkv__aligned_at(call->list.rows, sizeof *call->list.rows))
+        return TQKV__INVALID("list: not aligned as int32_t");
     for (int i = 0; i < call->n_queries; i++)
-        for (int h = 0; r == TQKV_OK && h < call->list_heads; h++)
-            r = tqkv__check_row(tqkv__list_row(a, i, h), call->list_length);
+        for (int h = 0; r == TQKV_OK && h < call->list.heads; h++)
+            r = tqkv__check_row(tqkv__list_row(a, i, h), call->list.length);
     return r;
 }
 
@@ -8585,12 +8606,12 @@ static tqkv__range tqkv__gone_from_window(const tqkv__attention *a, int query)
 static bool tqkv__list_meets(const tqkv__attention *a, int query, int kv_head, tqkv__range gone)
 {
     const int32_t *row = tqkv__list_row(a, query, kv_head);
-    const int shift = tqkv__list_shift(a->call.list_block);
+    const int shift = tqkv__list_shift(a->call.list.block);
     const int64_t position = a->call.end - a->call.n_queries + query;
     const int64_t resident = (a->call.non_causal ? a->call.end : position + 1) - a->first;
-    for (int i = 0; i < a->call.list_length && row[i] >= 0; i++)
+    for (int i = 0; i < a->call.list.length && row[i] >= 0; i++)
         if (((int64_t)row[i] + 1) << shift > gone.from && (int64_t)row[i] << shift < gone.to) return true;
-    return a->call.list_newest > resident;
+    return a->call.list.newest > resident;
 }
 
 /* Refuses queries whose window was longer than what is there. What a list leaves out, nobody misses. */
@@ -8600,8 +8621,8 @@ static tqkv_result tqkv__check_window(const tqkv__attention *a)
     if (!call->window || !call->whole_window) return TQKV_OK;
     for (int i = 0; i < call->n_queries; i++) {
         const tqkv__range gone = tqkv__gone_from_window(a, i);
-        bool missed = gone.from < gone.to && !call->list;
-        for (int h = 0; h < call->list_heads && call->list && gone.from < gone.to && !missed; h++)
+        bool missed = gone.from < gone.to && !call->list.rows;
+        for (int h = 0; h < call->list.heads && call->list.rows && gone.from < gone.to && !missed; h++)
             missed = tqkv__list_meets(a, i, h, gone);
         if (missed) return TQKV__REFUSE(OUT_OF_RANGE, "a query's window begins before the oldest resident position");
         if (gone.from >= gone.to) break; /* nor do those behind it */
@@ -8625,8 +8646,8 @@ static tqkv_result tqkv__attention_streams(const tqkv_attention *a, tqkv__attent
 static tqkv_result tqkv__attention_ends(tqkv__attention *a)
 {
     tqkv_result r = TQKV_OK;
-    if (a->call.exact_first || a->call.exact_last) r = tqkv__take_ends(a, tqkv__stream_open);
-    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a, tqkv__stream_open);
+    if (a->call.first.n || a->call.last.n) r = tqkv__take_ends(a, tqkv__stream_open);
+    if (r == TQKV_OK && a->call.first.n) r = tqkv__take_kept(a, tqkv__stream_open);
     return r == TQKV_OK ? tqkv__check_window(a) : r;
 }
 
@@ -8756,10 +8777,10 @@ static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_he
     tqkv__list l;
     const tqkv__range resident = {a->first > a->kept ? a->first : a->kept, a->call.end},
                       all = tqkv__visible(a, query, resident), kept = {0, a->kept};
-    int newest = a->call.list_newest;
+    int newest = a->call.list.newest;
     l.entries = l.row = tqkv__list_row(a, query, kv_head);
-    l.shift = tqkv__list_shift(a->call.list_block);
-    int64_t n = tqkv__row_length(l.row, a->call.list_length);
+    l.shift = tqkv__list_shift(a->call.list.block);
+    int64_t n = tqkv__row_length(l.row, a->call.list.length);
     l.n_row = n;
     const int64_t gone = tqkv__entry_at(l.entries, n, all.from >> l.shift);
     l.entries += gone;
@@ -8799,7 +8820,7 @@ static tqkv__range tqkv__listed_to(const tqkv__attention *a, tqkv__range range)
 {
     tqkv__range all = {INT64_MAX, 0};
     for (int i = 0; i < a->call.n_queries; i++)
-        for (int h = 0; h < a->call.list_heads; h++) {
+        for (int h = 0; h < a->call.list.heads; h++) {
             const tqkv__range seen = tqkv__open_list(a, i, h, range).seen;
             if (seen.from < all.from) all.from = seen.from;
             if (seen.to > all.to) all.to = seen.to;
@@ -8829,7 +8850,7 @@ static tqkv_result tqkv__check_lists_seen(const tqkv__attention *a, tqkv__range 
 {
     tqkv_result r = TQKV_OK;
     for (int i = 0; i < a->call.n_queries; i++)
-        for (int h = 0; r == TQKV_OK && h < a->call.list_heads; h++) {
+        for (int h = 0; r == TQKV_OK && h < a->call.list.heads; h++) {
             const tqkv__list l = tqkv__open_list(a, i, h, range);
             for (int j = 0; r == TQKV_OK && j < TQKV__STREAMS; j++) r = tqkv__check_listed(a, j, range, i, &l);
         }
@@ -8862,8 +8883,8 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 {
     const int64_t first = a->call.end - a->call.n_queries; /* of the tree */
     tqkv_result r = tqkv__check_kept(a);
-    if (r == TQKV_OK && a->call.list) r = tqkv__check_lists_seen(a, range);
-    if (r != TQKV_OK || a->call.list) return r;
+    if (r == TQKV_OK && a->call.list.rows) r = tqkv__check_lists_seen(a, range);
+    if (r != TQKV_OK || a->call.list.rows) return r;
     const tqkv__range seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, range);
     const int64_t base = a->call.tree && first < seen.to ? first : seen.to;
     r = tqkv__check_entries(a, seen.from, base);
@@ -9497,7 +9518,7 @@ static size_t tqkv__gathered_size(const tqkv__stream *s)
 static size_t tqkv__gathered_floats(const tqkv__attention *a)
 {
     size_t size = 64;
-    if (!a->call.list && !tqkv__small_pages(a) && !tqkv__odd_rings(a)) return 0;
+    if (!a->call.list.rows && !tqkv__small_pages(a) && !tqkv__odd_rings(a)) return 0;
     for (int i = 0; i < TQKV__STREAMS; i++)
         if (tqkv__stream_read(a, i)) size += tqkv__gathered_size(tqkv__stream_read(a, i));
     return size / sizeof(float);
@@ -9718,7 +9739,7 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
    one KV head after the other: neighbours share most of their entries, whose rows are then still in the L2 cache. */
 static bool tqkv__heads_follow(const tqkv__attention *a)
 {
-    return !a->call.list || (a->call.n_queries == 1 && a->call.list_heads == 1);
+    return !a->call.list.rows || (a->call.n_queries == 1 && a->call.list.heads == 1);
 }
 
 /* Asks for the first tile of the next KV head, which has the same list and comes next: nothing else would in time. */
@@ -10095,7 +10116,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     w.offsets = offsets;
     w.tiles = (tqkv__tile *)(void *)scratch;
     w.piece = tqkv__sums_at(next, rows, a->value_dim);
-    w.list = a->call.list ? &list : NULL;
+    w.list = a->call.list.rows ? &list : NULL;
     w.small_pages = tqkv__small_pages(a);
     w.odd_rings = tqkv__odd_rings(a);
     w.gathered = &gathered;
@@ -10176,8 +10197,8 @@ static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q
     const tqkv__range kept = {begins ? 0 : slice.from, slice.to < a->kept ? slice.to : a->kept};
     if (slice.from < kept.to) slice.from = kept.to;
     const tqkv__range seen =
-        a->call.list ? tqkv__listed_to(a, slice) : tqkv__visible_to(a, 0, a->call.n_queries - 1, slice);
-    const int each = a->n_kv_heads * (a->call.list ? a->call.n_queries : 1);
+        a->call.list.rows ? tqkv__listed_to(a, slice) : tqkv__visible_to(a, 0, a->call.n_queries - 1, slice);
+    const int each = a->n_kv_heads * (a->call.list.rows ? a->call.n_queries : 1);
     memset(request, 0, sizeof *request);
     request->a = a;
     request->q = q;
@@ -10192,7 +10213,7 @@ static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q
     request->stretch -= kept.from < kept.to;
     request->n_stretches += kept.from < kept.to;
     request->wave = request->stretch;
-    request->n_rows = a->call.list ? a->group : a->call.n_queries * a->group;
+    request->n_rows = a->call.list.rows ? a->group : a->call.n_queries * a->group;
     request->rows_each = tqkv__item_rows(a, request->n_rows, request->n_stretches * each);
     request->n_items = each * ((request->n_rows - 1) / request->rows_each + 1);
     request->sums_floats = a->n_rows * ((size_t)a->value_dim + 2);
@@ -10355,8 +10376,8 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
 /* Returns the bytes of a list. */
 static size_t tqkv__list_size(const tqkv__attention *a)
 {
-    if (!a->call.list) return 0;
-    return (size_t)a->call.n_queries * (size_t)a->call.list_heads * (size_t)a->call.list_length * sizeof(int32_t);
+    if (!a->call.list.rows) return 0;
+    return (size_t)a->call.n_queries * (size_t)a->call.list.heads * (size_t)a->call.list.length * sizeof(int32_t);
 }
 
 /* Whether an attention reads memory at p. */
@@ -10369,7 +10390,7 @@ static bool tqkv__reads(const tqkv__attention *a, const void *q, const void *p, 
     return tqkv__overlap(q, a->q_size, p, size) ||
            tqkv__overlap(a->call.sinks, (size_t)a->call.n_heads * sizeof(float), p, size) ||
            tqkv__overlap(a->call.tree, (size_t)a->call.n_queries * sizeof(uint64_t), p, size) ||
-           tqkv__overlap(a->call.list, tqkv__list_size(a), p, size);
+           tqkv__overlap(a->call.list.rows, tqkv__list_size(a), p, size);
 }
 
 /* Checks the outputs in arrays against what the call reads, and q for NaN and infinity. */
@@ -11235,7 +11256,7 @@ static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
     *s = *stream;
     if (halves) {
         s->format = TQKV_F16;
-        s->rotated = true;
+        s->rotation = TQKV_ROTATION_ON;
     }
     s->ring = last;
     s->capacity = last ? (int)room : c->exact_first;
@@ -11291,11 +11312,11 @@ static void tqkv__cache_attach(tqkv_attention *a, const tqkv_cache *c)
     a->keys = &c->keys;
     a->values = c->shared ? &c->keys : &c->values;
     a->tail = c->tail.head_dim ? &c->tail : NULL;
-    a->first_keys = tqkv__store_of(c, TQKV__FIRST_KEYS);
-    a->first_values = tqkv__store_of(c, c->shared ? TQKV__FIRST_KEYS : TQKV__FIRST_VALUES);
-    a->first_tail = tqkv__store_of(c, TQKV__FIRST_TAIL);
-    a->last_keys = tqkv__store_of(c, TQKV__LAST_KEYS);
-    a->last_values = tqkv__store_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_VALUES);
+    a->first.keys = tqkv__store_of(c, TQKV__FIRST_KEYS);
+    a->first.values = tqkv__store_of(c, c->shared ? TQKV__FIRST_KEYS : TQKV__FIRST_VALUES);
+    a->first.tail = tqkv__store_of(c, TQKV__FIRST_TAIL);
+    a->last.keys = tqkv__store_of(c, TQKV__LAST_KEYS);
+    a->last.values = tqkv__store_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_VALUES);
 }
 
 /* Resolves the defaults of a desc; checks it and the shapes of all streams. */
@@ -11600,9 +11621,9 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
 static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
 {
     const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_KEYS);
-    a->exact_first = (int)c->exact_below;
-    a->exact_last = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
-    a->exact_from = c->exact_from;
+    a->first.n = (int)c->exact_below;
+    a->last.n = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
+    a->last.from = c->exact_from;
 }
 
 /* The attention of one query to codes and what is kept besides. */
@@ -11612,7 +11633,7 @@ static tqkv_attention tqkv__view_codes(const tqkv_cache *c)
     view.kv_len = (int)(c->attention.end - c->first);
     tqkv__count_ends(c, &view);
     const bool full = c->exact_held <= c->attention.end - tqkv__newest_room(c); /* of halves that came */
-    if (!full && view.exact_from < c->exact_held) view.exact_from = c->exact_held;
+    if (!full && view.last.from < c->exact_held) view.last.from = c->exact_held;
     return view;
 }
 
@@ -11629,11 +11650,11 @@ static void tqkv__take_some(const tqkv_attention *some, tqkv_attention *a)
 {
     if (!some) return;
     a->tree = some->tree;
-    a->list = some->list;
-    a->list_length = some->list_length;
-    a->list_heads = some->list_heads;
-    a->list_block = some->list_block;
-    a->list_newest = some->list_newest;
+    a->list.rows = some->list.rows;
+    a->list.length = some->list.length;
+    a->list.heads = some->list.heads;
+    a->list.block = some->list.block;
+    a->list.newest = some->list.newest;
 }
 
 /* Opens the attention of a cache. some: NULL, or an attention with the list and the tree */
@@ -12237,7 +12258,7 @@ static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int 
     a.keys = &c->raw[0];
     a.values = &c->raw[c->shared ? 0 : 1];
     a.tail = c->tail.head_dim ? &c->raw[2] : NULL;
-    a.first_keys = a.first_values = a.first_tail = a.last_keys = a.last_values = NULL;
+    a.first.keys = a.first.values = a.first.tail = a.last.keys = a.last.values = NULL;
     a.end = end;
     a.kv_len = (int)end;
     a.n_queries = n_queries;
@@ -12298,8 +12319,8 @@ static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *so
     tqkv_attention coded;
     memset(&coded, 0, sizeof coded);
     tqkv__take_some(some, &coded);
-    const size_t heads = (size_t)(coded.list_heads ? coded.list_heads : 1);
-    if (coded.list) coded.list += (size_t)first * heads * (size_t)coded.list_length;
+    const size_t heads = (size_t)(coded.list.heads ? coded.list.heads : 1);
+    if (coded.list.rows) coded.list.rows += (size_t)first * heads * (size_t)coded.list.length;
     tqkv_result r = tqkv__cache_attention(c, some ? &coded : NULL, n_queries - first, a);
     if (r != TQKV_OK) return r;
     const size_t size = tqkv__type_size(a->call.output_type), skipped = (size_t)first;
@@ -14455,10 +14476,11 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
                                       tqkv__split *split)
 {
     split->matrix = tqkv__choose_matrix(a);
-    const int64_t each = a->call.list ? a->group : (int64_t)a->call.n_queries * a->group; /* rows that share tiles */
+    const int64_t each =
+        a->call.list.rows ? a->group : (int64_t)a->call.n_queries * a->group; /* rows that share tiles */
     const int64_t most = split->matrix ? tqkv__matrix_rows(a->keys.head_dim) : TQKV__MAX_COLUMNS(a->keys.head_dim);
     const int64_t shares = (each + most - 1) / most, section = TQKV__SECTION;
-    const int64_t groups = a->call.list ? shares * a->call.n_queries : shares;
+    const int64_t groups = a->call.list.rows ? shares * a->call.n_queries : shares;
     const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
     split->n_short = a->call.window || most_sums == SIZE_MAX ? INT_MAX : TQKV__SHORT_STRETCHES;
     split->first_stretch = tqkv__stretch_of(first, split->n_short);
@@ -14471,7 +14493,7 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     split->sections_each = full ? n_sections : stretches ? 0 : 1;
     split->n_groups = (size_t)(groups * a->n_kv_heads);
     split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
-    split->columns = tqkv__choose_columns((each + shares - 1) / shares, a->call.list ? 1 : a->call.n_queries);
+    split->columns = tqkv__choose_columns((each + shares - 1) / shares, a->call.list.rows ? 1 : a->call.n_queries);
     split->strands = tqkv__choose_strands(split, a->keys.head_dim, end, most_sums) ? TQKV__STRANDS : 1;
     split->n_splits *= split->strands;
     split->n_partials *= split->strands;
@@ -14522,20 +14544,20 @@ static tqkv_result tqkv__check_list_rows(const tqkv__attention *a)
 {
     const tqkv_attention *c = &a->call;
     size_t size;
-    if (c->list_length <= INT_MAX - TQKV__LIST_HEADER && c->n_queries <= INT_MAX / c->list_heads &&
-        tqkv__array_size(c->n_queries, c->list_heads, c->list_length + TQKV__LIST_HEADER, 8 * sizeof(int32_t), &size))
+    if (c->list.length <= INT_MAX - TQKV__LIST_HEADER && c->n_queries <= INT_MAX / c->list.heads &&
+        tqkv__array_size(c->n_queries, c->list.heads, c->list.length + TQKV__LIST_HEADER, 8 * sizeof(int32_t), &size))
         return TQKV_OK;
     return TQKV__INVALID("list: too large for a GPU");
 }
 
 static size_t tqkv__list_rows_size(const tqkv__attention *a)
 {
-    const size_t row = ((size_t)a->call.list_length + TQKV__LIST_HEADER) * sizeof(int32_t);
-    return a->call.list ? ((size_t)a->call.n_queries * (size_t)a->call.list_heads * row + 15) / 16 * 16 : 0;
+    const size_t row = ((size_t)a->call.list.length + TQKV__LIST_HEADER) * sizeof(int32_t);
+    return a->call.list.rows ? ((size_t)a->call.n_queries * (size_t)a->call.list.heads * row + 15) / 16 * 16 : 0;
 }
 
 /* Returns the positions of its block before the oldest resident one. */
-static int tqkv__list_inside(const tqkv__attention *a) { return (int)(a->first % a->call.list_block); }
+static int tqkv__list_inside(const tqkv__attention *a) { return (int)(a->first % a->call.list.block); }
 
 /* Whether positions up to slice_end have ascending slots, and enough before them, so that ranks can take slots. */
 static bool tqkv__list_in_order(const tqkv__attention *a, int64_t slice_end)
@@ -14565,7 +14587,7 @@ static int64_t tqkv__window_block(const tqkv__attention *a, int query)
     const int64_t end = (int64_t)newest + query + 1, own = tqkv__exact_at(a, query) - a->first;
     int64_t from = window && end > window ? end - window : 0;
     if (a->newest_halves && own > from) from = own;
-    return (from + tqkv__list_inside(a)) / a->call.list_block * a->call.list_block;
+    return (from + tqkv__list_inside(a)) / a->call.list.block * a->call.list.block;
 }
 
 /* Finds the tiles of ranks: from that of the first query's on, and before *end; with ascending slots not beyond the
@@ -14573,11 +14595,11 @@ static int64_t tqkv__window_block(const tqkv__attention *a, int query)
 static void tqkv__listed_tiles(const tqkv__attention *a, int64_t slice_end, int64_t *first, int64_t *end)
 {
     const tqkv_attention *c = &a->call;
-    const int64_t size = c->list_block, width = TQKV__SIMD_WIDTH, base = tqkv__list_base(a, slice_end);
-    const int64_t most = c->list_newest + (c->tree ? 64 : 0),
-                  newest = c->list_newest ? (most + 2 * size - 2) / size : 0;
+    const int64_t size = c->list.block, width = TQKV__SIMD_WIDTH, base = tqkv__list_base(a, slice_end);
+    const int64_t most = c->list.newest + (c->tree ? 64 : 0),
+                  newest = c->list.newest ? (most + 2 * size - 2) / size : 0;
     const int64_t all = (tqkv__list_inside(a) + slice_end - a->first + size - 1) / size * size,
-                  listed = tqkv__window_block(a, c->n_queries - 1) + (c->list_length + newest) * size;
+                  listed = tqkv__window_block(a, c->n_queries - 1) + (c->list.length + newest) * size;
     const int64_t tiles = (base + (listed < all ? listed : all) + width - 1) / width;
     const int64_t begin = (base + tqkv__window_block(a, 0)) / width;
     if (begin < *first) *first = begin;
@@ -14629,14 +14651,14 @@ static bool tqkv__same_pages(const tqkv__attend_args *args, const tqkv__attend_b
 
 static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tqkv__attend_args *args)
 {
-    const int64_t first_block = a->first / a->call.list_block;
-    args->list_heads = a->call.list_heads;
-    args->list_row = TQKV__LIST_HEADER + a->call.list_length;
-    args->list_shift = tqkv__list_shift(a->call.list_block);
+    const int64_t first_block = a->first / a->call.list.block;
+    args->list_heads = a->call.list.heads;
+    args->list_row = TQKV__LIST_HEADER + a->call.list.length;
+    args->list_shift = tqkv__list_shift(a->call.list.block);
     args->list_inside = tqkv__list_inside(a);
     args->list_base = (int)tqkv__list_base(a, slice_end);
     args->list_slots = tqkv__list_in_order(a, slice_end) ? args->key_capacity : INT_MAX;
-    args->list_newest = a->call.list_newest;
+    args->list_newest = a->call.list.newest;
     args->list_first_block = first_block < INT_MAX ? (int32_t)first_block : INT_MAX;
 }
 
@@ -14669,12 +14691,12 @@ static void tqkv__plan_boundary(const tqkv__attention *a, tqkv__attend_args *arg
     const int own = args->kv_len - a->call.n_queries,
               most = args->kv_len + a->call.n_queries; /* own: the first query's */
     const bool one = a->call.non_causal && !a->call.window;
-    const int64_t from = (one ? tqkv__exact_at(a, 0) : a->call.exact_from) - a->first;
+    const int64_t from = (one ? tqkv__exact_at(a, 0) : a->call.last.from) - a->first;
     if (!a->exact[1][0] && !a->exact[1][1]) {
         args->exact_from = INT_MAX;
         return;
     }
-    args->exact_last = one || a->call.exact_last > most ? most : a->call.exact_last;
+    args->exact_last = one || a->call.last.n > most ? most : a->call.last.n;
     args->exact_last += args->first_newest - own;
     args->exact_from = from < 0 ? 0 : from < INT_MAX ? (int)from : INT_MAX;
 }
@@ -14701,7 +14723,7 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     if (b->tail) args->tail_slots = b->tail->shape.capacity;
     args->tail_capacity = a->tail.capacity;
     args->tail_oldest_slot = b->tail && args->kv_len ? tqkv__slot(&a->tail, a->first) : 0;
-    if (a->call.list) tqkv__plan_list_args(a, b->slice_end, args);
+    if (a->call.list.rows) tqkv__plan_list_args(a, b->slice_end, args);
     if (!a->keys.n_pages) return;
     args->value_page_size = a->values.page_size;
     args->value_last_page = args->value_slots / args->value_page_size - 1;
@@ -14900,7 +14922,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_args(d, &args, sizeof args);
     tqkv__plan_key_constants(d, a, center, tail_center);
     tqkv__plan_slot_constants(d, a, b, &args);
-    tqkv__plan_constant(d, TQKV_FC_LIST, a->call.list != NULL);
+    tqkv__plan_constant(d, TQKV_FC_LIST, a->call.list.rows != NULL);
     tqkv__plan_bind_rows(d, "q", 1, b->q, TQKV_FC_TYPE, a->call.query_type, a->q_size, false);
     tqkv__plan_bind_store(d, "keys' codes", "keys' norms", 2, b->keys, &a->keys, false);
     tqkv__plan_bind_store(d, "values' codes", "values' norms", 4, b->values, &a->values, false);
@@ -14921,7 +14943,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     tqkv__plan_constant(d, TQKV_FC_STRANDS, split->strands > 1);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
-    if (a->call.list) d->barrier = b->list_rows.buffer;
+    if (a->call.list.rows) d->barrier = b->list_rows.buffer;
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,
                          tqkv__plan_out_size(a, b), true);
     tqkv__plan_bind_slices(d, a, &b->slice);
@@ -14935,8 +14957,8 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
 static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                             const tqkv_metal_dispatch *attend)
 {
-    const size_t n_queries = (size_t)a->call.n_queries, n_rows = n_queries * (size_t)a->call.list_heads,
-                 length = (size_t)a->call.list_length;
+    const size_t n_queries = (size_t)a->call.n_queries, n_rows = n_queries * (size_t)a->call.list.heads,
+                 length = (size_t)a->call.list.length;
     tqkv__plan_begin(d, TQKV_METAL_ATTEND_LIST, 0, 0);
     tqkv__plan_args(d, attend->arguments[0].bytes, attend->arguments[0].size);
     tqkv__plan_bind(d, "list", 1, b->list, n_rows * length * sizeof(int32_t), false);
@@ -15063,8 +15085,8 @@ static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffe
     if (i != TQKV__FIRST_REGION || !a->kept) return;
     if (a->call.tail) own->tail = a->first_tail;
     if (a->call.tail) buffers->tail = b->first_tail;
-    if (a->call.list_newest) /* counts what there is */
-        own->call.list_newest = gone < INT_MAX - a->call.list_newest ? a->call.list_newest + (int)gone : INT_MAX;
+    if (a->call.list.newest) /* counts what there is */
+        own->call.list.newest = gone < INT_MAX - a->call.list.newest ? a->call.list.newest + (int)gone : INT_MAX;
 }
 
 /* Divides each region, and scratch: rows of lists, then sums, then states. Those of the first and last region lie
@@ -15087,7 +15109,7 @@ static tqkv_result tqkv__split_regions(const tqkv__attention *a, const tqkv__att
         if (regions[p].from == regions[p].to && (p != TQKV__CODES_REGION || halves)) continue;
         tqkv__take_region(a, b, p, regions[p], &alone, &buffers);
         tqkv__tiles_seen(&alone, buffers.slice_end, &first, &end);
-        if (a->call.list) tqkv__listed_tiles(&alone, buffers.slice_end, &first, &end);
+        if (a->call.list.rows) tqkv__listed_tiles(&alone, buffers.slice_end, &first, &end);
         const tqkv_result r =
             tqkv__choose_split(&alone, first, end, p == TQKV__CODES_REGION ? most_sums : SIZE_MAX, own);
         if (r != TQKV_OK) return r;
@@ -15116,7 +15138,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     if (r == TQKV_OK) r = tqkv__split_regions(a, b, regions, most_sums, splits, &all);
     if (r != TQKV_OK) return r;
     behind.scratch = tqkv__buffer_after(b->scratch, all.list_at);
-    plan->listed = a->call.list != NULL;
+    plan->listed = a->call.list.rows != NULL;
     plan->scratch_size = all.list_at + all.scratch_size;
     for (int p = 0; p < TQKV__REGIONS; p++) {
         plan->has[p] = splits[p].n_partials > 0;
@@ -15228,24 +15250,24 @@ static tqkv_result tqkv__plan_check_streams(const tqkv_metal_attention *from, co
 /* Takes the stores of the positions that are kept as halves. Their centres are buffers, too. */
 static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv__plan_call *call)
 {
-    const tqkv_metal_store *const ends[2][2] = {{from->first_keys, from->first_values},
-                                                {from->last_keys, from->last_values}};
+    const tqkv_metal_store *const ends[2][2] = {{from->first.keys, from->first.values},
+                                                {from->last.keys, from->last.values}};
     tqkv_attention *to = &call->attention;
-    const tqkv_store **const shapes[2][2] = {{&to->first_keys, &to->first_values}, {&to->last_keys, &to->last_values}};
+    const tqkv_store **const shapes[2][2] = {{&to->first.keys, &to->first.values}, {&to->last.keys, &to->last.values}};
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
         const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
         if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__plan_first_tail */
         const tqkv_metal_store *end = ends[last][side], *codes = side == TQKV__VALUES ? from->values : from->keys;
         tqkv_store *shape = &call->ends[last][side];
         *shapes[last][side] = end ? shape : NULL;
-        if (!end || !(last ? to->exact_last : to->exact_first)) continue;
+        if (!end || !(last ? to->last.n : to->first.n)) continue;
         tqkv__plan_store(end, shape);
         shape->center = codes->shape.center;
         if (!tqkv__same_buffer(end->center, codes->center) ||
             !tqkv__same_buffer(end->channel_scale, codes->channel_scale))
-            return TQKV__INVALID("exact_first or exact_last: a store with another centre or scale than the codes");
+            return TQKV__INVALID("first or last: a store with another centre or scale than the codes");
         if (end->pages.buffer || shape->n_pages)
-            return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last with pages of their own: not on a GPU");
+            return TQKV__REFUSE(UNSUPPORTED, "first or last with pages of their own: not on a GPU");
     }
     return TQKV_OK;
 }
@@ -15254,15 +15276,15 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
 static tqkv_result tqkv__plan_first_tail(const tqkv_metal_attention *from, tqkv__plan_call *call)
 {
     tqkv_attention *to = &call->attention;
-    to->first_tail = NULL;
-    if (!from->tail || !from->first_tail || !to->exact_first) return TQKV_OK;
-    if (!tqkv__same_buffer(from->first_tail->center, from->tail->center) ||
-        !tqkv__same_buffer(from->first_tail->channel_scale, from->tail->channel_scale))
-        return TQKV__INVALID("first_tail: a store with another centre or scale than the tail");
-    tqkv__plan_store(from->first_tail, &call->first_tail);
+    to->first.tail = NULL;
+    if (!from->tail || !from->first.tail || !to->first.n) return TQKV_OK;
+    if (!tqkv__same_buffer(from->first.tail->center, from->tail->center) ||
+        !tqkv__same_buffer(from->first.tail->channel_scale, from->tail->channel_scale))
+        return TQKV__INVALID("first.tail: a store with another centre or scale than the tail");
+    tqkv__plan_store(from->first.tail, &call->first_tail);
     call->first_tail.center = call->tail.center;
     call->first_tail.channel_scale = call->tail.channel_scale;
-    to->first_tail = &call->first_tail;
+    to->first.tail = &call->first_tail;
     return TQKV_OK;
 }
 
@@ -15277,7 +15299,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     tqkv_attention *to = &call->attention;
     if (!from) return TQKV__INVALID("the attention is NULL");
     if (from->attention.tree && !from->tree.buffer) return TQKV__INVALID("tree: no buffer");
-    if (from->attention.list && !from->list.buffer) return TQKV__INVALID("list: no buffer");
+    if (from->attention.list.rows && !from->list.buffer) return TQKV__INVALID("list: no buffer");
     if (from->matrix_group < 0) return TQKV__INVALID("matrix_group is negative");
     tqkv_result r = tqkv__plan_store(from->keys, &call->keys);
     if (r == TQKV_OK) r = tqkv__plan_store(from->values, &call->values);
@@ -15290,7 +15312,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if ((r = tqkv__plan_first_tail(from, call)) != TQKV_OK) return r;
     if ((r = tqkv__plan_end_shapes(from, call)) != TQKV_OK) return r;
     if (from->tree.buffer && !to->tree) to->tree = tqkv__unknown_tree;
-    if (from->list.buffer && !to->list) to->list = tqkv__unknown_list;
+    if (from->list.buffer && !to->list.rows) to->list.rows = tqkv__unknown_list;
     to->sinks = NULL;
     memset(&to->parallel, 0, sizeof to->parallel);
     memset(&to->allocator, 0, sizeof to->allocator);
@@ -15299,8 +15321,8 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if (r == TQKV_OK) r = tqkv__plan_table(from->values, &a->values);
     if (r == TQKV_OK) r = tqkv__check_kernels(a->keys.head_dim, a->value_dim);
     if (r == TQKV_OK) r = tqkv__check_tail(a->keys.head_dim, a->tail.head_dim);
-    if (r == TQKV_OK) r = from->attention.list ? tqkv__check_list(a) : tqkv__list_shape(a);
-    if (r == TQKV_OK && a->call.list) r = tqkv__check_list_rows(a);
+    if (r == TQKV_OK) r = from->attention.list.rows ? tqkv__check_list(a) : tqkv__list_shape(a);
+    if (r == TQKV_OK && a->call.list.rows) r = tqkv__check_list_rows(a);
     if (r == TQKV_OK) r = tqkv__check_call_strides(a);
     a->matrix_group = from->matrix_group;
     if (r != TQKV_OK || !a->keys.page_size == !a->values.page_size) return r;
@@ -15319,27 +15341,27 @@ static tqkv_result tqkv__plan_attention_positions(tqkv__attention *a)
 /* Takes the positions that are kept as halves; slots of positions follow. */
 static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__attention *a, tqkv__attend_buffers *b)
 {
-    if (!a->call.exact_first && !a->call.exact_last) return TQKV_OK;
+    if (!a->call.first.n && !a->call.last.n) return TQKV_OK;
     a->shared = tqkv__plan_shared(from, a);
     tqkv_result r = tqkv__take_ends(a, tqkv__stream_shape);
-    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a, tqkv__stream_shape);
+    if (r == TQKV_OK && a->call.first.n) r = tqkv__take_kept(a, tqkv__stream_shape);
     if (r != TQKV_OK) return r;
     if (a->kept && a->call.window && a->call.end > 1 << 30)
-        return TQKV__REFUSE(UNSUPPORTED, "exact_first of a ring behind 2^30 positions, and a window: not on a GPU");
-    b->first_tail = from->first_tail;
-    b->ends[0][0] = from->first_keys;
-    b->ends[0][1] = a->shared ? from->first_keys : from->first_values;
-    b->ends[1][0] = from->last_keys;
-    b->ends[1][1] = a->shared ? from->last_keys : from->last_values;
+        return TQKV__REFUSE(UNSUPPORTED, "first, of a ring behind 2^30 positions, and a window: not on a GPU");
+    b->first_tail = from->first.tail;
+    b->ends[0][0] = from->first.keys;
+    b->ends[0][1] = a->shared ? from->first.keys : from->first.values;
+    b->ends[1][0] = from->last.keys;
+    b->ends[1][1] = a->shared ? from->last.keys : from->last.values;
     for (int last = 0; last < 2; last++) {
         if (a->keys.page_size && a->exact[last][0] != a->exact[last][1])
             return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
         if (a->keys.page_size && a->exact[last][0] && from->tail)
-            return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last of keys with a tail in pages: not on a GPU");
+            return TQKV__REFUSE(UNSUPPORTED, "first or last of keys with a tail in pages: not on a GPU");
     }
     const bool last = a->exact[1][0] || a->exact[1][1], meet = last && tqkv__exact_at(a, 0) < a->exact_below;
     if (!meet || ((a->exact[0][0] || !a->exact[1][0]) && (a->exact[0][1] || !a->exact[1][1]))) return TQKV_OK;
-    return TQKV__REFUSE(UNSUPPORTED, "exact_first and exact_last meet, and are of different streams: not on a GPU");
+    return TQKV__REFUSE(UNSUPPORTED, "first and last meet, and are of different streams: not on a GPU");
 }
 
 /* Takes [first, first + count) if b says slice, else all resident positions, and checks the pages that the processor
@@ -15347,7 +15369,7 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
 static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attention *a,
                                     tqkv__attend_buffers *b)
 {
-    const bool known = !a->call.list || from->attention.list, slice = b->slice.to;
+    const bool known = !a->call.list.rows || from->attention.list.rows, slice = b->slice.to;
     tqkv_result r = slice ? tqkv__check_slice_range(a, first, count) : TQKV_OK;
     if (r != TQKV_OK) return r;
     if (!slice) b->sinks = from->sinks;
@@ -15491,10 +15513,10 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *f
 static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, size_t *bytes)
 {
     const tqkv_attention *call = &a->call;
-    const tqkv_store *keys = last ? call->last_keys : call->first_keys,
-                     *values = last ? call->last_values : call->first_values;
-    const int64_t newest = call->exact_last ? (int64_t)call->exact_last + call->n_queries : 0,
-                  n = last ? newest : call->exact_first, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
+    const tqkv_store *keys = last ? call->last.keys : call->first.keys,
+                     *values = last ? call->last.values : call->first.values;
+    const int64_t newest = call->last.n ? (int64_t)call->last.n + call->n_queries : 0,
+                  n = last ? newest : call->first.n, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
     if (!n || (!keys && !values)) return TQKV_OK;
     const bool ring = keys ? keys->ring : a->keys.ring;
     const int64_t room = !ring ? 0 : keys ? keys->capacity : a->keys.capacity;
@@ -15524,7 +15546,7 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums,
     tqkv__split split;
     const int64_t section = (int64_t)TQKV__SECTION * TQKV__STRETCH_TILES, width = TQKV__SIMD_WIDTH;
     const int64_t seen = (int64_t)a->call.window - 1 + a->call.n_queries,
-                  all = (a->keys.capacity + width - 1) / width + (a->call.list ? 8 : 0);
+                  all = (a->keys.capacity + width - 1) / width + (a->call.list.rows ? 8 : 0);
     const bool bounded = a->call.window && !a->keys.ring && seen / width + 2 < all;
     const int64_t first = bounded ? section - 1 : 0, end = bounded ? section + (seen + width - 2) / width : all;
     tqkv_result r = tqkv__choose_split(a, first, end, most_sums, &split);
@@ -15534,7 +15556,7 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums,
     const size_t strands = tqkv__scratch_of_strands(a, &split, end, most_sums);
     if (split.sections_each == 1 && *bytes < stretches) *bytes = stretches;
     if (*bytes < strands) *bytes = strands;
-    *bytes += tqkv__list_rows_size(a) * (a->call.exact_first || a->call.exact_last ? TQKV__REGIONS : 1);
+    *bytes += tqkv__list_rows_size(a) * (a->call.first.n || a->call.last.n ? TQKV__REGIONS : 1);
     for (int last = 0; last < 2 && r == TQKV_OK; last++) r = tqkv__add_scratch_of_end(a, last, bytes);
     return r;
 }
@@ -15765,7 +15787,7 @@ static int tqkv__count_items(const tqkv_metal_attention *items, int n_items)
 static int tqkv__batch_tables(const tqkv_metal_attention *items, int n)
 {
     for (int i = 0; i < n; i++)
-        if (items[i].attention.exact_first || items[i].attention.exact_last) return TQKV__REGIONS + 1;
+        if (items[i].attention.first.n || items[i].attention.last.n) return TQKV__REGIONS + 1;
     return 1;
 }
 
@@ -16465,17 +16487,17 @@ static const tqkv_metal_store *tqkv__store_of_call(const tqkv_cache *c, const tq
 static void tqkv__take_some_buffers(const tqkv_metal_attention *some, int first, tqkv_metal_attention *a)
 {
     const tqkv_attention *call = &some->attention;
-    const size_t heads = (size_t)(call->list_heads > 0 ? call->list_heads : 1),
-                 skipped = (size_t)first * heads * (size_t)(call->list_length > 0 ? call->list_length : 0);
+    const size_t heads = (size_t)(call->list.heads > 0 ? call->list.heads : 1),
+                 skipped = (size_t)first * heads * (size_t)(call->list.length > 0 ? call->list.length : 0);
     a->tree = some->tree;
     a->list = some->list;
     if (skipped) a->list = tqkv__buffer_after(some->list, skipped * sizeof(int32_t));
     a->attention.tree = call->tree;
-    a->attention.list = call->list ? call->list + skipped : NULL;
-    a->attention.list_length = call->list_length;
-    a->attention.list_heads = call->list_heads;
-    a->attention.list_block = call->list_block;
-    a->attention.list_newest = call->list_newest;
+    a->attention.list.rows = call->list.rows ? call->list.rows + skipped : NULL;
+    a->attention.list.length = call->list.length;
+    a->attention.list.heads = call->list.heads;
+    a->attention.list.block = call->list.block;
+    a->attention.list.newest = call->list.newest;
 }
 
 /* Opens a call of one query, over the cache's streams (0), or over what is raw of them (TQKV__RAW). */
@@ -16502,11 +16524,11 @@ static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     const int values = c->shared ? TQKV__KEYS : TQKV__VALUES;
     tqkv_metal_attention *a = &call->attention;
     tqkv__open_cache_call(c, memory, &view, 0, call);
-    a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS);
-    a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_TAIL);
-    a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS + values);
-    a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_KEYS);
-    a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_KEYS + values);
+    a->first.keys = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS);
+    a->first.tail = tqkv__store_of_call(c, call, TQKV__FIRST_TAIL);
+    a->first.values = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS + values);
+    a->last.keys = tqkv__store_of_call(c, call, TQKV__LAST_KEYS);
+    a->last.values = tqkv__store_of_call(c, call, TQKV__LAST_KEYS + values);
     for (int i = 0; learnt && i < TQKV__RAW; i++)
         if (tqkv__stream_kinds[i].side == TQKV__KEYS && tqkv__has_store(c, i))
             tqkv__take_learnt_buffers(c, memory, &call->stores[i]);
@@ -16531,8 +16553,8 @@ static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_
     tqkv__open_coded_call(c, none, false, &call);
     if (some) tqkv__take_some_buffers(some, 0, &call.attention);
     call.attention.attention.n_queries = n_queries;
-    call.attention.attention.exact_first = c->exact_first; /* as many as there will ever be */
-    call.attention.attention.exact_last = c->exact_last;
+    call.attention.attention.first.n = c->exact_first; /* as many as there will ever be */
+    call.attention.attention.last.n = c->exact_last;
     tqkv_result r = tqkv_metal_plan_attend_scratch(&call.attention, coded);
     *coded = (*coded + 15) / 16 * 16;
     if (r == TQKV_OK && c->raw_below && c->raw[0].codes && c->metal) {
@@ -16752,9 +16774,9 @@ static int64_t tqkv__positions_in(const tqkv_store *s)
 static void tqkv__take_all_regions(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values)
 {
     const tqkv_store *const stores[] = {keys, values};
-    const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
+    const int64_t end = (int64_t)a->first.n + a->last.n + 1; /* one that is neither */
     a->end = end;
-    a->exact_from = 0;
+    a->last.from = 0;
     a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
     for (int i = 0; i < 2; i++) {
         const int64_t room = tqkv__positions_in(stores[i]);
@@ -16797,13 +16819,12 @@ TQKV_API tqkv_result tqkv_metal_plan_prepare(const tqkv_metal_attention *a, int 
     call.values = &values;
     call.tail = a->tail ? &others : NULL;
     call.attention.tree = NULL; /* what the processor knows of it, and of the list, is of another number of queries */
-    call.attention.list = NULL;
+    call.attention.list.rows = NULL;
     tqkv__take_all_regions(&call.attention, &keys.shape, &values.shape);
     r = tqkv__visit_encoding(&v, &keys, shared && !a->tail ? NULL : &others);
-    if (r == TQKV_OK && a->attention.exact_first)
-        r = tqkv__visit_encoding(&v, a->first_keys, shared ? NULL : a->first_values);
-    if (r == TQKV_OK && a->attention.exact_last)
-        r = tqkv__visit_encoding(&v, a->last_keys, shared ? NULL : a->last_values);
+    if (r == TQKV_OK && a->attention.first.n)
+        r = tqkv__visit_encoding(&v, a->first.keys, shared ? NULL : a->first.values);
+    if (r == TQKV_OK && a->attention.last.n) r = tqkv__visit_encoding(&v, a->last.keys, shared ? NULL : a->last.values);
     return r == TQKV_OK ? tqkv__visit_queries(&v, &call, max_queries, also) : r;
 }
 
@@ -16864,8 +16885,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
     v.user = user;
     if ((r = tqkv__visit_append(c, memory, &v)) != TQKV_OK) return r;
     tqkv__open_coded_call(c, memory, c->learning, &call);
-    a->exact_first = c->exact_first;
-    a->exact_last = c->exact_last;
+    a->first.n = c->exact_first;
+    a->last.n = c->exact_last;
     tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
     r = tqkv__visit_queries(&v, &call.attention, max_queries, 0);
     if (r != TQKV_OK || !c->raw_below || !c->metal) return r;

@@ -971,13 +971,13 @@ static tqkv_result tqkv__size_attend(tqkv_metal *m, const tqkv_cache *c, tqkv_me
                                      tqkv_metal_attention *call, size_t sizes[TQKV__CALL_PARTS])
 {
     const tqkv_attention *some = &call->attention;
-    const size_t n = (size_t)n_queries, n_lists = n * (some->list_heads ? (size_t)some->list_heads : 1),
+    const size_t n = (size_t)n_queries, n_lists = n * (some->list.heads ? (size_t)some->list.heads : 1),
                  rows = n * (size_t)tqkv_cache_view(c).n_heads * tqkv__value_size(tqkv_cache_keys(c)->type);
-    if (some->list) call->list = any;
+    if (some->list.rows) call->list = any;
     if (some->tree) call->tree = any;
     sizes[TQKV__CALL_Q] = rows * (size_t)tqkv__key_dim(c);
     sizes[TQKV__CALL_OUT] = rows * (size_t)tqkv_cache_values(c)->head_dim;
-    sizes[TQKV__CALL_LIST] = some->list ? n_lists * (size_t)some->list_length * sizeof(int32_t) : 0;
+    sizes[TQKV__CALL_LIST] = some->list.rows ? n_lists * (size_t)some->list.length * sizeof(int32_t) : 0;
     sizes[TQKV__CALL_TREE] = some->tree ? n * sizeof(uint64_t) : 0;
     return tqkv__planned(m, tqkv_metal_plan_cache_scratch(c, call, n_queries, &sizes[TQKV__CALL_SCRATCH]), "attend");
 }
@@ -1006,7 +1006,7 @@ static tqkv_result tqkv__attend_cache(tqkv_metal *m, const tqkv_cache *c, const 
     tqkv__copy_in(&queries, q, block->begin + parts[TQKV__CALL_Q].offset);
     if (call.list.buffer) {
         call.list = parts[TQKV__CALL_LIST];
-        memcpy(block->begin + call.list.offset, some->list, sizes[TQKV__CALL_LIST]);
+        memcpy(block->begin + call.list.offset, some->list.rows, sizes[TQKV__CALL_LIST]);
     }
     if (call.tree.buffer) {
         call.tree = parts[TQKV__CALL_TREE];
@@ -1208,10 +1208,10 @@ static tqkv_attention tqkv__trial_view(const tqkv_cache *c, const int32_t *list)
 {
     tqkv_attention a = tqkv_cache_view(c);
     a.n_queries = TQKV__TRIAL_QUERIES;
-    a.exact_first = a.exact_last = 0;
-    a.list = list;
-    a.list_length = TQKV__TRIAL_LISTED;
-    a.list_block = TQKV__TRIAL_BLOCK;
+    a.first.n = a.last.n = 0;
+    a.list.rows = list;
+    a.list.length = TQKV__TRIAL_LISTED;
+    a.list.block = TQKV__TRIAL_BLOCK;
     return a;
 }
 

@@ -111,9 +111,9 @@ static double attend(const layer *l, const int32_t *list, float *out)
 {
     tqkv_attention a = {.keys = &l->latent, .values = &l->latent, .tail = &l->rotary, .n_heads = HEADS, .n_queries = 1};
     a.end = POSITIONS;
-    a.list = list;
-    a.list_length = CHOSEN;
-    a.list_block = 1;
+    a.list.rows = list;
+    a.list.length = CHOSEN;
+    a.list.block = 1;
     const double begin = seconds();
     check(tqkv_attend(&a, l->q, out), "attend");
     return seconds() - begin;

@@ -96,8 +96,9 @@ static inline tqkv_store golden_store(const golden_case *c)
     store.head_dim = c->head_dim;
     store.n_kv_heads = GOLDEN_HEADS;
     store.capacity = GOLDEN_CAPACITY;
-    store.unrotated = c->option == GOLDEN_UNROTATED;
-    store.rotated = c->option == GOLDEN_ROTATED;
+    store.rotation = c->option == GOLDEN_UNROTATED ? TQKV_ROTATION_OFF
+                     : c->option == GOLDEN_ROTATED ? TQKV_ROTATION_ON
+                                                   : TQKV_ROTATION_DEFAULT;
     store.block_scale = c->option == GOLDEN_BLOCK_SCALE ? 0.8125f : 0.0f;
     store.codes_size = tqkv_codes_size(&store);
     store.norms_size = tqkv_norms_size(&store);

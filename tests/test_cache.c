@@ -533,9 +533,9 @@ static void check_fork_bits(const void *parameters)
         list[i][0] = 1;
         list[i][1] = i % 2 ? 2 : -1;
     }
-    if (index % 5 == 4) some.list = list[0];
-    some.list_length = 2;
-    some.list_block = 64;
+    if (index % 5 == 4) some.list.rows = list[0];
+    some.list.length = 2;
+    some.list.block = 64;
     tqkv_cache *ring = cache_make(&row, &desc), *copy;
     REQUIRE(ring, "no cache");
     for (int i = 0; i < N; i += 50) /* the ring drops 40 */

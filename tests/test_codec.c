@@ -62,8 +62,7 @@ static void check_encode(const void *parameters)
     const golden_case *c = (const golden_case *)parameters;
     tqkv_store shape = golden_store(c);
     tqkv_store store = test_store(shape.format, shape.head_dim, GOLDEN_HEADS, GOLDEN_CAPACITY, false);
-    store.unrotated = shape.unrotated;
-    store.rotated = shape.rotated;
+    store.rotation = shape.rotation;
     store.block_scale = shape.block_scale;
     float center[GOLDEN_HEADS * TQKV_MAX_HEAD_DIM], scale[GOLDEN_HEADS * TQKV_MAX_HEAD_DIM];
     golden_center(c, center);
@@ -121,7 +120,7 @@ static void check_decode(const void *parameters)
     enum { HEADS = 3, POSITIONS = 5 };
     int d = row->head_dim;
     tqkv_store store = test_store(row->format, d, HEADS, 7, false);
-    store.unrotated = row->unrotated;
+    store.rotation = row->unrotated ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     store.block_scale = row->block_scale;
     fill_random(&store);
     size_t count = (size_t)(HEADS * POSITIONS * d);
@@ -347,7 +346,7 @@ static void check_ties(const void *parameters)
     float source[512];
     for (int i = 0; i < d; i++) source[i] = i % 2 ? -1.0f : 1.0f;
     tqkv_store store = test_store(format, d, 1, 1, false);
-    store.unrotated = true;
+    store.rotation = TQKV_ROTATION_OFF;
     for (int b = (1 << bits) / 2; b < (1 << bits) - 1; b++)
         check_around(&store, source, 1.0f, test_boundaries(bits)[b]);
     test_store_free(&store);
@@ -449,7 +448,7 @@ static void check_length(const void *parameters)
     enum { ROWS = 8 };
     int d = row->head_dim;
     tqkv_store store = test_store(row->format, d, 1, ROWS, false);
-    store.unrotated = row->unrotated;
+    store.rotation = row->unrotated ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     store.block_scale = row->block_scale;
     for (int kind = 0; kind < 4; kind++) {
         float *source = test_rows(3, kinds[kind], ROWS, d);
@@ -524,7 +523,7 @@ static void check_infinite(const void *parameters)
     enum { TOKENS = 3 };
     const int d = row->head_dim;
     tqkv_store store = test_store(row->format, d, 1, GOLDEN_POSITION + TOKENS, false);
-    store.unrotated = row->unrotated;
+    store.rotation = row->unrotated ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     store.block_scale = 2e38f;
     float *source = test_rows(8, DATA_GAUSSIAN, TOKENS, d);
     for (int i = 0; i < TOKENS * d; i++) source[i] *= i < d ? 1e-9f : i < 2 * d ? 1.0f : 1e9f;

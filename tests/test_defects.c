@@ -17,9 +17,11 @@ static void check_block_norms(const void *parameters)
         float source[REFERENCE_MAX_DIM];
         data_rows(1, DATA_GAUSSIAN, source, 1, d);
         for (int i = 0; i < d; i++) source[i] *= (float)(1 << i / 256);
-        store.unrotated = reference_can_be_unrotated(format); /* without the rotation each block keeps its size */
+        store.rotation = reference_can_be_unrotated(format)
+                             ? TQKV_ROTATION_OFF
+                             : TQKV_ROTATION_DEFAULT; /* without the rotation each block keeps its size */
         CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_OK);
-        for (int block = 0; block < d / 256 && store.unrotated; block++) {
+        for (int block = 0; block < d / 256 && store.rotation == TQKV_ROTATION_OFF; block++) {
             double row[REFERENCE_MAX_DIM], sum = 0.0, decoded = 0.0;
             reference_decode(&store, 0, 0, row);
             for (int i = 256 * block; i < 256 * block + 256; i++) {
@@ -28,7 +30,7 @@ static void check_block_norms(const void *parameters)
             }
             CHECK(fabs(decoded - sum) < 1e-6 * sum, "D=%d block %d has length^2 %g, not %g", d, block, decoded, sum);
         }
-        store.unrotated = false;
+        store.rotation = TQKV_ROTATION_DEFAULT;
         CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_OK);
         uint8_t codes[REFERENCE_MAX_DIM];
         float norms[4], scaled[REFERENCE_MAX_DIM];

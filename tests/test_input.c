@@ -192,14 +192,14 @@ static void use_ends(world *w)
 {
     w->ends = w->keys;
     w->ends.format = TQKV_F16;
-    w->ends.rotated = true;
+    w->ends.rotation = TQKV_ROTATION_ON;
     w->ends.codes = w->m->pool_codes;
     w->ends.codes_size = sizeof w->m->pool_codes;
     CHECK_RESULT(tqkv_encode(&w->ends, w->m->src, TOKENS, 0), TQKV_OK);
     CHECK_RESULT(tqkv_encode(&w->ends, w->m->src2, TOKENS, 3), TQKV_OK);
-    w->attention.first_keys = w->attention.last_keys = &w->ends;
-    w->attention.exact_first = 1;
-    w->attention.exact_last = 2;
+    w->attention.first.keys = w->attention.last.keys = &w->ends;
+    w->attention.first.n = 1;
+    w->attention.last.n = 2;
 }
 
 /* Makes a ring of the five positions, which keeps its first one: of keys, values and tail. */
@@ -210,10 +210,10 @@ static void use_kept(world *w)
     w->kept_tail = w->tail;
     w->kept_tail.codes = w->m->pool_codes + sizeof w->m->pool_codes / 2;
     memset(w->kept_tail.codes, 0, sizeof w->m->pool_codes / 2);
-    w->attention.first_values = &w->ends;
-    w->attention.first_tail = &w->kept_tail;
-    w->attention.last_keys = NULL;
-    w->attention.exact_last = 0;
+    w->attention.first.values = &w->ends;
+    w->attention.first.tail = &w->kept_tail;
+    w->attention.last.keys = NULL;
+    w->attention.last.n = 0;
     w->keys.ring = w->values.ring = w->tail.ring = true;
     w->keys.capacity = w->values.capacity = w->tail.capacity = 5;
     w->attention.end = 10;

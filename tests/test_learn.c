@@ -983,7 +983,7 @@ static void check_preset_fits(const void *parameters)
     CHECK_RESULT(tqkv_cache_fork(caches[0], &grown, &copy), TQKV_OK);
     REQUIRE(copy, "no copy");
     CHECK_RESULT(tqkv_cache_append(copy, rows, rows, GROWN - capacity), TQKV_OK);
-    CHECK(tqkv_cache_view(copy).exact_last == 128, "%d newest positions", tqkv_cache_view(copy).exact_last);
+    CHECK(tqkv_cache_view(copy).last.n == 128, "%d newest positions", tqkv_cache_view(copy).last.n);
     tqkv_cache_destroy(copy);
     for (int i = 0; i < 2; i++) tqkv_cache_destroy(caches[i]);
     free(rows);

@@ -16,8 +16,7 @@ typedef struct scale_row {
 static tqkv_store make_store(const scale_row *row)
 {
     tqkv_store s = test_store(row->format, row->head_dim, HEADS, TOKENS, false);
-    s.unrotated = row->unrotated;
-    s.rotated = row->rotated;
+    s.rotation = row->unrotated ? TQKV_ROTATION_OFF : row->rotated ? TQKV_ROTATION_ON : TQKV_ROTATION_DEFAULT;
     return s;
 }
 
@@ -112,8 +111,7 @@ static void check_places(const void *parameters)
     int32_t slots[TOKENS];
     tqkv_store linear = make_store(row), pool = make_store(row);
     tqkv_store ring = test_store(row->format, row->head_dim, HEADS, RING, true);
-    ring.unrotated = row->unrotated;
-    ring.rotated = row->rotated;
+    ring.rotation = row->unrotated ? TQKV_ROTATION_OFF : row->rotated ? TQKV_ROTATION_ON : TQKV_ROTATION_DEFAULT;
     linear.channel_scale = pool.channel_scale = ring.channel_scale = scales;
     for (int t = 0; t < TOKENS; t++) slots[t] = TOKENS - 1 - t;
     CHECK_RESULT(tqkv_encode(&linear, rows, TOKENS, 0), TQKV_OK);

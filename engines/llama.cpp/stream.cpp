@@ -72,7 +72,7 @@ bool stream::open(tqkv_format format, int head_dim, int n_heads, int n_cells, co
     with_ends_ = with_ends && format != TQKV_F16;
     halves_ = codes_;
     halves_.format = TQKV_F16;
-    halves_.rotated = true;
+    halves_.rotation = TQKV_ROTATION_ON;
     halves_.capacity = 0;
     halves_.codes = nullptr;
     halves_.norms = nullptr;

@@ -122,6 +122,11 @@ TQKV_METAL_API tqkv_result tqkv_metal_calibrate(tqkv_metal *m, tqkv_metal_object
                                                 int n_queries, tqkv_pairs pairs, tqkv_metal_buffer center,
                                                 tqkv_metal_buffer channel_scale);
 
+/* The stores of a tqkv_ends. */
+typedef struct tqkv_metal_ends {
+    const tqkv_metal_store *keys, *values, *tail;
+} tqkv_metal_ends;
+
 /* tqkv_attention with buffers. NaN and Inf in q or sinks are not detected; they spread. */
 typedef struct tqkv_metal_attention {
     tqkv_attention attention; /* its keys, values, tail, sinks, parallel and allocator are not read */
@@ -135,15 +140,14 @@ typedef struct tqkv_metal_attention {
        sequence. */
     int matrix_group;
     const tqkv_metal_store *tail; /* as tqkv_attention's; NULL = none. With the keys' page table in the same buffer. */
-    /* int32_t [n_queries][list_heads][list_length]; zero = none. Kernels read it when they run; attention.list, if it
+    /* attention.list.rows in a buffer; zero = none. Kernels read it when they run; attention.list.rows, if it
        is not NULL, is what it will hold then. Without that what follows the first -1 of a row, and a bad entry
        (negative, or not larger than all before it) is left out. A list of all blocks gives the bits that there are
        without, but not in a ring that has wrapped. */
     tqkv_metal_buffer list;
-    /* With attention.exact_first and exact_last, as tqkv_attention's. Without pages and, where keys have a tail, not
+    /* Their counts are those of attention.first and attention.last. Without pages and, where keys have a tail, not
        beside codes in pages. */
-    const tqkv_metal_store *first_keys, *first_values, *last_keys, *last_values;
-    const tqkv_metal_store *first_tail; /* as tqkv_attention's */
+    tqkv_metal_ends first, last;
 } tqkv_metal_attention;
 
 /* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
@@ -177,7 +181,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_ob
 /* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in as many dispatches as one item
    alone takes, cut evenly over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types,
    bases, sinks and matrix_group, in which of the stores of halves they have, and all or none have a softcap, centres,
-   lists and pages; window, scale, softcap's size, tree, blocks of the lists, exact_first, exact_last, n_queries and
+   lists and pages; window, scale, softcap's size, tree, blocks of the lists, first.n, last.n, n_queries and
    what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one buffer, at
    any offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that
    the processor can write, at a multiple of 256, with the bytes that the first call tells, for this call alone until it

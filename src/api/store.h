@@ -5,6 +5,14 @@
    with a store of its own over the same codes and norms; position p is slot pages[p / page_size] * page_size +
    p % page_size. Tables may share pages, as for a common prompt. Entries of positions that nothing sees or
    writes are not looked at. */
+/* Whether rows are rotated before they are stored. */
+typedef enum tqkv_rotation {
+    TQKV_ROTATION_DEFAULT = 0, /* as the format has it: F16 is not rotated, all other formats are */
+    /* For caches written without the rotation: TQ5, TQ6, TQ8, their _BYTES forms and F16. The rotation spreads the heavy
+       tails of real values: without it the error of codes grows by up to four digits. */
+    TQKV_ROTATION_OFF,
+    TQKV_ROTATION_ON /* of F16: halves of the rotated row, less the centre, in the basis of other formats' codes */
+} tqkv_rotation;
 struct tqkv_store {
     tqkv_format format; /* not TQKV_FORMAT_DEFAULT: a store alone does not know whether it holds keys or values */
     int head_dim; /* 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512, 576, 640, 768, 896
@@ -44,9 +52,7 @@ struct tqkv_store {
     const float *channel_scale;
     float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
     int rotary_dim; /* channels [0, rotary_dim) are turned by the rotary embedding; for tqkv_pairs alone; 0 = head_dim */
-    bool rotated;   /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
-    bool unrotated; /* for caches written without the rotation; TQ5, TQ6, TQ8 and their _BYTES forms only. The rotation
-                       spreads the heavy tails of real values: without it the error grows by up to four digits. */
+    tqkv_rotation rotation;
 };
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
@@ -68,7 +74,7 @@ TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *s, const void *src, int
    scaled: [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled);
 
-/* The basis of a vector. Streams without rotation (F16, unrotated) and without a scale have one basis. */
+/* The basis of a vector. Streams without rotation and without a scale have one basis. */
 typedef enum tqkv_basis {
     TQKV_ORIGINAL = 0,
     /* The basis of the codes: after scale and rotation. Rows have the centre in them, scaled and rotated: a caller's
@@ -83,7 +89,7 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
 /* Writes the positions [position, position + n_positions) of `from` into `to`, which may have another format,
    block_scale, capacity and page table: decoded in the basis of the codes and encoded there, the same bytes on every
    machine. Rows of F16 that are not rotated are on the way, rows of the same format and block_scale are copied.
-   TQKV_INVALID_ARGUMENT unless n_kv_heads, head_dim, unrotated (F16 goes with either), the centre and the scale are the
+   TQKV_INVALID_ARGUMENT unless n_kv_heads, head_dim, the rotation (F16 goes with either), the centre and the scale are the
    same. A page may not occur twice among those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a
    norm of 1e30 or more. Many rows go to tasks of to->parallel.
    Two page tables of one pool, with rows of as many bytes: a copy of a sequence, if the pages that have these positions
@@ -140,7 +146,7 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
    or a ring. */
 TQKV_API tqkv_result tqkv_store_save(const tqkv_store *s, int64_t position, int n_positions, tqkv_write write,
                                      void *user);
-/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, unrotated,
+/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, rotation,
    block_scale, centre and scale, else TQKV_INVALID_ARGUMENT. They may have been other positions: rows come back in
    their order, to where there is room. A page may not occur twice among those written. TQKV_CORRUPT: a missing or
    changed byte. After TQKV_CORRUPT or TQKV_IO these positions may hold anything; all others are as they were. */

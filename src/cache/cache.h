@@ -189,7 +189,7 @@ static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
     *s = *stream;
     if (halves) {
         s->format = TQKV_F16;
-        s->rotated = true;
+        s->rotation = TQKV_ROTATION_ON;
     }
     s->ring = last;
     s->capacity = last ? (int)room : c->exact_first;
@@ -245,11 +245,11 @@ static void tqkv__cache_attach(tqkv_attention *a, const tqkv_cache *c)
     a->keys = &c->keys;
     a->values = c->shared ? &c->keys : &c->values;
     a->tail = c->tail.head_dim ? &c->tail : NULL;
-    a->first_keys = tqkv__store_of(c, TQKV__FIRST_KEYS);
-    a->first_values = tqkv__store_of(c, c->shared ? TQKV__FIRST_KEYS : TQKV__FIRST_VALUES);
-    a->first_tail = tqkv__store_of(c, TQKV__FIRST_TAIL);
-    a->last_keys = tqkv__store_of(c, TQKV__LAST_KEYS);
-    a->last_values = tqkv__store_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_VALUES);
+    a->first.keys = tqkv__store_of(c, TQKV__FIRST_KEYS);
+    a->first.values = tqkv__store_of(c, c->shared ? TQKV__FIRST_KEYS : TQKV__FIRST_VALUES);
+    a->first.tail = tqkv__store_of(c, TQKV__FIRST_TAIL);
+    a->last.keys = tqkv__store_of(c, TQKV__LAST_KEYS);
+    a->last.values = tqkv__store_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_VALUES);
 }
 
 /* Resolves the defaults of a desc; checks it and the shapes of all streams. */
@@ -554,9 +554,9 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
 static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
 {
     const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_KEYS);
-    a->exact_first = (int)c->exact_below;
-    a->exact_last = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
-    a->exact_from = c->exact_from;
+    a->first.n = (int)c->exact_below;
+    a->last.n = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
+    a->last.from = c->exact_from;
 }
 
 /* The attention of one query to codes and what is kept besides. */
@@ -566,7 +566,7 @@ static tqkv_attention tqkv__view_codes(const tqkv_cache *c)
     view.kv_len = (int)(c->attention.end - c->first);
     tqkv__count_ends(c, &view);
     const bool full = c->exact_held <= c->attention.end - tqkv__newest_room(c); /* of halves that came */
-    if (!full && view.exact_from < c->exact_held) view.exact_from = c->exact_held;
+    if (!full && view.last.from < c->exact_held) view.last.from = c->exact_held;
     return view;
 }
 
@@ -583,11 +583,11 @@ static void tqkv__take_some(const tqkv_attention *some, tqkv_attention *a)
 {
     if (!some) return;
     a->tree = some->tree;
-    a->list = some->list;
-    a->list_length = some->list_length;
-    a->list_heads = some->list_heads;
-    a->list_block = some->list_block;
-    a->list_newest = some->list_newest;
+    a->list.rows = some->list.rows;
+    a->list.length = some->list.length;
+    a->list.heads = some->list.heads;
+    a->list.block = some->list.block;
+    a->list.newest = some->list.newest;
 }
 
 /* Opens the attention of a cache. some: NULL, or an attention with the list and the tree */

@@ -478,7 +478,7 @@ static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int 
     a.keys = &c->raw[0];
     a.values = &c->raw[c->shared ? 0 : 1];
     a.tail = c->tail.head_dim ? &c->raw[2] : NULL;
-    a.first_keys = a.first_values = a.first_tail = a.last_keys = a.last_values = NULL;
+    a.first.keys = a.first.values = a.first.tail = a.last.keys = a.last.values = NULL;
     a.end = end;
     a.kv_len = (int)end;
     a.n_queries = n_queries;
@@ -539,8 +539,8 @@ static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *so
     tqkv_attention coded;
     memset(&coded, 0, sizeof coded);
     tqkv__take_some(some, &coded);
-    const size_t heads = (size_t)(coded.list_heads ? coded.list_heads : 1);
-    if (coded.list) coded.list += (size_t)first * heads * (size_t)coded.list_length;
+    const size_t heads = (size_t)(coded.list.heads ? coded.list.heads : 1);
+    if (coded.list.rows) coded.list.rows += (size_t)first * heads * (size_t)coded.list.length;
     tqkv_result r = tqkv__cache_attention(c, some ? &coded : NULL, n_queries - first, a);
     if (r != TQKV_OK) return r;
     const size_t size = tqkv__type_size(a->call.output_type), skipped = (size_t)first;

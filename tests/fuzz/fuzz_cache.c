@@ -129,7 +129,7 @@ static bool set_up(fuzz_input *input, model *m)
     for (int side = 0; side < 2 && (m->desc.exact_first || m->desc.exact_last); side++) {
         const tqkv_store *codes = side ? &m->values : &m->keys;
         m->halves[side] = test_store(TQKV_F16, codes->head_dim, codes->n_kv_heads, m->positions, false);
-        m->halves[side].rotated = true;
+        m->halves[side].rotation = TQKV_ROTATION_ON;
         m->halves[side].center = codes->center;
         m->halves[side].channel_scale = codes->channel_scale;
     }
@@ -166,11 +166,11 @@ static void check_row(const model *m, const tqkv_store *store, const tqkv_store 
 static void check_halves(const model *m)
 {
     const tqkv_attention a = tqkv_cache_view(m->cache);
-    const tqkv_store *const first[2] = {a.first_keys, a.first_values}, *const last[2] = {a.last_keys, a.last_values};
+    const tqkv_store *const first[2] = {a.first.keys, a.first.values}, *const last[2] = {a.last.keys, a.last.values};
     for (int i = 0; i < 2 * m->desc.n_kv_heads; i++) {
-        for (int at = 0; first[i % 2] && at < a.exact_first; at++)
-            if (first[i % 2]->rotated) check_row(m, first[i % 2], &m->halves[i % 2], i / 2, at);
-        for (int64_t at = m->end - a.exact_last; last[i % 2] && at < m->end; at++)
+        for (int at = 0; first[i % 2] && at < a.first.n; at++)
+            if (first[i % 2]->rotation == TQKV_ROTATION_ON) check_row(m, first[i % 2], &m->halves[i % 2], i / 2, at);
+        for (int64_t at = m->end - a.last.n; last[i % 2] && at < m->end; at++)
             check_row(m, last[i % 2], &m->halves[i % 2], i / 2, at);
     }
 }
@@ -305,16 +305,16 @@ static tqkv_attention attention_of(const model *m, const tqkv_store *keys, const
     a.sinks = m->desc.sinks;
     const tqkv_attention view = tqkv_cache_view(m->cache);
     const bool modelled = keys == &m->keys;
-    a.exact_first = view.exact_first;
-    a.exact_last = view.exact_last;
-    a.exact_from = view.exact_from > (modelled ? m->base : 0) ? view.exact_from - (modelled ? m->base : 0) : 0;
-    a.first_keys = !view.first_keys || !modelled ? view.first_keys : &m->halves[0];
-    a.first_values = !view.first_values || !modelled ? view.first_values : &m->halves[1];
-    a.last_keys = !view.last_keys || !modelled ? view.last_keys : &m->halves[0];
-    a.last_values = !view.last_values || !modelled ? view.last_values : &m->halves[1];
-    a.first_tail = view.first_tail; /* rows of a format, as those of streams of F16: of what is appended */
-    if (a.first_keys && a.keys->format == TQKV_F16) a.first_keys = view.first_keys;
-    if (a.first_values && a.values->format == TQKV_F16) a.first_values = view.first_values;
+    a.first.n = view.first.n;
+    a.last.n = view.last.n;
+    a.last.from = view.last.from > (modelled ? m->base : 0) ? view.last.from - (modelled ? m->base : 0) : 0;
+    a.first.keys = !view.first.keys || !modelled ? view.first.keys : &m->halves[0];
+    a.first.values = !view.first.values || !modelled ? view.first.values : &m->halves[1];
+    a.last.keys = !view.last.keys || !modelled ? view.last.keys : &m->halves[0];
+    a.last.values = !view.last.values || !modelled ? view.last.values : &m->halves[1];
+    a.first.tail = view.first.tail; /* rows of a format, as those of streams of F16: of what is appended */
+    if (a.first.keys && a.keys->format == TQKV_F16) a.first.keys = view.first.keys;
+    if (a.first.values && a.values->format == TQKV_F16) a.first.values = view.first.values;
     return a;
 }
 
@@ -403,7 +403,7 @@ static void attend_pages(const model *m, int n, const float *q, const float *flo
     if (a.tail) tail = pool_of(m, a.tail, pages[0]);
     if (a.tail) a.tail = &tail;
     CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
-    if (!m->desc.ring || (m->end <= m->desc.capacity && !a.exact_first)) /* which a ring adds apart */
+    if (!m->desc.ring || (m->end <= m->desc.capacity && !a.first.n)) /* which a ring adds apart */
         CHECK(!memcmp(out, floats, n_out * sizeof *out), "pages change the result");
     check_answers(m, n, NULL, q, out);
     free(out);
@@ -426,7 +426,7 @@ static void attend(fuzz_input *input, model *m)
     tqkv_result result = tqkv_cache_attend(m->cache, queries, n, out);
     const tqkv_attention view = tqkv_cache_view(m->cache);
     /* What the window of the first query begins with, and the first position that can be missing. */
-    const int64_t begin = m->end - n - view.window + 1, kept = m->base ? -m->base : view.exact_first;
+    const int64_t begin = m->end - n - view.window + 1, kept = m->base ? -m->base : view.first.n;
     const bool gone = view.window && n && (begin > kept ? begin : kept) < m->first;
     if (gone && result == TQKV_OUT_OF_RANGE) {
         CHECK(fuzz_is_untouched(out, size), "written");
@@ -580,7 +580,7 @@ static void fork_cache(fuzz_input *input, model *m)
     memset(&desc, 0, sizeof desc);
     desc.capacity = changed ? capacity : 0;
     desc.ring = ring;
-    const int first = tqkv_cache_view(m->cache).exact_first;
+    const int first = tqkv_cache_view(m->cache).first.n;
     const bool fits = !desc.capacity || (desc.capacity >= m->end - m->first && desc.capacity >= first);
     const tqkv_result result = tqkv_cache_fork(m->cache, changed ? &desc : NULL, &copy);
     const bool short_ring = (m->desc.ring || (changed && ring)) &&

@@ -16,7 +16,7 @@ static tqkv_store read_shape(fuzz_input *input)
     s.capacity = odd & 8 ? fuzz_int(input) : fuzz_range(input, 1, 70);
     s.block_scale = odd & 16 ? fuzz_float(input) : 0.0f;
     s.ring = (odd & 32) != 0;
-    s.unrotated = (odd & 64) != 0;
+    s.rotation = (odd & 64) != 0 ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     if (odd & 128) s.center = (const float *)&s; /* any: check_run reads one */
     return s;
 }

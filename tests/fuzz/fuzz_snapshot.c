@@ -335,7 +335,7 @@ static bool read_shape(fuzz_input *input, const float *center, tqkv_store *s)
     s->format = test_formats[fuzz_range(input, 0, TEST_FORMATS - 1)];
     s->head_dim = fuzz_head_dim(input);
     s->n_kv_heads = 1 + flags % 2;
-    s->unrotated = (flags & 14) == 14;
+    s->rotation = (flags & 14) == 14 ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     s->block_scale = flags & 16 ? 0.75f : 0.0f;
     if (flags & 32) s->center = center;
     s->capacity = TABLE * 64;

@@ -54,8 +54,9 @@ tqkv_store make_store(const codec_row *row, const std::vector<float> &center)
     tqkv_store s = test_store(row->format, row->head_dim, row->n_kv_heads, row->capacity, row->ring);
     s.type = row->type;
     s.center = row->centered ? center.data() : nullptr;
-    s.unrotated = row->unrotated;
-    s.rotated = row->rotated && row->format == TQKV_F16;
+    s.rotation = row->unrotated                              ? TQKV_ROTATION_OFF
+                 : (row->rotated && row->format == TQKV_F16) ? TQKV_ROTATION_ON
+                                                             : TQKV_ROTATION_DEFAULT;
     s.block_scale = row->block_scale;
     return s;
 }

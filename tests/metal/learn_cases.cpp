@@ -89,7 +89,7 @@ tqkv_result run_attend(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention 
     std::vector<char> outputs((size_t)(n * heads) * row);
     tqkv_metal_attention call = {};
     if (some) call.attention = *some;
-    if (some && some->list) call.list = gpu_buffer(some->list);
+    if (some && some->list.rows) call.list = gpu_buffer(some->list.rows);
     if (some && some->tree) call.tree = gpu_buffer(some->tree);
     size_t bytes = 0;
     CHECK_RESULT(tqkv_metal_plan_cache_scratch(c, &call, n, &bytes), TQKV_OK);
@@ -251,11 +251,11 @@ void pair_of_caches::check_newest(int t, int n, const tqkv_attention *some, cons
     const size_t each = (size_t)(HEADS * value_dim), all = (size_t)n * each, last = all - each;
     tqkv_attention view = tqkv_cache_view(caches[0]);
     if (some) {
-        view.list = some->list;
+        view.list.rows = some->list.rows;
         view.tree = some->tree;
-        view.list_length = some->list_length;
-        view.list_block = some->list_block;
-        view.list_newest = some->list_newest;
+        view.list.length = some->list.length;
+        view.list.block = some->list.block;
+        view.list.newest = some->list.newest;
     }
     view.n_queries = n;
     const std::vector<char> rows_of_q =
@@ -340,10 +340,10 @@ void run_some(const void *parameters)
             tqkv_attention some;
             memset(&some, 0, sizeof some);
             some.tree = way & 1 ? tree : nullptr;
-            some.list = way & 2 ? list : nullptr;
-            some.list_length = way & 2 ? LENGTH : 0;
-            some.list_block = way & 2 ? 4 : 0;
-            some.list_newest = way & 2 ? 2 : 0;
+            some.list.rows = way & 2 ? list : nullptr;
+            some.list.length = way & 2 ? LENGTH : 0;
+            some.list.block = way & 2 ? 4 : 0;
+            some.list.newest = way & 2 ? 2 : 0;
             caches.attend(end - N, N, &some);
         }
     }

@@ -23,7 +23,7 @@ pool::pool(const tqkv_store &shape, int page_size, int positions, data_random *r
     store = test_store(shape.format, shape.head_dim, shape.n_kv_heads, (n_pages + spare) * page_size, false);
     store.type = shape.type;
     store.center = shape.center;
-    store.unrotated = shape.unrotated;
+    store.rotation = shape.rotation;
     store.block_scale = shape.block_scale;
     for (int i = 0; i < n_pages + spare; i++) { // shuffled
         const size_t j = (size_t)data_below(random, i + 1);

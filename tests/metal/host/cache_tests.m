@@ -130,7 +130,7 @@ static void run_latent(const void *parameters)
     const size_t each = 512 + (tail ? 64 : 0);
     const int32_t list[] = {0, 2, 7, -1, 3, 5};
     const uint64_t tree[] = {1, 2}; /* the second query does not see the first */
-    const tqkv_attention some = {.list = list, .list_length = 3, .list_block = 4, .list_newest = 3, .tree = tree};
+    const tqkv_attention some = {.list.rows = list, .list.length = 3, .list.block = 4, .list.newest = 3, .tree = tree};
     tqkv_cache_desc desc = {.head_dim = 512,
                             .n_kv_heads = 1,
                             .n_heads = HEADS,
@@ -264,19 +264,19 @@ static void record_step(tqkv_cache *cache, const float *k, const float *v, const
 static void compare_listed(tqkv_cache *gpu, tqkv_cache *cpu, size_t count)
 {
     const int32_t list[] = {0, 1, 3, -1};
-    const tqkv_attention known = {.list = list, .list_length = 4, .list_block = 4, .list_newest = 2};
+    const tqkv_attention known = {.list.rows = list, .list.length = 4, .list.block = 4, .list.newest = 2};
     tqkv_metal_attention some = {.attention = known};
     float *q = host_floats(90, count), *expected = test_alloc(count * sizeof *q);
     size_t bytes = 0;
     tqkv_metal *m = test_host.metal;
-    some.attention.list = NULL;
+    some.attention.list.rows = NULL;
     some.list = host_buffer(list, sizeof list);
     CHECK_RESULT(tqkv_metal_cache_some_scratch(m, gpu, &some, 1, &bytes), TQKV_OK);
     tqkv_metal_buffer qb = host_buffer(q, count * sizeof *q), ob = host_zeros(count * sizeof *q),
                       scratch = host_zeros(bytes);
     host_work work = host_begin(true);
     CHECK_RESULT(tqkv_metal_cache_attend_some(m, work.encoder, gpu, &some, qb, 1, scratch, ob), TQKV_OK);
-    some.attention.list_block = 5;
+    some.attention.list.block = 5;
     CHECK_REFUSED(m, tqkv_metal_cache_attend_some(m, work.encoder, gpu, &some, qb, 1, scratch, ob),
                   TQKV_INVALID_ARGUMENT, "attend");
     host_end(&work);

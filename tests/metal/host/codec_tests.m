@@ -27,7 +27,7 @@ static bool same_bytes(const tqkv_store *a, const tqkv_store *b)
 static tqkv_store make_store(const codec_case *c)
 {
     tqkv_store s = test_store(c->format, c->head_dim, HEADS, c->capacity, c->ring);
-    s.unrotated = c->unrotated;
+    s.rotation = c->unrotated ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     s.block_scale = c->block_scale;
     s.type = c->type;
     return s;

@@ -177,7 +177,7 @@ static void open_batch(batch *b, const pools *p, bool listed)
         tqkv_attention host = {.keys = &p->keys, .values = &p->values, .n_heads = HEADS * GROUP};
         host.n_queries = queries[i];
         host.end = lengths[i];
-        if (listed) host.list = lists[first[i]], host.list_length = 3, host.list_block = 16;
+        if (listed) host.list.rows = lists[first[i]], host.list.length = 3, host.list.block = 16;
         reference_attend_as(REFERENCE_FLOATS, &host, rows + at, b->expected + at);
         b->items[i].attention = host;
         if (listed) b->items[i].list = b->lists, b->items[i].list.offset += (size_t)first[i] * sizeof lists[0];
