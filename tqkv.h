@@ -38,7 +38,6 @@
      >>rotate         the rotation alone
      >>attention      attention over two stores, whole or in slices
      >>index          scores of an index, and the choice of blocks by them
-     >>threads        a hook for the threads of an engine
      >>isa            the instruction set in use
      >>metal          all of it on Apple's GPUs, with tqkv_metal.m
      >>metal-plan     the same as plans, for engines that dispatch kernels themselves
@@ -75,7 +74,7 @@
      writes a slot that another writes or sees. So two threads may encode into different slots, and one may encode a
      position while others attend to those before it.
      The only hidden state is the choice of an instruction set, made once. The hook tqkv_parallel runs tasks of one call
-     on the caller's threads; tqkv_team is such a hook for threads that call at once. The number of threads does not
+     on the caller's threads. The number of threads does not
      change any bit of the results. A call takes at most 64 KiB of stack.
 
    MATHEMATICS
@@ -157,13 +156,6 @@ extern "C" {
 TQKV_API const char *tqkv_format_name(tqkv_format f);
 /* The format of that name; TQKV_FORMAT_DEFAULT for NULL and for an unknown name. */
 TQKV_API tqkv_format tqkv_format_from_name(const char *name);
-/* Bytes of the codes of one row (one position of one head); 0 for an unsupported format or head_dim. */
-TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim);
-/* Norms of one row; 0 for F16 and for an unsupported format or head_dim. */
-TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim);
-/* The scaled value (tqkv_probe) where a format saturates: its last boundary, 127 for I8, 65504 for F16, else 0. */
-TQKV_API float tqkv_last_boundary(tqkv_format f);
-
 /* >>result
    A call that does not return TQKV_OK has written nothing, unless its comment says otherwise. */
 typedef enum tqkv_result {
@@ -389,11 +381,11 @@ struct tqkv_store {
     float *norms;      /* may be NULL for F16 */
     size_t norms_size; /* bytes */
 
-    /* Rows given to encode, probe, mean and measure, and written by decode. The codes of a half or a bfloat16 are those
+    /* Rows given to encode, probe, measure and calibrate, and written by decode. The codes of a half or a bfloat16 are those
        of the same value as a float. Attention looks at neither. */
     tqkv_type type;
     tqkv_strides strides;
-    tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
+    tqkv_parallel parallel; /* for encode and convert, of many rows; zero = the calling thread alone */
 
     /* From rows to codes. The same for all positions: set these before the first row is encoded, and keep the arrays as
        long as the store. */
@@ -416,14 +408,11 @@ TQKV_API size_t tqkv_codes_size(const tqkv_store *s);
 TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
-   `capacity` tokens. A page may not occur twice among those written. TQKV_NOT_FINITE if src holds NaN or Inf, even in
-   tokens that a ring drops. Values near 1e19, whose squared length overflows, give an infinite norm. What shares a norm
+   `capacity` tokens. A page may not occur twice among those written; a page of -1 leaves its tokens out. So tokens of
+   many sequences go by one call to slots of a common pool: pages = the slot of each token, page_size 1, position 0.
+   TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that are left out. Values near 1e19, whose squared length overflows, give an infinite norm. What shares a norm
    becomes zeros where all is at most 1e-10: the length of a row, or of I8 its largest value. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
-/* Token t goes to slot slots[t] of the pool, a token with slot -1 nowhere; no slot twice. For tokens of many sequences
-   at once: pages and ring are not looked at. NaN and Inf are refused in all rows, left-out ones too.
-   slots: [n_tokens] */
-TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *s, const void *src, int n_tokens, const int32_t *slots);
 
 /* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries. They are
    rotated, divided by the norm, and scaled to unit variance; I8: in steps of the grid; F16: what is rounded. src,
@@ -456,10 +445,6 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
    checks come before the first write: a conversion never ends halfway. */
 TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *from, int64_t position,
                                         int n_positions);
-
-/* The mean of the rows of each head, a centre for such rows; mean: [n_kv_heads][head_dim], zeros for no tokens. Sums in
-   double. shape and src as for tqkv_probe; the centre, the scale and the format of shape do not matter. */
-TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean);
 
 /* How well a store of this format, centre and scale keeps the rows of one head. */
 typedef struct tqkv_quality {
@@ -510,9 +495,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *s, int64_t position, int 
                                      void *user);
 
 /* >>rotate
-   y = R(s*x)/sqrt(D) and its inverse x = s*R(y)/sqrt(D), in place; rows: [n_rows][head_dim]. NaN and Inf spread. */
-TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim);
-TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim);
+   y = R(s*x)/sqrt(D) to TQKV_ROTATED, and its inverse x = s*R(y)/sqrt(D) to TQKV_ORIGINAL, in place; rows:
+   [n_rows][head_dim]. NaN and Inf spread. For an engine that passes queries or takes outputs in the basis of the codes,
+   or folds the rotation into its weights. */
+TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim, tqkv_basis to);
 
 /* >>attention
    out = sum_j softmax_j( cap( scale * q.k_j ) ) v_j,   cap(x) = softcap > 0 ? softcap * tanh(x/softcap) : x
@@ -698,38 +684,6 @@ TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *x, const void *q, float
    -INFINITY is never chosen. The blocks of `first` and `newest` come before all others, lower ones first. list:
    [n_queries][k]. Reads only the shape of keys. TQKV_NOT_FINITE if the score of a block that its query sees is NaN. */
 TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *x, const float *scores, int k, int32_t *list);
-
-/* >>threads
-   A hook for threads that are there already: of an engine that calls each operation on all its threads at once, as ggml
-   does, and has no pool to lend. All call tqkv_team_begin. It returns true in thread 0, whose calls to tqkv the others
-   then help with; in these it returns false after tqkv_team_end, when there is nothing left to do. Example:
-
-     void attend_layer(layer *l, int thread, int n_threads)          // on all threads, with one l
-     {
-         if (!tqkv_team_begin(l->team, thread, n_threads)) return;
-         l->result = tqkv_encode(&l->keys, l->k, 1, l->position);    // l->keys.parallel = tqkv_team_parallel(l->team)
-         if (l->result == TQKV_OK) l->result = tqkv_encode(&l->values, l->v, 1, l->position);
-         l->attention.end = l->position + 1;                         // l->attention.parallel: the same
-         if (l->result == TQKV_OK) l->result = tqkv_attend(&l->attention, l->q, l->out);
-         tqkv_team_end(l->team);
-     }
-
-   Thread 0 begins at once; its tqkv_team_end, and tqkv_team_begin in the others, wait until all n_threads threads have
-   come to tqkv_team_begin. The next begin may follow at once; another number of threads only after all have returned.
-   Waiting threads spin, and after a while give way to others. One team serves all layers; two operations at once need
-   two. */
-typedef struct tqkv_team tqkv_team;
-/* allocator: NULL = malloc, free. *out is NULL on failure. */
-TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team **out);
-TQKV_API void tqkv_team_destroy(tqkv_team *team); /* NULL is fine. No thread may be between begin and end. */
-TQKV_API bool tqkv_team_begin(tqkv_team *team, int thread, int n_threads);
-TQKV_API void tqkv_team_end(tqkv_team *team); /* by thread 0 */
-/* The hook, for calls of thread 0 between begin and end. Elsewhere the calling thread, one at a time, runs all
-   tasks. */
-TQKV_API tqkv_parallel tqkv_team_parallel(tqkv_team *team);
-/* Scratch for the same calls, and caches, which must be destroyed before the team. The team keeps what is freed, so
-   that after the first calls nothing is allocated. */
-TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team);
 
 /* >>isa
    The instruction set in use: "avx512" (with VBMI and VNNI), "avx2" (with FMA), "neon" or "scalar". The first call
@@ -1223,13 +1177,12 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>needs          what the implementation needs of the compiler, and xxHash
      >>exact          arithmetic whose bits depend on nothing but its operands
      >>store-code     sizes, names, what a valid store is, which positions and rows are valid
-     >>team           tqkv_team
      >>set            what an instruction set provides
      >>rotate-code    the rotation
      >>codec          norms, quantising, packing, and back: the specification
      >>encode         tqkv_encode, tqkv_probe, tqkv_decode
      >>convert        tqkv_store_convert, and rows that move
-     >>measure        tqkv_mean, tqkv_measure, tqkv_rotate
+     >>measure        tqkv_measure, tqkv_rotate
      >>calibrate      tqkv_calibrate, tqkv_logit_noise
      >>attend         types of attention
      >>plain          attention of a tile in plain C: the specification
@@ -1620,27 +1573,6 @@ typedef struct tqkv__backend {
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-/* Gives the core to another thread, and gives up what another thread of the core needs. */
-#if defined(__x86_64__) || defined(__i386__)
-#define TQKV__PAUSE() __builtin_ia32_pause()
-#elif defined(__aarch64__)
-#define TQKV__PAUSE() __asm__ volatile("yield")
-#else
-#define TQKV__PAUSE() ((void)0)
-#endif
-#if defined(__unix__) || defined(__APPLE__)
-#include <sched.h>
-#define TQKV__YIELD() sched_yield()
-#elif defined(_WIN32) /* without windows.h and its macros */
-#ifdef __cplusplus
-extern "C"
-#endif
-    __declspec(dllimport) int __stdcall SwitchToThread(void);
-#define TQKV__YIELD() SwitchToThread()
-#else
-#define TQKV__YIELD() TQKV__PAUSE()
-#endif
-
 #ifdef __has_include
 #if !__has_include("xxhash.h")
 #error "tqkv.h: xxhash.h 0.8.0 or later is missing: Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h"
@@ -1985,6 +1917,29 @@ static int tqkv__norm_dim(int kind, int head_dim)
     return kind == TQKV__GRID ? tqkv__size_of(head_dim)->grid : TQKV__NORM_DIM(kind, head_dim);
 }
 
+/* Bytes of the codes of one row (one position of one head); 0 for an unsupported format or head_dim. */
+static size_t tqkv__row_bytes(tqkv_format f, int head_dim)
+{
+    const tqkv__format *row = tqkv__format_of(f);
+    return tqkv__head_dim_known(head_dim) ? (size_t)(head_dim * (row->main_bits + row->upper_bits) / 8) : 0;
+}
+
+/* Norms of one row; 0 for F16 and for an unsupported format or head_dim. */
+static int tqkv__norms_per_row(tqkv_format f, int head_dim)
+{
+    const int kind = tqkv__format_of(f)->kind;
+    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || kind == TQKV__HALF) return 0;
+    return head_dim / tqkv__norm_dim(kind, head_dim);
+}
+
+/* The scaled value where a format saturates; 0 for an unknown one. */
+static float tqkv__last_boundary(tqkv_format f)
+{
+    const int kind = tqkv__format_of(f)->kind, bits = tqkv__format_of(f)->book_bits;
+    if (kind == TQKV__BOOK) return TQKV__BOUNDARIES(bits)[(1 << bits) - 2];
+    return kind == TQKV__HALF ? 65504.0f : kind == TQKV__GRID ? 127.0f : 0.0f;
+}
+
 #define TQKV__PANEL 256
 
 /* A store with its defaults resolved and its sizes derived. */
@@ -2108,8 +2063,8 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->ring = store->ring;
     s->rotated = store->rotation ? store->rotation == TQKV_ROTATION_ON : s->kind != TQKV__HALF;
     s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
-    s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
-    s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
+    s->row_bytes = tqkv__row_bytes(store->format, store->head_dim);
+    s->norms_per_row = tqkv__norms_per_row(store->format, store->head_dim);
     s->norm_dim = tqkv__norm_dim(s->kind, s->head_dim);
     int panels = (s->norm_dim + TQKV__PANEL - 1) / TQKV__PANEL;
     while (s->norm_dim % panels) panels++;
@@ -2286,26 +2241,6 @@ TQKV_API tqkv_format tqkv_format_from_name(const char *name)
     return TQKV_FORMAT_DEFAULT;
 }
 
-TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim)
-{
-    const tqkv__format *row = tqkv__format_of(f);
-    return tqkv__head_dim_known(head_dim) ? (size_t)(head_dim * (row->main_bits + row->upper_bits) / 8) : 0;
-}
-
-TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim)
-{
-    const int kind = tqkv__format_of(f)->kind;
-    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || kind == TQKV__HALF) return 0;
-    return head_dim / tqkv__norm_dim(kind, head_dim);
-}
-
-TQKV_API float tqkv_last_boundary(tqkv_format f)
-{
-    const int kind = tqkv__format_of(f)->kind, bits = tqkv__format_of(f)->book_bits;
-    if (kind == TQKV__BOOK) return TQKV__BOUNDARIES(bits)[(1 << bits) - 2];
-    return kind == TQKV__HALF ? 65504.0f : kind == TQKV__GRID ? 127.0f : 0.0f;
-}
-
 TQKV_API size_t tqkv_codes_size(const tqkv_store *store)
 {
     tqkv__stream s;
@@ -2320,15 +2255,20 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *store)
 
 static bool tqkv__basis_known(tqkv_basis basis) { return basis == TQKV_ORIGINAL || basis == TQKV_ROTATED; }
 
-/* Checks the entries of the positions [first, end), which the table has. */
-static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64_t end)
+/* Checks the entries of the positions [first, end), which the table has. lowest: -1 where such a page is left out */
+static tqkv_result tqkv__check_pages_from(const tqkv__stream *s, int64_t first, int64_t end, int lowest)
 {
     if (!s->pages || first >= end) return TQKV_OK;
     for (int64_t i = first / s->page_size; i <= (end - 1) / s->page_size; i++)
-        if (s->pages[i] < 0 || s->pages[i] >= s->capacity / s->page_size)
+        if (s->pages[i] < lowest || s->pages[i] >= s->capacity / s->page_size)
             return TQKV__REFUSE(OUT_OF_RANGE,
                                 "pages: the entry of a position that is seen or written lies outside the pool");
     return TQKV_OK;
+}
+
+static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64_t end)
+{
+    return tqkv__check_pages_from(s, first, end, 0);
 }
 
 /* Whether no number of ids occurs twice or among others, but for negative ones; ids: [n], others: [n_others], or NULL
@@ -2356,13 +2296,14 @@ static bool tqkv__all_distinct(const int32_t *ids, int64_t n, const int32_t *oth
     return true;
 }
 
-static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t position)
+/* Checks n positions; lowest: as tqkv__check_pages_from's */
+static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t position, int lowest)
 {
     if (position < 0 || position > INT64_MAX - n) return TQKV__REFUSE(OUT_OF_RANGE, "position: negative or too large");
     if (!s->ring && position + n > tqkv__room(s))
         return TQKV__REFUSE(OUT_OF_RANGE,
                             "positions beyond the capacity, of a full cache say, or beyond the page table");
-    return tqkv__check_pages(s, position, position + n);
+    return tqkv__check_pages_from(s, position, position + n, lowest);
 }
 
 /* Refuses a table that names a page twice among those of n positions to write; follows tqkv__check_positions. */
@@ -2381,7 +2322,7 @@ static tqkv_result tqkv__open_positions(const tqkv_store *store, int n, int64_t 
     if (r != TQKV_OK) return r;
     if (n < 0) return TQKV__INVALID("n_positions is negative");
     if (s->ring && n > s->capacity) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
-    return tqkv__check_positions(s, n, position);
+    return tqkv__check_positions(s, n, position, 0);
 }
 
 /* Returns the bytes from the first of the caller's rows to that of a token and a head. */
@@ -2448,202 +2389,6 @@ static void tqkv__run_serial(void *user, int count, tqkv_task task, void *contex
 {
     (void)user;
     for (int i = 0; i < count; i++) task(context, i);
-}
-
-/* >>team: tqkv_team */
-
-enum { TQKV__KEPT = 4 };
-
-/* Fields that threads write at different times lie on different cache lines. */
-struct tqkv_team {
-    tqkv_allocator memory;
-    uint8_t *kept[TQKV__KEPT];    /* scratch that is not in use */
-    size_t kept_size[TQKV__KEPT]; /* 0: none */
-    /* One run of the hook. Thread 0 writes these while no other thread is inside. */
-    tqkv_task task;
-    void *context;
-    int count;
-    unsigned n_runs;
-    char line_0[64];
-    int next; /* the next task */
-    char line_1[64];
-    unsigned open; /* the number of the run whose tasks may be taken, or 0 */
-    char line_2[64];
-    int inside; /* threads beside thread 0 that may be taking tasks */
-    char line_3[64];
-    int n_threads, arrived, left; /* of this begin */
-    bool full, ended;             /* all threads have arrived; thread 0 has ended it */
-};
-
-enum { TQKV__KEPT_HEADER = 64, TQKV__KEPT_MOST = 1 << 26 }; /* larger memory is of caches, not scratch */
-
-/* Memory begins with its size, which may be above what was asked for. */
-static void *tqkv__team_alloc(void *user, size_t size)
-{
-    tqkv_team *team = (tqkv_team *)user;
-    int best = -1; /* the smallest of those kept that is large enough */
-    for (int i = 0; i < TQKV__KEPT; i++)
-        if (team->kept_size[i] && team->kept_size[i] >= size &&
-            (best < 0 || team->kept_size[i] < team->kept_size[best]))
-            best = i;
-    uint8_t *memory = NULL;
-    if (best >= 0) {
-        memory = team->kept[best];
-        team->kept_size[best] = 0;
-    } else if (size <= SIZE_MAX - TQKV__KEPT_HEADER) {
-        memory = (uint8_t *)team->memory.alloc(team->memory.user, size + TQKV__KEPT_HEADER);
-        if (memory) memcpy(memory, &size, sizeof size);
-    }
-    return memory ? memory + TQKV__KEPT_HEADER : NULL;
-}
-
-static void tqkv__drop_memory(tqkv_team *team, uint8_t *memory, size_t size)
-{
-    team->memory.free(team->memory.user, memory, size + TQKV__KEPT_HEADER);
-}
-
-/* Keeps the largest memory. */
-static void tqkv__team_free(void *user, void *pointer, size_t size)
-{
-    tqkv_team *team = (tqkv_team *)user;
-    uint8_t *memory = (uint8_t *)pointer - TQKV__KEPT_HEADER;
-    int least = 0;
-    memcpy(&size, memory, sizeof size);
-    for (int i = 1; i < TQKV__KEPT; i++)
-        if (team->kept_size[i] < team->kept_size[least]) least = i;
-    if (size > TQKV__KEPT_MOST || size <= team->kept_size[least]) {
-        tqkv__drop_memory(team, memory, size);
-        return;
-    }
-    if (team->kept_size[least]) tqkv__drop_memory(team, team->kept[least], team->kept_size[least]);
-    team->kept[least] = memory;
-    team->kept_size[least] = size;
-}
-
-/* Waits for a moment: the other threads are about to come, or lack a core. */
-static void tqkv__spin(int *spins)
-{
-    enum { patience = 100 }; /* some microseconds */
-    if (*spins < patience) {
-        ++*spins;
-        TQKV__PAUSE();
-        return;
-    }
-    TQKV__YIELD();
-}
-
-static void tqkv__take_tasks(tqkv_team *team)
-{
-    while (__atomic_load_n(&team->next, __ATOMIC_RELAXED) <
-           team->count) { /* it grows by one a thread beyond the count */
-        const int index = __atomic_fetch_add(&team->next, 1, __ATOMIC_RELAXED);
-        if (index < team->count) team->task(team->context, index);
-    }
-}
-
-/* This is the hook. A helper counts itself in before it looks whether tasks are open, and thread 0 closes before it
-   looks who is inside: one of them sees the other, so no helper has a task or looks at `task` when this returns. */
-static void tqkv__team_run(void *user, int count, tqkv_task task, void *context)
-{
-    tqkv_team *team = (tqkv_team *)user;
-    int spins = 0;
-    if (count <= 1) {
-        tqkv__run_serial(NULL, count, task, context);
-        return;
-    }
-    team->task = task;
-    team->context = context;
-    team->count = count;
-    if (++team->n_runs == 0) team->n_runs = 1;
-    __atomic_store_n(&team->next, 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&team->open, team->n_runs, __ATOMIC_SEQ_CST);
-    tqkv__take_tasks(team);
-    __atomic_store_n(&team->open, 0, __ATOMIC_SEQ_CST);
-    while (__atomic_load_n(&team->inside, __ATOMIC_SEQ_CST) > 0) tqkv__spin(&spins);
-}
-
-/* Runs tasks of thread 0's calls until it has ended and all threads have arrived. */
-static void tqkv__team_help(tqkv_team *team)
-{
-    unsigned known = 0; /* the last run, of which no task is left */
-    int spins = 0;
-    while (!__atomic_load_n(&team->ended, __ATOMIC_ACQUIRE) || !__atomic_load_n(&team->full, __ATOMIC_ACQUIRE)) {
-        const unsigned open = __atomic_load_n(&team->open, __ATOMIC_RELAXED);
-        tqkv__spin(&spins);
-        if (open == 0 || open == known) continue;
-        __atomic_fetch_add(&team->inside, 1, __ATOMIC_SEQ_CST);
-        known = __atomic_load_n(&team->open, __ATOMIC_SEQ_CST);
-        if (known) tqkv__take_tasks(team);
-        __atomic_fetch_sub(&team->inside, 1, __ATOMIC_SEQ_CST);
-        spins = 0;
-    }
-}
-
-/* The last thread to leave opens the next begin. */
-static void tqkv__team_leave(tqkv_team *team, int n_threads)
-{
-    if (__atomic_add_fetch(&team->left, 1, __ATOMIC_ACQ_REL) < n_threads) return;
-    __atomic_store_n(&team->arrived, 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&team->left, 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&team->ended, false, __ATOMIC_RELAXED);
-    __atomic_store_n(&team->full, false, __ATOMIC_RELEASE);
-}
-
-TQKV_API bool tqkv_team_begin(tqkv_team *team, int thread, int n_threads)
-{
-    int spins = 0;
-    while (__atomic_load_n(&team->full, __ATOMIC_ACQUIRE)) tqkv__spin(&spins); /* some have not left the last one yet */
-    if (thread == 0) team->n_threads = n_threads;
-    if (__atomic_add_fetch(&team->arrived, 1, __ATOMIC_ACQ_REL) >= n_threads)
-        __atomic_store_n(&team->full, true, __ATOMIC_RELEASE);
-    if (thread == 0) return true;
-    tqkv__team_help(team);
-    tqkv__team_leave(team, n_threads);
-    return false;
-}
-
-TQKV_API void tqkv_team_end(tqkv_team *team)
-{
-    int spins = 0;
-    __atomic_store_n(&team->ended, true, __ATOMIC_RELEASE);
-    while (!__atomic_load_n(&team->full, __ATOMIC_ACQUIRE)) tqkv__spin(&spins);
-    tqkv__team_leave(team, team->n_threads);
-}
-
-TQKV__COLD TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team **out)
-{
-    tqkv_allocator memory = {NULL, NULL, NULL};
-    if (!out) return TQKV__INVALID("out is NULL");
-    *out = NULL;
-    if (allocator) memory = *allocator;
-    if (!tqkv__resolve_allocator(&memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");
-    tqkv_team *team = (tqkv_team *)memory.alloc(memory.user, sizeof *team);
-    if (!team) return TQKV_OUT_OF_MEMORY;
-    memset(team, 0, sizeof *team);
-    team->memory = memory;
-    *out = team;
-    return TQKV_OK;
-}
-
-TQKV__COLD TQKV_API void tqkv_team_destroy(tqkv_team *team)
-{
-    if (!team) return;
-    const tqkv_allocator memory = team->memory;
-    for (int i = 0; i < TQKV__KEPT; i++)
-        if (team->kept_size[i]) tqkv__drop_memory(team, team->kept[i], team->kept_size[i]);
-    memory.free(memory.user, team, sizeof *team);
-}
-
-TQKV_API tqkv_parallel tqkv_team_parallel(tqkv_team *team)
-{
-    const tqkv_parallel parallel = {tqkv__team_run, team};
-    return parallel;
-}
-
-TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team)
-{
-    const tqkv_allocator allocator = {tqkv__team_alloc, tqkv__team_free, team};
-    return allocator;
 }
 
 /* >>set: what an instruction set provides, in plain C or by vectors. Which one is in use >>isa-code decides. */
@@ -3233,23 +2978,17 @@ static TQKV__NOINLINE void tqkv__decode_in(const tqkv__stream *s, int kv_head, c
 
 /* >>encode: rows into a store and out of it; how they lie on the scale */
 
-/* Opens a store to encode into, somewhere. */
-static tqkv_result tqkv__encode_target(const tqkv_store *store, const void *src, int n_tokens, tqkv__stream *s)
-{
-    size_t bytes;
-    tqkv_result r = tqkv__stream_open(store, s);
-    if (r != TQKV_OK || (r = tqkv__check_rows(s, src, n_tokens, &bytes)) != TQKV_OK) return r;
-    if (tqkv__encoding_overlaps(s, src, bytes))
-        return TQKV__INVALID("src overlaps the store"); /* it may overlap the centre, which is only read */
-    return TQKV_OK;
-}
-
 /* Opens a store to encode at `position`. The checks that encode and append share, except for NaN and infinity. */
 static tqkv_result tqkv__encode_open(const tqkv_store *store, const void *src, int n_tokens, int64_t position,
                                      tqkv__stream *s)
 {
-    tqkv_result r = tqkv__encode_target(store, src, n_tokens, s);
-    if (r == TQKV_OK) r = tqkv__check_positions(s, n_tokens, position);
+    size_t bytes;
+    tqkv_result r = tqkv__stream_open(store, s);
+    if (r == TQKV_OK) r = tqkv__check_rows(s, src, n_tokens, &bytes);
+    if (r != TQKV_OK) return r;
+    if (tqkv__encoding_overlaps(s, src, bytes))
+        return TQKV__INVALID("src overlaps the store"); /* it may overlap the centre, which is only read */
+    r = tqkv__check_positions(s, n_tokens, position, -1);
     return r == TQKV_OK ? tqkv__check_written(s, n_tokens, position) : r;
 }
 
@@ -3429,15 +3168,6 @@ static bool tqkv__sources_finite(tqkv__encode_job *job)
     return true;
 }
 
-/* Encodes after all checks but that for NaN and infinity. */
-static tqkv_result tqkv__encode_sources(tqkv__encode_job *job)
-{
-    if (!tqkv__sources_finite(job)) return TQKV__REFUSE(NOT_FINITE, "the source holds NaN or infinity");
-    job->encode = true;
-    tqkv__run_encode_tasks(job);
-    return TQKV_OK;
-}
-
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const void *src, int n_tokens, int64_t position)
 {
     tqkv__stream s;
@@ -3446,38 +3176,10 @@ TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const void *src, int n
     if (r != TQKV_OK) return r;
     tqkv__encode_job_open(&job, &store->parallel, n_tokens, position);
     tqkv__add_stream(&job, &s, src);
-    return tqkv__encode_sources(&job);
-}
-
-static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slot_list, int n)
-{
-    const size_t size = (size_t)n * sizeof *slot_list;
-    if (!slot_list || (uintptr_t)slot_list % sizeof *slot_list)
-        return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
-    if (tqkv__encoding_overlaps(s, slot_list, size)) return TQKV__INVALID("slots overlap the store");
-    for (int t = 0; t < n; t++)
-        if (slot_list[t] < -1 || slot_list[t] >= s->capacity)
-            return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
-    return tqkv__all_distinct(slot_list, n, NULL, 0) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
-}
-
-TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src, int n_tokens, const int32_t *slot_list)
-{
-    tqkv__stream s;
-    tqkv__encode_job job;
-    if (!store) return TQKV__INVALID("a store is NULL");
-    tqkv_store pool = *store;
-    pool.ring = false;
-    pool.pages = NULL;
-    tqkv_result r = tqkv__encode_target(&pool, src, n_tokens, &s);
-    if (r == TQKV_OK) r = tqkv__check_slots(&s, slot_list, n_tokens);
-    if (r != TQKV_OK) return r;
-    s.pages = slot_list; /* a table with pages of one position; -1 leaves it out */
-    s.n_pages = n_tokens;
-    s.page_size = 1;
-    tqkv__encode_job_open(&job, &store->parallel, n_tokens, 0);
-    tqkv__add_stream(&job, &s, src);
-    return tqkv__encode_sources(&job);
+    if (!tqkv__sources_finite(&job)) return TQKV__REFUSE(NOT_FINITE, "the source holds NaN or infinity");
+    job.encode = true;
+    tqkv__run_encode_tasks(&job);
+    return TQKV_OK;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
@@ -3731,33 +3433,7 @@ TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *
     return tqkv__convert(to, from, position, n_positions, to ? &to->parallel : &serial);
 }
 
-/* >>measure: means, errors, and the rotation of rows alone */
-
-/* mean: [head_dim] */
-static TQKV__NOINLINE void tqkv__mean_of(const tqkv__stream *s, const void *src, int n_tokens, size_t h, float *mean)
-{
-    double sums[TQKV_MAX_HEAD_DIM] = {0};
-    for (int t = 0; t < n_tokens; t++) {
-        float row[TQKV_MAX_HEAD_DIM];
-        tqkv__codec_for(s->head_dim)
-            ->widen(s->type, tqkv__source_row(s, src, (size_t)t, h), NULL, NULL, s->head_dim, row);
-        for (int d = 0; d < s->head_dim; d++) sums[d] += (double)row[d];
-    }
-    for (int d = 0; d < s->head_dim; d++) mean[d] = n_tokens ? (float)(sums[d] / n_tokens) : 0.0f;
-}
-
-TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean)
-{
-    tqkv__stream s;
-    tqkv_result r = tqkv__stream_shape(shape, &s);
-    if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, mean, sizeof(float), tqkv__center_size(&s));
-    if (r != TQKV_OK) return r;
-    const uint64_t mode = tqkv__fp_exact();
-    for (size_t h = 0; h < (size_t)s.n_kv_heads; h++)
-        tqkv__mean_of(&s, src, n_tokens, h, mean + h * (size_t)s.head_dim);
-    tqkv__fp_restore(mode);
-    return TQKV_OK;
-}
+/* >>measure: errors, and the rotation of rows alone */
 
 /* Sums over the rows of a head, for tqkv_quality. */
 typedef struct tqkv__moments {
@@ -3771,7 +3447,7 @@ typedef struct tqkv__moments {
 static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__row *row, tqkv__moments *m)
 {
     float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
-    const float last = tqkv_last_boundary(s->format);
+    const float last = tqkv__last_boundary(s->format);
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     codec->widen(s->type, row->src, row->center, row->inverses, s->head_dim, x);
     codec->scale_row(s, x, norms);
@@ -3845,28 +3521,19 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     return TQKV_OK;
 }
 
-static tqkv_result tqkv__rotate_rows(float *rows, int n_rows, int head_dim, bool back)
+TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim, tqkv_basis to)
 {
     size_t bytes;
     if (!tqkv__head_dim_known(head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
+    if (!tqkv__basis_known(to)) return TQKV__INVALID("to: no tqkv_basis");
     if (!tqkv__floats_at(rows) || n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &bytes))
         return TQKV__INVALID("rows: NULL or not aligned as floats, or n_rows negative or too large");
     const tqkv__codec *codec = tqkv__codec_for(head_dim);
     const uint64_t mode = tqkv__fp_exact();
     for (int i = 0; i < n_rows; i++)
-        (back ? codec->unrotate : codec->rotate)(rows + (size_t)i * (size_t)head_dim, head_dim);
+        (to == TQKV_ROTATED ? codec->rotate : codec->unrotate)(rows + (size_t)i * (size_t)head_dim, head_dim);
     tqkv__fp_restore(mode);
     return TQKV_OK;
-}
-
-TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim)
-{
-    return tqkv__rotate_rows(rows, n_rows, head_dim, false);
-}
-
-TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
-{
-    return tqkv__rotate_rows(rows, n_rows, head_dim, true);
 }
 
 /* >>calibrate: tqkv_calibrate, tqkv_logit_noise */
@@ -11516,7 +11183,7 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
 static void tqkv__copy_newest(const tqkv_cache *c, int side, int64_t from, const tqkv_store *to)
 {
     const tqkv_store *old = &c->ends[1][side];
-    const size_t size = tqkv_row_bytes(TQKV_F16, old->head_dim);
+    const size_t size = tqkv__row_bytes(TQKV_F16, old->head_dim);
     for (int h = 0; h < old->n_kv_heads; h++)
         for (int64_t p = from; p < c->attention.end; p++) {
             const size_t source = (size_t)h * (size_t)old->capacity + (size_t)(p % old->capacity);
@@ -13910,7 +13577,7 @@ static tqkv_result tqkv__plan_check_pages(const tqkv_store *shape, int64_t first
     table.pages = shape->pages;
     table.page_size = shape->page_size;
     table.capacity = shape->capacity;
-    const tqkv_result r = tqkv__check_pages(&table, first, first + n);
+    const tqkv_result r = tqkv__check_pages_from(&table, first, first + n, written ? -1 : 0);
     return r == TQKV_OK && written ? tqkv__check_written(&table, n, first) : r;
 }
 
@@ -14016,6 +13683,18 @@ static void tqkv__plan_encode_memory(tqkv_metal_dispatch *d, int index, int head
     if (d->memory_each[index] < rows) d->memory_each[index] = rows;
 }
 
+static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slot_list, int n)
+{
+    const size_t size = (size_t)n * sizeof *slot_list;
+    if (!slot_list || (uintptr_t)slot_list % sizeof *slot_list)
+        return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
+    if (tqkv__encoding_overlaps(s, slot_list, size)) return TQKV__INVALID("slots overlap the store");
+    for (int t = 0; t < n; t++)
+        if (slot_list[t] < -1 || slot_list[t] >= s->capacity)
+            return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
+    return tqkv__all_distinct(slot_list, n, NULL, 0) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
+}
+
 /* Opens the store of a call that encodes. */
 static tqkv_result tqkv__plan_target(const tqkv_metal_store *store, const tqkv__mapping *mapping, tqkv__stream *s)
 {
@@ -14037,7 +13716,7 @@ static tqkv_result tqkv__plan_mapping(const tqkv_store *shape, const tqkv__mappi
         return r == TQKV_OK ? tqkv__plan_positions(s) : r;
     }
     tqkv_result r = tqkv__plan_positions(s);
-    if (r == TQKV_OK) r = tqkv__check_positions(s, n, mapping->position);
+    if (r == TQKV_OK) r = tqkv__check_positions(s, n, mapping->position, -1);
     return r == TQKV_OK ? tqkv__plan_check_pages(shape, mapping->position, n, true) : r;
 }
 
@@ -14230,7 +13909,7 @@ static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t posit
     if (n_positions < 0 || !tqkv__basis_known(basis))
         return TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
     if (n_positions > slot_list) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
-    if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
+    if ((r = tqkv__check_positions(&s, n_positions, position, 0)) != TQKV_OK) return r;
     if ((r = tqkv__plan_check_pages(&store->shape, position, n_positions, false)) != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
@@ -16443,7 +16122,7 @@ static tqkv_result tqkv__check_room(const tqkv_cache *c, int n_tokens)
     tqkv__stream s;
     if (n_tokens < 0) return TQKV__INVALID("n_tokens is negative");
     const tqkv_result r = tqkv__stream_shape(&c->keys, &s);
-    return r == TQKV_OK ? tqkv__check_positions(&s, n_tokens, c->attention.end) : r;
+    return r == TQKV_OK ? tqkv__check_positions(&s, n_tokens, c->attention.end, -1) : r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,

@@ -159,11 +159,11 @@ static tqkv_result attend_folded(tqkv_cache *cache, float *out)
     a.query_basis = a.output_basis = TQKV_ROTATED;
     memcpy(keys, weights.keys, sizeof keys);
     memcpy(values, weights.values, sizeof values);
-    if (a.keys->format != TQKV_F16) r = tqkv_rotate(keys, HEADS * HEAD, LATENT);
-    if (a.keys->format != TQKV_F16 && r == TQKV_OK) r = tqkv_rotate(values, HEADS * HEAD, LATENT);
+    if (a.keys->format != TQKV_F16) r = tqkv_rotate(keys, HEADS * HEAD, LATENT, TQKV_ROTATED);
+    if (a.keys->format != TQKV_F16 && r == TQKV_OK) r = tqkv_rotate(values, HEADS * HEAD, LATENT, TQKV_ROTATED);
     absorb(keys, q);
     for (int h = 0; h < HEADS && r == TQKV_OK && a.tail->format != TQKV_F16; h++)
-        r = tqkv_rotate(q + h * QUERY + LATENT, 1, ROTARY);
+        r = tqkv_rotate(q + h * QUERY + LATENT, 1, ROTARY, TQKV_ROTATED);
     if (r == TQKV_OK) r = tqkv_attend(&a, q, sums);
     project(values, sums, out);
     return r;

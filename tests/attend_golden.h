@@ -51,7 +51,7 @@ static inline int attend_golden_sizes(int first, int end, int *index, attend_gol
     for (int head_dim = 32; head_dim <= 1024; head_dim += 16)
         for (int f = first; f < end; f++) {
             const attend_golden_case c = {attend_golden_formats[f], attend_golden_formats[f], head_dim, ATTEND_PLAIN};
-            if (tqkv_row_bytes(c.keys, head_dim) == 0 || (*index)-- > 0) continue;
+            if (test_row_bytes(c.keys, head_dim) == 0 || (*index)-- > 0) continue;
             *found = c;
             return 1;
         }

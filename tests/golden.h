@@ -3,6 +3,7 @@
 #define TQKV_TESTS_GOLDEN_H
 
 #include "data.h"
+#include "shape.h"
 #include "tqkv.h"
 
 #define XXH_INLINE_ALL
@@ -38,7 +39,7 @@ static inline int golden_is_offered(const golden_case *c)
 {
     int codebook = c->format != TQKV_F16 && c->format != TQKV_I8;
     int power = (c->head_dim & (c->head_dim - 1)) == 0;
-    if (tqkv_row_bytes((tqkv_format)c->format, c->head_dim) == 0) return 0; /* no head_dim */
+    if (test_row_bytes((tqkv_format)c->format, c->head_dim) == 0) return 0; /* no head_dim */
     if (!power && c->kind != DATA_EXTREMES && (c->kind != DATA_OUTLIERS || c->option != GOLDEN_PLAIN)) return 0;
     if (c->option == GOLDEN_UNROTATED)
         return codebook && c->format != TQKV_TQ4 && c->format != TQKV_TQ3 && c->format != TQKV_TQ2;

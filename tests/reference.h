@@ -171,6 +171,14 @@ static inline float reference_sum_of_products(const float *x, const float *y, in
     return sums[0];
 }
 
+/* The scaled value where a format saturates. */
+static inline float reference_last_boundary(tqkv_format format)
+{
+    const int bits = reference_bits(format);
+    if (format == TQKV_F16 || format == TQKV_I8) return format == TQKV_F16 ? 65504.0f : 127.0f;
+    return test_boundaries(bits)[(1 << bits) - 2];
+}
+
 static inline int reference_code(int bits, float scaled)
 {
     const float *boundaries = test_boundaries(bits);

@@ -3,6 +3,7 @@
 #define TQKV_TESTS_RUNNER_H
 
 #include "data.h"
+#include "shape.h"
 #include "tqkv.h"
 
 #include <stdbool.h>

@@ -154,10 +154,10 @@ static void check_sizes(const void *parameters)
     store.head_dim = row->head_dim;
     store.n_kv_heads = 3;
     store.capacity = 11;
-    CHECK(tqkv_row_bytes(row->format, row->head_dim) == bytes, "row of %d bytes, not %d",
-          (int)tqkv_row_bytes(row->format, row->head_dim), (int)bytes);
-    CHECK(tqkv_norms_per_row(row->format, row->head_dim) == norms, "%d norms a row, not %d",
-          tqkv_norms_per_row(row->format, row->head_dim), norms);
+    CHECK(test_row_bytes(row->format, row->head_dim) == bytes, "row of %d bytes, not %d",
+          (int)test_row_bytes(row->format, row->head_dim), (int)bytes);
+    CHECK(test_norms_per_row(row->format, row->head_dim) == norms, "%d norms a row, not %d",
+          test_norms_per_row(row->format, row->head_dim), norms);
     CHECK(tqkv_codes_size(&store) == 33 * bytes, "codes of %d bytes", (int)tqkv_codes_size(&store));
     CHECK(tqkv_norms_size(&store) == 33 * sizeof(float) * (size_t)norms, "norms of %d bytes",
           (int)tqkv_norms_size(&store));
@@ -200,13 +200,13 @@ static void check_rotate(const void *parameters)
     int d = *(const int *)parameters, n_rows = 6;
     float *source = test_rows(3, DATA_STUDENT, n_rows, d), *rows = test_rows(3, DATA_STUDENT, n_rows, d);
     float expected[REFERENCE_MAX_DIM];
-    CHECK_RESULT(tqkv_rotate(rows, n_rows, d), TQKV_OK);
+    CHECK_RESULT(tqkv_rotate(rows, n_rows, d, TQKV_ROTATED), TQKV_OK);
     for (int r = 0; r < n_rows; r++) {
         memcpy(expected, source + r * d, (size_t)d * sizeof(float));
         reference_rotate_row(expected, d);
         CHECK(!memcmp(rows + r * d, expected, (size_t)d * sizeof(float)), "row %d differs from the reference", r);
     }
-    CHECK_RESULT(tqkv_unrotate(rows, n_rows, d), TQKV_OK);
+    CHECK_RESULT(tqkv_rotate(rows, n_rows, d, TQKV_ORIGINAL), TQKV_OK);
     for (int r = 0; r < n_rows; r++) {
         double original[REFERENCE_MAX_DIM];
         for (int i = 0; i < d; i++) original[i] = (double)source[r * d + i];
@@ -236,7 +236,7 @@ static void check_orthogonal(const void *parameters)
     for (int r = 0; r < ROWS - 1; r++) rows[r * d + (r * 31 + r / 4 * 16) % d] = 1.0f;
     for (int i = 0; i < ROWS * d; i++) wide[i] = (double)rows[i];
     before = dot(wide + (ROWS - 1) * d, wide + (ROWS - 1) * d, d);
-    CHECK_RESULT(tqkv_rotate(rows, ROWS, d), TQKV_OK);
+    CHECK_RESULT(tqkv_rotate(rows, ROWS, d, TQKV_ROTATED), TQKV_OK);
     for (int r = 0; r < ROWS; r++) {
         reference_rotate_double(wide + r * d, d);
         const double error = reference_relative_error(rows + r * d, wide + r * d, (size_t)d);

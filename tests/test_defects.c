@@ -231,8 +231,8 @@ static void check_packed(const void *parameters)
     (void)parameters;
     for (int i = 0; i < 6; i++) {
         size_t d = (size_t)test_head_dims[i];
-        CHECK(8 * tqkv_row_bytes(TQKV_TQ5, (int)d) == 5 * d, "TQ5 row of %zu bytes", tqkv_row_bytes(TQKV_TQ5, (int)d));
-        CHECK(8 * tqkv_row_bytes(TQKV_TQ6, (int)d) == 6 * d, "TQ6 row of %zu bytes", tqkv_row_bytes(TQKV_TQ6, (int)d));
+        CHECK(8 * test_row_bytes(TQKV_TQ5, (int)d) == 5 * d, "TQ5 row of %zu bytes", test_row_bytes(TQKV_TQ5, (int)d));
+        CHECK(8 * test_row_bytes(TQKV_TQ6, (int)d) == 6 * d, "TQ6 row of %zu bytes", test_row_bytes(TQKV_TQ6, (int)d));
     }
 }
 

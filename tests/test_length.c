@@ -431,7 +431,6 @@ static void *call_all(void *argument)
     good = good && tqkv_decode(tqkv_cache_keys(cache), 0, 24, TQKV_ORIGINAL, t->out) == TQKV_OK;
     good = good && tqkv_probe(tqkv_cache_keys(cache), t->rows, 24, t->out) == TQKV_OK;
     good = good && tqkv_measure(tqkv_cache_keys(cache), t->rows, 24, (tqkv_quality *)(void *)t->out) == TQKV_OK;
-    good = good && tqkv_mean(tqkv_cache_keys(cache), t->rows, 24, t->out) == TQKV_OK;
     good = good && tqkv_calibrate(tqkv_cache_keys(cache), t->rows, 24, t->q, 2 * CACHE_HEADS, 12, TQKV_PAIRS_NONE,
                                   t->out, NULL) == TQKV_OK;
     good = good && tqkv_logit_noise(tqkv_cache_keys(cache), t->rows, 24, t->q, 2 * CACHE_HEADS, 12,

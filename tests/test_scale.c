@@ -116,7 +116,7 @@ static void check_places(const void *parameters)
     for (int t = 0; t < TOKENS; t++) slots[t] = TOKENS - 1 - t;
     CHECK_RESULT(tqkv_encode(&linear, rows, TOKENS, 0), TQKV_OK);
     CHECK_RESULT(tqkv_encode(&ring, rows, TOKENS, 0), TQKV_OK);
-    CHECK_RESULT(tqkv_encode_slots(&pool, rows, TOKENS, slots), TQKV_OK);
+    CHECK_RESULT(test_encode_slots(&pool, rows, TOKENS, slots), TQKV_OK);
     const size_t codes = reference_row_bytes(row->format, row->head_dim);
     const size_t norms = sizeof(float) * (size_t)reference_norms_per_row(row->format, row->head_dim);
     for (int t = 0; t < TOKENS; t++)
@@ -149,10 +149,10 @@ static void check_measure(const void *parameters)
     tqkv_store s = make_store(row);
     tqkv_quality out[HEADS];
     for (int i = 0; i < n; i++) rows[i] *= scales[i % each];
-    CHECK_RESULT(tqkv_mean(&s, rows, TOKENS, plain_mean), TQKV_OK);
+    CHECK_RESULT(tqkv_calibrate(&s, rows, TOKENS, NULL, 0, 0, TQKV_PAIRS_NONE, plain_mean, NULL), TQKV_OK);
     s.center = plain_mean;
     s.channel_scale = scales;
-    CHECK_RESULT(tqkv_mean(&s, rows, TOKENS, mean), TQKV_OK);
+    CHECK_RESULT(tqkv_calibrate(&s, rows, TOKENS, NULL, 0, 0, TQKV_PAIRS_NONE, mean, NULL), TQKV_OK);
     CHECK(!memcmp(mean, plain_mean, sizeof(float) * (size_t)each), "the scale changes the mean");
     CHECK_RESULT(tqkv_measure(&s, rows, TOKENS, out), TQKV_OK);
     CHECK_RESULT(tqkv_encode(&s, rows, TOKENS, 0), TQKV_OK);

@@ -71,7 +71,8 @@ static void check_looks(const tqkv_store *const stores[2], const void *const sou
     tqkv_quality quality[2][HEADS];
     for (int i = 0; i < 2; i++) {
         CHECK_RESULT(tqkv_probe(stores[i], sources[i], TOKENS, scaled[i]), TQKV_OK);
-        CHECK_RESULT(tqkv_mean(stores[i], sources[i], TOKENS, mean[i]), TQKV_OK);
+        CHECK_RESULT(tqkv_calibrate(stores[i], sources[i], TOKENS, NULL, 0, 0, TQKV_PAIRS_NONE, mean[i], NULL),
+                     TQKV_OK);
         CHECK_RESULT(tqkv_measure(stores[i], sources[i], TOKENS, quality[i]), TQKV_OK);
     }
     CHECK(!memcmp(scaled[0], scaled[1], sizeof scaled[0]), "probe");
@@ -100,7 +101,7 @@ static void check_codec(const void *parameters)
     CHECK_RESULT(tqkv_encode(&packed, rows, TOKENS, 0), TQKV_OK);
     for (int way = 0; way < 2; way++) {
         memset(strided.codes, 0, strided.codes_size);
-        CHECK_RESULT(way ? tqkv_encode(&strided, src, TOKENS, 0) : tqkv_encode_slots(&strided, src, TOKENS, slots),
+        CHECK_RESULT(way ? tqkv_encode(&strided, src, TOKENS, 0) : test_encode_slots(&strided, src, TOKENS, slots),
                      TQKV_OK);
         CHECK(is_same_store(&packed, &strided), "other codes, way %d", way);
     }

@@ -79,7 +79,9 @@ static void check_codec(const void *parameters)
     check_rounded(row->type, decoded[1], decoded[0], n, "decoded");
     for (int i = 0; i < 2; i++) {
         CHECK_RESULT(tqkv_decode(&stores[i], 0, TOKENS, TQKV_ROTATED, decoded[i]), TQKV_OK);
-        CHECK_RESULT(tqkv_mean(&stores[i], i ? typed : floats, TOKENS, scaled[i]), TQKV_OK);
+        CHECK_RESULT(
+            tqkv_calibrate(&stores[i], i ? typed : floats, TOKENS, NULL, 0, 0, TQKV_PAIRS_NONE, scaled[i], NULL),
+            TQKV_OK);
         test_store_free(&stores[i]);
     }
     check_rounded(row->type, decoded[1], decoded[0], n, "decoded, rotated");

@@ -18,8 +18,6 @@ EVERYWHERE = {"user", "known"}
 OPTIONAL = {
     "tqkv_format_from_name": {"name"},
     "tqkv_isa_force": {"name"},
-    "tqkv_team_create": {"allocator"},
-    "tqkv_team_destroy": {"team"},
     "tqkv_calibrate": {"q", "center", "channel_scale"},
     "tqkv_cache_destroy": {"c"},
     "tqkv_cache_append": {"v"},

@@ -33,11 +33,11 @@ struct tqkv_store {
     float *norms;      /* may be NULL for F16 */
     size_t norms_size; /* bytes */
 
-    /* Rows given to encode, probe, mean and measure, and written by decode. The codes of a half or a bfloat16 are those
+    /* Rows given to encode, probe, measure and calibrate, and written by decode. The codes of a half or a bfloat16 are those
        of the same value as a float. Attention looks at neither. */
     tqkv_type type;
     tqkv_strides strides;
-    tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
+    tqkv_parallel parallel; /* for encode and convert, of many rows; zero = the calling thread alone */
 
     /* From rows to codes. The same for all positions: set these before the first row is encoded, and keep the arrays as
        long as the store. */
@@ -60,14 +60,11 @@ TQKV_API size_t tqkv_codes_size(const tqkv_store *s);
 TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
-   `capacity` tokens. A page may not occur twice among those written. TQKV_NOT_FINITE if src holds NaN or Inf, even in
-   tokens that a ring drops. Values near 1e19, whose squared length overflows, give an infinite norm. What shares a norm
+   `capacity` tokens. A page may not occur twice among those written; a page of -1 leaves its tokens out. So tokens of
+   many sequences go by one call to slots of a common pool: pages = the slot of each token, page_size 1, position 0.
+   TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that are left out. Values near 1e19, whose squared length overflows, give an infinite norm. What shares a norm
    becomes zeros where all is at most 1e-10: the length of a row, or of I8 its largest value. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
-/* Token t goes to slot slots[t] of the pool, a token with slot -1 nowhere; no slot twice. For tokens of many sequences
-   at once: pages and ring are not looked at. NaN and Inf are refused in all rows, left-out ones too.
-   slots: [n_tokens] */
-TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *s, const void *src, int n_tokens, const int32_t *slots);
 
 /* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries. They are
    rotated, divided by the norm, and scaled to unit variance; I8: in steps of the grid; F16: what is rounded. src,
@@ -100,10 +97,6 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
    checks come before the first write: a conversion never ends halfway. */
 TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *from, int64_t position,
                                         int n_positions);
-
-/* The mean of the rows of each head, a centre for such rows; mean: [n_kv_heads][head_dim], zeros for no tokens. Sums in
-   double. shape and src as for tqkv_probe; the centre, the scale and the format of shape do not matter. */
-TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean);
 
 /* How well a store of this format, centre and scale keeps the rows of one head. */
 typedef struct tqkv_quality {
@@ -154,6 +147,7 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *s, int64_t position, int 
                                      void *user);
 
 /* >>rotate
-   y = R(s*x)/sqrt(D) and its inverse x = s*R(y)/sqrt(D), in place; rows: [n_rows][head_dim]. NaN and Inf spread. */
-TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim);
-TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim);
+   y = R(s*x)/sqrt(D) to TQKV_ROTATED, and its inverse x = s*R(y)/sqrt(D) to TQKV_ORIGINAL, in place; rows:
+   [n_rows][head_dim]. NaN and Inf spread. For an engine that passes queries or takes outputs in the basis of the codes,
+   or folds the rotation into its weights. */
+TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim, tqkv_basis to);

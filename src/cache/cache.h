@@ -449,7 +449,7 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
 static void tqkv__copy_newest(const tqkv_cache *c, int side, int64_t from, const tqkv_store *to)
 {
     const tqkv_store *old = &c->ends[1][side];
-    const size_t size = tqkv_row_bytes(TQKV_F16, old->head_dim);
+    const size_t size = tqkv__row_bytes(TQKV_F16, old->head_dim);
     for (int h = 0; h < old->n_kv_heads; h++)
         for (int64_t p = from; p < c->attention.end; p++) {
             const size_t source = (size_t)h * (size_t)old->capacity + (size_t)(p % old->capacity);

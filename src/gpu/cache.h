@@ -243,7 +243,7 @@ static tqkv_result tqkv__check_room(const tqkv_cache *c, int n_tokens)
     tqkv__stream s;
     if (n_tokens < 0) return TQKV__INVALID("n_tokens is negative");
     const tqkv_result r = tqkv__stream_shape(&c->keys, &s);
-    return r == TQKV_OK ? tqkv__check_positions(&s, n_tokens, c->attention.end) : r;
+    return r == TQKV_OK ? tqkv__check_positions(&s, n_tokens, c->attention.end, -1) : r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,

@@ -83,7 +83,7 @@ static size_t store_size(const uint8_t *file, int i)
     if (dim > 1024 || heads > MAX_FILE || positions_of(file, i) > MAX_FILE || format < 1 || format > TEST_FORMATS)
         return MAX_FILE + 1;
     const tqkv_format f = half ? TQKV_F16 : test_no_format((int)format);
-    const uint64_t row = tqkv_row_bytes(f, (int)dim) + 4 * (uint64_t)tqkv_norms_per_row(f, (int)dim);
+    const uint64_t row = test_row_bytes(f, (int)dim) + 4 * (uint64_t)test_norms_per_row(f, (int)dim);
     const uint64_t channels = i < 3 ? (uint64_t)(file[69] >> i & 1) + (file[70] >> i & 1) : 0; /* centre and scale */
     const uint64_t bytes = heads * (positions_of(file, i) * row + channels * 4 * dim);
     return bytes > MAX_FILE ? MAX_FILE + 1 : (size_t)bytes + 8;

@@ -233,10 +233,10 @@ void run_rotate(const void *parameters)
 {
     const codec_row *row = (const codec_row *)parameters;
     std::vector<float> expected = make_source(row, 7), got = expected;
-    CHECK_RESULT(tqkv_rotate(expected.data(), row->n_tokens, row->head_dim), TQKV_OK);
+    CHECK_RESULT(tqkv_rotate(expected.data(), row->n_tokens, row->head_dim, TQKV_ROTATED), TQKV_OK);
     CHECK_RUN(gpu_rotate(got.data(), row->n_tokens, row->head_dim, false));
     CHECK(same_floats(expected, got), "rotated rows differ");
-    CHECK_RESULT(tqkv_unrotate(expected.data(), row->n_tokens, row->head_dim), TQKV_OK);
+    CHECK_RESULT(tqkv_rotate(expected.data(), row->n_tokens, row->head_dim, TQKV_ORIGINAL), TQKV_OK);
     CHECK_RUN(gpu_rotate(got.data(), row->n_tokens, row->head_dim, true));
     CHECK(same_floats(expected, got), "un-rotated rows differ");
 }

@@ -172,7 +172,7 @@ void run_prefill_at_once(const void *)
     CHECK_RUN(gpu_encode(&got, source.data(), 65, 3, nullptr));
     CHECK(!memcmp(expected.codes, got.codes, got.codes_size), "codes differ");
     CHECK(!memcmp(expected.norms, got.norms, got.norms_size), "norms differ");
-    CHECK(tqkv_row_bytes(TQKV_TQ5, 128) == 80, "%zu bytes a row", tqkv_row_bytes(TQKV_TQ5, 128));
+    CHECK(test_row_bytes(TQKV_TQ5, 128) == 80, "%zu bytes a row", test_row_bytes(TQKV_TQ5, 128));
     test_store_free(&expected);
     test_store_free(&got);
 }

@@ -193,12 +193,12 @@ static void run_rotate(const void *parameters)
     host_work work = host_begin(false);
     CHECK_RESULT(tqkv_metal_rotate(test_host.metal, work.encoder, rows, n_rows, head_dim), TQKV_OK);
     host_end(&work);
-    CHECK_RESULT(tqkv_rotate(expected, n_rows, head_dim), TQKV_OK);
+    CHECK_RESULT(tqkv_rotate(expected, n_rows, head_dim, TQKV_ROTATED), TQKV_OK);
     CHECK(!memcmp(expected, host_contents(rows), count * sizeof(float)), "rotated rows differ");
     work = host_begin(false);
     CHECK_RESULT(tqkv_metal_unrotate(test_host.metal, work.encoder, rows, n_rows, head_dim), TQKV_OK);
     host_end(&work);
-    CHECK_RESULT(tqkv_unrotate(expected, n_rows, head_dim), TQKV_OK);
+    CHECK_RESULT(tqkv_rotate(expected, n_rows, head_dim, TQKV_ORIGINAL), TQKV_OK);
     CHECK(!memcmp(expected, host_contents(rows), count * sizeof(float)), "un-rotated rows differ");
     host_release(rows);
     free(expected);

@@ -133,15 +133,15 @@ static void run_slots(const void *parameters)
     pools p;
     (void)parameters;
     open_pools(&p);
-    CHECK_RESULT(tqkv_encode_slots(&p.keys, p.rows, 5, slots), TQKV_OK);
-    CHECK_RESULT(tqkv_encode_slots(&p.values, p.rows + (size_t)TOKENS * HEADS * DIM, 5, slots), TQKV_OK);
+    CHECK_RESULT(test_encode_slots(&p.keys, p.rows, 5, slots), TQKV_OK);
+    CHECK_RESULT(test_encode_slots(&p.values, p.rows + (size_t)TOKENS * HEADS * DIM, 5, slots), TQKV_OK);
     host_work w = host_begin(false);
     CHECK_RESULT(tqkv_metal_encode_kv_slots(test_host.metal, w.encoder, &p.gpu_keys, &p.gpu_values, p.k, p.v, 5, at,
                                             slots, none),
                  TQKV_OK);
     host_end(&w);
     CHECK(same_pool(&p.gpu_keys, &p.keys) && same_pool(&p.gpu_values, &p.values), "the pools differ");
-    CHECK_RESULT(tqkv_encode_slots(&p.values, p.rows, 3, slots), TQKV_OK);
+    CHECK_RESULT(test_encode_slots(&p.values, p.rows, 3, slots), TQKV_OK);
     w = host_begin(false);
     CHECK_RESULT(tqkv_metal_encode_slots(test_host.metal, w.encoder, &p.gpu_values, p.k, 3, at, NULL, none), TQKV_OK);
     host_end(&w);

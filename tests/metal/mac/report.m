@@ -198,7 +198,7 @@ static void run_stream(tqkv_metal *m, const job *j)
 static job jobs[MOST_JOBS];
 static int n_jobs, n_begun;
 
-static bool is_format(int f) { return tqkv_row_bytes((tqkv_format)f, 128) != 0; }
+static bool is_format(int f) { return strcmp(tqkv_format_name((tqkv_format)f), "?") != 0; }
 
 /* value 0: a stream */
 static void add(int head_dim, int group, int key, int value)
