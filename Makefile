@@ -59,7 +59,7 @@ is_format_version = $(CLANG_FORMAT) --version | grep -q 'version $(FORMAT_VERSIO
 help:
 	@awk '/^[a-z0-9.-]+:.* ## / && !seen[$$1]++ { \
 			text = $$0; sub(/.* ## /, "", text); sub(/:.*/, ""); \
-			group = /metal|gpu|shaders|mac|apinotes|mca|^model$$/ ? "Macs and GPUs" : /^(bench|model|quality|size)/ ? "Measure it" : \
+			group = /metal|gpu|shaders|mac|apinotes/ ? "Macs and GPUs" : /^(bench|model|quality|size)/ ? "Measure it" : \
 				/^(tqkv|apinotes|deps-|format|goldens|charts|clean|fuzz-)/ ? "Work on it" : \
 				/^(test|coverage|fuzz|lint|check|compare)/ ? "Test it" : "Use it"; \
 			targets[group] = targets[group] sprintf("  %-17s %s\n", $$0, text) \
@@ -184,7 +184,6 @@ include tests/rules.mk
 -include packaging/swift/rules.mk
 -include tests/cuda/rules.mk
 -include bench/rules.mk
--include bench/model/rules.mk
 -include bench/models/rules.mk
 -include engines/llama.cpp/rules.mk
 

@@ -84,6 +84,9 @@ class Result:
             into[name[:-len(self.isa) - 1] if self.sets and name.endswith("_" + self.isa) else name] = float(words[2])
 
 
+NARROW_LISTS = ((128, 1), (128, 8), (64, 1), (64, 2), (64, 8))  # head_dim, group
+
+
 def microseconds(row):
     value = float(row[0])
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
@@ -159,7 +162,7 @@ def peer_row(one, name):
 
 def joined(cells):
     """The cells of each set as one; nothing where no set has anything."""
-    return " / ".join(cells) if any(cells) else ""
+    return (" / " if any(" " in c for c in cells) else "/").join(cells) if any(cells) else ""
 
 
 def main_table(result):
@@ -185,7 +188,7 @@ def by_column(result, first, columns):
     found = [(title, [values(one) for one in sets]) for title, values in columns]
     entries = [e for e in dict.fromkeys(e for _, cells in found for c in cells for e in c)
                if is_shown(e) and "bf16" not in e]
-    rows = [[name_of(e)] + [" / ".join(c.get(e, "-") for c in cells) for _, cells in found] for e in entries]
+    rows = [[name_of(e)] + [joined([c.get(e, "-") for c in cells]) for _, cells in found] for e in entries]
     return table([first] + [title for title, _ in found], rows)
 
 
@@ -212,30 +215,23 @@ def latent_table(result):
     return table([""] + [SETS[isa] for isa in result.sets], [[name] + cells for name, cells in rows.items()]) if rows else ""
 
 
-def sparse_lines(result):
-    """Lists, the index and the choice of each set, as sentences."""
-    lines = []
+def sparse_table(result):
+    """[text, table]: lists, index scores and the choice of each set."""
+    rows = []
     for isa, one in result.sets.items():
-        def faster(entry, threads):
-            found = [one.ratios.get(f"list_{entry}_d128_n32768_blocks_of_{b}{threads}_all") for b in (1, 16, 64)]
-            return ", ".join(f"{v:.1f}" for v in found) if all(found) else "-"
-
-        def narrow(d, g):
-            found = one.ratios.get(f"list_tq4_d{d}_n32768_g{g}_blocks_of_1_all")
-            return [f"{found:.1f} for heads of {d} and a group of {g}"] if found else []
-
         index, ratios = one.others.get("index", {}), one.ratios
-        others = [text for d in (128, 64) for g in (1, 2, 8) for text in narrow(d, g)]
-        more = f" In blocks of 1 by one thread: {', '.join(others)}." if others else ""
         if not index:
             continue
-        lines.append(
-            f"{SETS[isa]}: a list of 2,048 of 32,768 positions, in blocks of 1, 16 and 64, is {faster('tq4', '')} times as "
-            f"fast as all positions of TQ4; by two threads {faster('tq4', '_t2')}.{more} Index scores of 64 heads of 128 over "
-            f"262,144 TQ4 keys take {float(index['scores'][0]) / 1e3:.0f} ms "
-            f"({ratios['index_tq4_d128_n262144_scores_fma']:.2f} of the multiply-add peak), the choice of 2,048 of them "
-            f"{float(index['choice'][0]) / 1e3:.2f}.")
-    return lines
+        lists = [[ratios.get(f"list_tq4_d128_n32768_blocks_of_{b}{threads}_all") for b in (1, 16, 64)] for threads in ("", "_t2")]
+        narrow = [ratios.get(f"list_tq4_d{d}_n32768_g{g}_blocks_of_1_all") for d, g in NARROW_LISTS]
+        rows.append([SETS[isa]] + [", ".join(f"{v:.1f}" if v else "-" for v in found) for found in [*lists, narrow]] +
+                    [f"{float(index['scores'][0]) / 1e3:.0f} ({ratios['index_tq4_d128_n262144_scores_fma']:.2f})",
+                     f"{float(index['choice'][0]) / 1e3:.2f}"])
+    shapes = ", ".join(f"{d}/{g}" for d, g in NARROW_LISTS)
+    return [f"Attention over a list of 2,048 of 32,768 positions, TQ4, in blocks of 1, 16, 64, and in blocks of 1 by head_dim/group "
+            f"{shapes}: so many times as fast as over all positions. Index scores of 64 heads of 128 over 262,144 TQ4 keys, "
+            "milliseconds (share of the multiply-add peak), and the choice of 2,048:",
+            table(["", "blocks of 1, 16, 64", "by two threads", "by shape", "index scores", "choice"], rows)] if rows else []
 
 
 def build_table(result):
@@ -279,7 +275,7 @@ def processor_section(result):
     if latent:
         parts += ["64 heads over one latent stream of 512 that is keys and values, 32,768 positions, milliseconds (share of "
                   "the float multiply-add peak):", latent]
-    return paragraphs(parts + sparse_lines(result))
+    return paragraphs(parts + sparse_table(result))
 
 
 # ---- A GPU ----
@@ -310,7 +306,7 @@ def gpu_sizes(result, entries):
 
     def cell(entry, d):
         found = [result.times.get(f"attend/{entry}/d{d}/g{g}/q1/{LONG}") for g in (2, 8)]
-        return " / ".join(f"{t:,.0f}" if t else "-" for t in found) if any(found) else "-"
+        return "/".join(f"{t:,.0f}" if t else "-" for t in found) if any(found) else "-"
 
     return table(["head_dim"] + [str(d) for d in dims], [[name_of(e)] + [cell(e, d) for d in dims] for e in entries])
 
@@ -376,19 +372,14 @@ Made by `make bench-page` from `bench/results`; `bench/page.py` has the words.
 
 ## How to read it
 
-- **Share**: of the limit, which is the larger of two times: multiply-adds over this core's float multiply-add peak for
-  that instruction set (`f`), and stored bytes over its DRAM read bandwidth (`b`). Both are measured in the same rounds.
-  Rotation, softmax and look-ups do not count as work, so 1.0 of `f` cannot be reached; 1.0 of `b` can where a cache is
-  large enough for some of what was read before. With 8 and 128 queries it is always `f`.
-- **× F16**, **× ggml**: how many times as fast as tqkv's F16, and as the fastest of ggml's four ways over halves (flash
-  or not, its own order of memory or tqkv's). Medians of the rounds' own ratios; in a round, all take turns. Rows of a
-  peer have the fastest way of each of its types. "-": not measured.
-- Caches are cold: keys and values of several layers, 128 MiB in all for each format, are attended in turn, as in a
-  model. Codes of 256 random tokens are repeated along the context. Encoding reads from the second-level cache.
-- Microseconds are processor time of one thread, medians of 3 to 15 rounds. Other programs change them by the cache and
-  the bandwidth that they take. Times are not portable; shares and ratios are, roughly.
-- "I8 keys, TQ4 values" is the default. Codes are multiplied as integers, of which a core does more: their share of `f` may
-  pass 1.
+- **Share** is of the limit, the larger of two times: multiply-adds over this core's float multiply-add peak for that instruction set
+  (`f`), and stored bytes over its DRAM read bandwidth (`b`), both measured in the same rounds. Codes are multiplied as integers, of which
+  a core does more, so `f` may pass 1; `b` may pass 1 where a large cache still holds some bytes. 8 and 128 queries always have `f`.
+- **× F16** and **× ggml** say how many times as fast a row is as tqkv's F16, and as the fastest of ggml's four ways over halves (flash or
+  not, its own order of memory or tqkv's): medians of the ratios of rounds in which all take turns. "-" was not measured.
+- Caches are cold: keys and values of several layers, 128 MiB for each format, are attended in turn. Encoding reads from the L2.
+- Microseconds are processor time of one thread, medians of 3 to 15 rounds. Shares and ratios are roughly portable, times are not.
+- "I8 keys, TQ4 values" is the default.
 
 ## Make it anew
 
@@ -396,11 +387,10 @@ Made by `make bench-page` from `bench/results`; `bench/page.py` has the words.
     make bench-results-gpu NAME=h100      # on a machine with an NVIDIA GPU
     make bench-page                       # this page, and the tables of README, formats.md and building.md
 
-A prefix is a folder with `include` and `lib` of ggml, built as Release without OpenMP, with `GGML_LLAMAFILE=ON` as in
-llama.cpp: for this processor, and for AVX2 with its defaults for that (`GGML_NATIVE=OFF`). `make bench` measures every
-shape.
-[docs/notes](docs/notes/README.md) says what was tried, and [docs/apple-model.md](docs/apple-model.md) what a model
-predicts for Apple's hardware, on which nothing was measured."""
+A prefix is a folder with `include` and `lib` of ggml, built as Release without OpenMP, with `GGML_LLAMAFILE=ON`: for this processor, and
+for AVX2 with `GGML_NATIVE=OFF`. `make bench` measures every shape.
+[docs/notes](docs/notes/README.md) says what was tried. Nothing was measured on Apple's hardware; [docs/mac.md](docs/mac.md)
+says what a Mac measures first."""
 
 
 def commits_line(results):

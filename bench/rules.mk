@@ -80,16 +80,3 @@ size-files: $(BUILD)/size.o ## lines and code of each file of src/
 	@python3 bench/size.py src $<
 
 TEST_TARGETS += size
-
-# ---- A prediction for the inner loops on an Apple core, made on any Linux machine ----
-
-ifneq ($(SYSTEM),Darwin)
-MCA_INCLUDE := $(BUILD)/mca/include
-$(MCA_INCLUDE)/xxhash.h: /usr/include/xxhash.h
-	@mkdir -p $(@D)
-	@cp /usr/include/xxhash.h /usr/include/xxh3.h $(@D)
-
-.PHONY: bench-mca
-bench-mca: $(MCA_INCLUDE)/xxhash.h ## predict the inner loops' speed on an Apple core; needs clang and llvm-mca
-	@sh bench/mca.sh $(MCA_INCLUDE) $(BUILD)/mca
-endif

@@ -4,8 +4,8 @@ exists.
 
 usage: check.py
 
-In architecture.md, and in the first table of each note, a word in backticks that looks like a tag, a name of C or a
-path must be one: `>>tag` a section of tqkv.h, `tqkv__name` or `some_name` a word of the sources, `folder/file` a file.
+In architecture.md, and in the cells of the notes that say what was kept or dropped, a word in backticks that looks like a tag, a name
+of C or a path must be one: `>>tag` a section of tqkv.h, `tqkv__name` or `some_name` a word of the sources, `folder/file` a file.
 Words with NAME, `*` or `...` are patterns. The two lists of contents in tqkv.h name its tags, each once, in their order.
 """
 import pathlib
@@ -62,9 +62,9 @@ def unknown_targets(path, targets):
                 yield f"make {word}: no such target"
 
 
-def first_table(text):
-    """The rows of the first table."""
-    return "\n".join(re.search(r"((?:^\|.*\n)+)", text, re.M).group(1).split("\n")[2:])
+def kept_cells(text):
+    """The last cells of rows about what was kept or dropped."""
+    return "\n".join(re.findall(r"\| ((?:kept|dropped)[^|\n]*) \|$", text, re.M))
 
 
 def unknown_names(text):
@@ -108,7 +108,7 @@ def main():
     found = [(p, text) for p in documents() for text in [*broken_links(p), *unknown_targets(p, targets)]]
     found += [(p, text) for p in [ROOT / "docs/architecture.md"] for text in unknown_names(p.read_text(encoding="utf-8"))]
     found += [(p, text) for p in sorted((ROOT / "docs/notes").glob("[a-z]*.md"))
-              for text in unknown_names(first_table(p.read_text(encoding="utf-8")))]
+              for text in unknown_names(kept_cells(p.read_text(encoding="utf-8")))]
     found += [(ROOT / "tqkv.h", text) for text in contents()]
     for path, text in found:
         print(f"{path.relative_to(ROOT)}: {text}")

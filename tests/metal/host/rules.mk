@@ -157,7 +157,7 @@ $(REPORT_PROGRAMS:%=$(HOST_BUILD)/mac/%): $(HOST_BUILD)/mac/%: $(HOST_BUILD)/mac
 
 # What lookup compiles when it runs.
 LOOKUP_SOURCE := $(HOST_BUILD)/mac/lookup.metal
-$(LOOKUP_SOURCE): bench/model/variants/lookup.metal metallib/amalgamate.py metallib/msl.py $(TQKV_FILES)
+$(LOOKUP_SOURCE): tests/metal/mac/lookup.metal metallib/amalgamate.py metallib/msl.py $(TQKV_FILES)
 	@mkdir -p $(@D)
 	@python3 metallib/amalgamate.py $@ $<
 

@@ -1,5 +1,5 @@
-/* What a look-up of a code costs, and a float of a byte: lookup SOURCE [--tiny]. SOURCE:
-   bench/model/variants/lookup.metal in one file. Each way is a pipeline of one kernel, over codes that lie in
+/* Times each way to look up a code, and to make a float of a byte: lookup SOURCE [--tiny]. SOURCE is
+   tests/metal/mac/lookup.metal in one file. Each way is a pipeline of one kernel, over codes that lie in
    caches. Times are the GPU's own, the best of some rounds after 0.3 s of the same work. `share` is of the time of
    the first way of its kind. --tiny: one round, to see that it runs. */
 #include "report.h"

@@ -1,6 +1,6 @@
-// Ways to look up a 4-bit code in its codebook, and to make a float of a byte with a sign, to compare their counts and,
-// on a Mac, their times; not part of the library. A lane adds up 32 values, of bytes 16, each times a weight: one
-// multiply-add a value does not belong to the look-up.
+// Ways to look up a 4-bit code in its codebook, and to make a float of a signed byte. lookup.m times them on a Mac; the
+// library does not contain them. A lane adds up 32 values, or 16 bytes, each times a weight: one multiply-add a value
+// is not part of the look-up.
 #include <metal_stdlib>
 using namespace metal;
 #include "../src/api/types.h"
