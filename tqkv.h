@@ -175,19 +175,18 @@ typedef enum tqkv_result {
 TQKV_API const char *tqkv_result_string(tqkv_result r);
 
 /* >>common
-   What calls on a cache, a store and attention share. First, where the caller's rows lie: that of a token (or position,
-   or query) t and a head h begins at value t * token + h * head. 0: as in [token][head][dim] without gaps, that is dim
-   for head and n_heads * dim for token. For [head][token][dim]: token = dim, head = n_tokens * dim; for a third of
-   fused projections: token = 3 * n_heads * dim. Rows that are read may share values, rows that are written may not.
-   What lies between the rows of an output may be another output of the same strides; for all else it counts as written
-   in the checks of what overlaps, but is not touched. On a GPU below 2^32. */
+   The row of token (or position, or query) t and head h begins at value t * token + h * head. 0 stands for
+   [token][head][dim] without gaps: dim for head and n_heads * dim for token. For [head][token][dim]: token = dim, head =
+   n_tokens * dim; for a third of fused projections: token = 3 * n_heads * dim. Rows that are read may share values, rows
+   that are written may not. Between the rows of an output another output of the same strides may lie; checks of what
+   overlaps count all other memory there as written, although calls do not touch it. On a GPU below 2^32. */
 typedef struct tqkv_strides {
     size_t token, head;
 } tqkv_strides;
 
-/* Channels of the rotary embedding that share a scale. Such a scale commutes with the rotation of positions: an engine
-   may fold it into its projections, and may shift contexts. Of models that turn a part of each head (partial rotary
-   embedding) rotary_dim is that part; channels behind it have scales of their own. */
+/* Channels of the rotary embedding that share a scale. A shared scale commutes with the rotation of positions, so an
+   engine may fold it into its projections, and may shift contexts. If the embedding turns a part of each head, that
+   part is rotary_dim; later channels have scales of their own. */
 typedef enum tqkv_pairs {
     TQKV_PAIRS_NONE = 0,
     TQKV_PAIRS_NEIGHBOURS, /* channels 2i and 2i + 1 */
@@ -202,11 +201,11 @@ typedef struct tqkv_allocator {
     void *user;
 } tqkv_allocator;
 
-/* Threads. `run` calls task(context, i) once for each i in [0, count), in any order, on any threads; it returns after
-   all have ended. All zero: the calling thread alone. Threads that share a cache or a store may call `run` at once; it
-   must allow that. tqkv never calls `run` from its own tasks; a pool whose other tasks call tqkv must allow `run`
-   inside a task. Neither `run` nor a task may throw or longjmp through tqkv: the call's scratch would leak, and its
-   tasks might go on. */
+/* Threads. `run` calls task(context, i) once for each i in [0, count), in any order, on any threads, and returns after
+   all tasks have ended. All zero: the calling thread alone. `run` must allow calls from several threads that share a
+   cache or a store, and, in a pool whose other tasks call tqkv, calls inside a task. tqkv never calls `run` from its own
+   tasks. Neither `run` nor a task may throw or longjmp through tqkv: the call's scratch would leak, and its tasks might
+   go on. */
 typedef void (*tqkv_task)(void *context, int index);
 typedef struct tqkv_parallel {
     void (*run)(void *user, int count, tqkv_task task, void *context);
@@ -648,29 +647,29 @@ TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention 
 TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c);
 
 /* >>index
-   What a query attends to may be chosen by a small index: keys of their own, one for each `ratio` positions of the
-   context, which some heads score.
+   An index chooses the positions that a query attends to. It has keys of its own, one for each `ratio` positions of the
+   context, and a few heads score them:
 
        s(i, j) = sum_h weights[i][h] * f( q(i, h).k(j) ),   f(x) = max(x, 0) with relu, else x
 
-   The score of a block of keys is the largest or the mean of its keys' scores that the query sees; the same bits on
-   every processor, alone and among other queries. Against double precision with the integer centroids a key's score is
-   within 1e-4 of sum_h |weights[i][h] f(q.k)|; where the products of a few heads nearly vanish, one adds 2e-5 of sum_h
-   |weights[i][h]| |q(i, h)| |k(j)|. F16, TQ8, and any format on a GPU: 2e-5 and 2e-7. */
+   The score of a block is the largest, or the mean, of the scores of its keys that the query sees. Scores have the same
+   bits on every processor, alone and among other queries. The error of a key's score against double precision with the
+   integer centroids is at most 1e-4 of sum_h |weights[i][h] f(q.k)|, plus 2e-5 of sum_h |weights[i][h]| |q(i, h)|
+   |k(j)| if the products of a few heads nearly vanish. For F16, TQ8, and any format on a GPU: 2e-5 and 2e-7. */
 typedef enum tqkv_pool { TQKV_POOL_MAX = 0, TQKV_POOL_MEAN } tqkv_pool;
 typedef struct tqkv_index {
     const tqkv_store *keys; /* n_kv_heads 1, any format */
     int n_heads, n_queries; /* query heads of the index, at least one; without queries a call does nothing */
     int64_t end;            /* keys appended so far */
     int kv_len;             /* resident keys, as tqkv_attention's */
-    int ratio;         /* positions of the context that a key stands for: key j for those from j * ratio on. 0 = 1 */
-    int64_t positions; /* of the context so far; 0 = end * ratio. Query i is at positions - n_queries + i. It sees the
+    int ratio;              /* key j stands for the `ratio` positions from j * ratio on. 0 = 1 */
+    int64_t positions; /* of the context so far; 0 = end * ratio. Query i is at positions - n_queries + i and sees the
                           resident keys whose positions are all at or before its own */
     const float *weights; /* [n_queries][n_heads] or NULL: 1 */
     bool relu;
     int block; /* keys a block; 0 = 1 */
     tqkv_pool pool;
-    int first, newest; /* so many of the first blocks, and of the newest that a query sees, are always chosen */
+    int first, newest; /* the number of first blocks, and of newest ones that a query sees, that are always chosen */
     tqkv_type query_type;
     tqkv_basis query_basis;
     tqkv_parallel parallel;
@@ -680,9 +679,10 @@ typedef struct tqkv_index {
 /* q: [n_queries][n_heads][head_dim]; scores: [n_queries][number of blocks up to end], -INFINITY where a query sees no
    key of a block. TQKV_NOT_FINITE if q or weights hold NaN or Inf. */
 TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *x, const void *q, float *scores);
-/* The k best blocks of each query, ascending, of equal ones the lower; -1 after the last. scores as above; a block with
-   -INFINITY is never chosen. The blocks of `first` and `newest` come before all others, lower ones first. list:
-   [n_queries][k]. Reads only the shape of keys. TQKV_NOT_FINITE if the score of a block that its query sees is NaN. */
+/* Writes the k best blocks of each query in ascending order, then -1. Of blocks with equal scores the lower is better; a
+   block with -INFINITY is never chosen. If `first` and `newest` name more than k blocks, the lower ones are chosen.
+   scores: as above, list: [n_queries][k]. Reads only the shape of keys. TQKV_NOT_FINITE if the score of a block that its
+   query sees is NaN. */
 TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *x, const float *scores, int k, int32_t *list);
 
 /* >>isa

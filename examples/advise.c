@@ -1,16 +1,19 @@
-/* Which preset and which formats a model's keys and values bear, from a capture of them and of queries (data/README.md
- * has the format).
- *   advise [--bits N] [--no-center] [--shared] [--tail DIMENSIONS] [FILE]
- * --bits: the pair to suggest takes at most so many bits a value, keys and values averaged, norms included (5).
- * --no-center: for engines that can set neither centre nor scale.
- * --shared: the keys are the values, too, as in a latent cache: one format for both. The file's values are not looked
- * at. --tail: the last dimensions of each key, its rotary part, are a tail with a format of its own; with --shared the
- * values are the rest of the key. A layer with no more dimensions than that has no tail. */
+/* Says which preset and which formats a model bears, from a capture of its keys, values and queries (data/README.md has
+ * the format).
+ *   advise [--bits N | --bytes N --context POSITIONS] [--no-center] [--shared] [--tail DIMENSIONS] [FILE]
+ * --bits: the suggested pair takes at most so many bits a value, keys and values averaged, norms included (5).
+ * --bytes: suggests formats for each layer instead, whose caches take at most so many bytes (2G, 512M) with so many
+ * positions, exact ends and norms included.
+ * --no-center: the engine can set neither centre nor scale.
+ * --shared: the keys are the values, too, as in a latent cache. The file's values are not read.
+ * --tail: the last dimensions of each key, its rotary part, have a format of their own; with --shared the values are
+ * the other dimensions. A layer with no more dimensions has no tail. */
 #include "tqkv.h"
 #include "capture_file.h"
 #include "advise_noise.h"
+#include "plan.h"
 
-/* From most to fewest bits. TQ8 is not here: I8 takes the same room with less error. */
+/* From most to fewest bits. TQ8 is left out, because I8 takes the same room with less error. */
 static const tqkv_format formats[] = {TQKV_F16, TQKV_I8, TQKV_TQ6, TQKV_TQ5, TQKV_TQ4, TQKV_TQ3, TQKV_TQ2};
 enum { F16, I8, TQ6, TQ5, TQ4, TQ3, TQ2, N_FORMATS };
 
@@ -43,7 +46,8 @@ typedef struct stream {
 } stream;
 
 typedef struct options {
-    double bits;
+    double bits, bytes; /* bytes: 0, or those of a plan */
+    int context;        /* of the plan, positions */
     bool no_center, shared;
     int tail;
     const char *path;
@@ -83,7 +87,7 @@ static void find_center(const capture *all, const captured_layer *layer, stream 
           "calibrate");
 }
 
-/* A centre is judged by rows that it was not made from: of few rows, the mean has as much noise as meaning. */
+/* A centre is judged by rows that it was not made from, because the mean of few rows is mostly noise. */
 static void check_center(const capture *all, const captured_layer *layer, stream *s)
 {
     const int half = all->n_positions / 2, row = layer->n_kv_heads * layer->head_dim;
@@ -142,7 +146,7 @@ static void try_format(const capture *all, const captured_layer *layer, stream *
     free(out);
 }
 
-/* One store as keys and values: the same noise in scores and sums. */
+/* One store is keys and values: scores and sums have the same noise. */
 static void try_shared(const capture *all, const captured_layer *layer, stream *streams, int format, const float *exact)
 {
     stream *s = &streams[KEYS];
@@ -199,8 +203,8 @@ static void measure_layer(const capture *all, const captured_layer *layer, const
 /* The error of the output at a format, with centre and scale where the advice is to set them. */
 static double advised_output(const stream *s, int format) { return s->trials[format].output[s->calibrate]; }
 
-/* Centre and scale are advised where four bits need them, and where the centre takes away more than half of their
- * error, if it helps rows, too, that it was not made from. */
+/* Advises centre and scale if four bits need them, or if the centre takes away more than half of their error, also for
+ * rows that it was not made from. */
 static void decide_center(stream *s, const options *o)
 {
     const trial *t = &s->trials[TQ4];
@@ -226,7 +230,7 @@ static void print_verdict(const stream *s)
         printf("fine: tq4 moves the output by %.2g, at most %g is bearable\n", four, bearable);
 }
 
-/* The noise of a mean falls with the number of its rows: what is added to the error does, too. */
+/* The noise of a mean falls with the number of its rows, and so does what it adds to the error. */
 static void print_later(const stream *s, int n_positions)
 {
     const double change = s->later[1] / s->later[0] - 1;
@@ -254,8 +258,8 @@ static void print_stream(const capture *all, const captured_layer *layer, const 
     print_verdict(s);
 }
 
-/* What formats for keys, values and tail cost over all layers: mean bits a value, and the mean error of the outputs.
- * Errors of the streams are independent, so those of the output add up. */
+/* The cost of formats for keys, values and tail over all layers: mean bits a value and mean error of the outputs.
+ * Errors of the streams are independent, so their effects on the output add up. */
 static double formats_error(const capture *all, const options *o, stream (*layers)[N_STREAMS],
                             const int chosen[N_STREAMS], double *bits)
 {
@@ -308,7 +312,41 @@ static void suggest(const capture *all, const options *o, stream (*layers)[N_STR
     printf(" (%.2f bits, mean error of the outputs %.2g)\n", best_bits, least);
 }
 
-/* What one stream as keys and values does to the output, beside what it does as one of them. */
+enum { CHUNK = 512 }; /* positions that an engine appends at a time: beside its window what a layer keeps */
+
+/* What each layer's keys and values take with each format of a plan; where even the shortest take too much, the end. */
+static void open_plan(const capture *all, const options *o, plan_stream *streams)
+{
+    const int n = 2 * all->n_layers;
+    memset(streams, 0, (size_t)n * sizeof *streams);
+    for (int i = 0; i < all->n_layers; i++) {
+        const captured_layer *l = &all->layers[i];
+        const tqkv_cache_desc desc = plan_cache(l->head_dim, 0, l->n_kv_heads, o->context, l->window, CHUNK);
+        if (!plan_measure_bytes(&desc, &streams[2 * i]))
+            stop("--context", "there is no memory for a cache of that size");
+    }
+    if (plan_choose(streams, n, o->bytes)) return;
+    fprintf(stderr, "--bytes: not even %s fits: %d layers take %.0f bytes with %d positions, there are %.0f\n",
+            tqkv_format_name(plan_formats[0]), all->n_layers, plan_bytes(streams, n), o->context, o->bytes);
+    exit(1);
+}
+
+/* Formats by layer for a number of bytes. */
+static void suggest_plan(const capture *all, const options *o, stream (*layers)[N_STREAMS], plan_stream *streams)
+{
+    const int n = 2 * all->n_layers;
+    for (int i = 0; i < n; i++)
+        for (int f = 0; f < PLAN_FORMATS; f++)
+            streams[i].loss[f] = advised_output(&layers[i / 2][i % 2], N_FORMATS - 1 - f) / all->n_layers;
+    plan_choose(streams, n, o->bytes);
+    printf("\nfor %.0f bytes and %d positions:\n", o->bytes, o->context);
+    for (int i = 0; i < n; i += 2)
+        printf("  layer %d: keys %s, values %s\n", i / 2, tqkv_format_name(plan_formats[streams[i].chosen]),
+               tqkv_format_name(plan_formats[streams[i + 1].chosen]));
+    printf("  %.0f bytes, mean error of the outputs %.2g\n", plan_bytes(streams, n), plan_loss(streams, n));
+}
+
+/* The error of the output if one stream is keys and values, beside its error as keys or values alone. */
 static void print_shared(const stream streams[N_STREAMS])
 {
     const bool centered = streams[0].calibrate;
@@ -326,7 +364,7 @@ static void print_shared(const stream streams[N_STREAMS])
            streams[0].trials[fewest].both[centered], bearable);
 }
 
-/* Both parts of a key need a head_dim that there is. */
+/* Both parts of a key need a supported head_dim. */
 static void check_tail(const capture *all, int tail)
 {
     for (int i = 0; i < all->n_layers; i++)
@@ -342,7 +380,9 @@ static void check_tail(const capture *all, int tail)
 
 static void advise(const capture *all, const options *o)
 {
+    plan_stream plan[2 * sizeof all->layers / sizeof *all->layers];
     check_tail(all, o->tail);
+    if (o->bytes > 0) open_plan(all, o, plan);
     stream(*layers)[N_STREAMS] = (stream(*)[N_STREAMS])allocate((size_t)all->n_layers, sizeof *layers);
     noise_worst worst = {0, 0};
     puts("error: tqkv_measure's, noise against what differs between positions; centred: with the mean of the rows as\n"
@@ -366,7 +406,10 @@ static void advise(const capture *all, const options *o)
         if (o->shared) print_shared(streams);
     }
     print_preset(&worst);
-    suggest(all, o, layers);
+    if (o->bytes > 0)
+        suggest_plan(all, o, layers, plan);
+    else
+        suggest(all, o, layers);
     for (int i = 0; i < all->n_layers; i++)
         for (int k = 0; k < N_STREAMS; k++) {
             free(layers[i][k].center);
@@ -383,6 +426,26 @@ static double number(const char *option, const char *text)
     return value;
 }
 
+/* A number with K, M, G or T behind it, for powers of 1024. */
+static double number_of_bytes(const char *text)
+{
+    static const char units[] = "KMGT";
+    char *rest = NULL;
+    double value = text ? strtod(text, &rest) : 0;
+    const char *unit = text && *rest ? strchr(units, *rest) : NULL;
+    if (!text || rest == text || (*rest && (!unit || rest[1])) || !(value > 0 && value <= 1e15))
+        stop("--bytes", "needs a number above 0, as 2G or 512M");
+    for (long i = 0; unit && i <= unit - units; i++) value *= 1024;
+    return value;
+}
+
+static void check_plan(const options *o)
+{
+    if (!o->bytes != !o->context) stop("--bytes", "needs --context, and --context needs --bytes");
+    if (o->bytes > 0 && (o->shared || o->tail))
+        stop("--bytes", "is for keys and values alone, without --shared and --tail");
+}
+
 int main(int argc, char **argv)
 {
     options o = {.bits = 5, .path = "examples/data/pretrained_kv.bin"};
@@ -390,6 +453,12 @@ int main(int argc, char **argv)
         if (strcmp(argv[i], "--bits") == 0) {
             i++;
             o.bits = number("--bits", argv[i]);
+        } else if (strcmp(argv[i], "--bytes") == 0) {
+            i++;
+            o.bytes = number_of_bytes(argv[i]);
+        } else if (strcmp(argv[i], "--context") == 0) {
+            i++;
+            o.context = (int)number("--context", argv[i]);
         } else if (strcmp(argv[i], "--no-center") == 0) {
             o.no_center = true;
         } else if (strcmp(argv[i], "--shared") == 0) {
@@ -401,6 +470,7 @@ int main(int argc, char **argv)
             o.path = argv[i];
         }
     }
+    check_plan(&o);
     capture all;
     capture_load(&all, o.path);
     advise(&all, &o);

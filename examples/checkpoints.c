@@ -1,7 +1,7 @@
 /* Prompts that begin alike share their beginning through files: ranges of 256 positions of every layer, saved by
  * tqkv_store_save under the XXH3 of all tokens up to the range's end. A longer prompt with the same beginning loads the
- * ranges that are there and computes the rest. Whoever is killed while it writes starts again: a range counts when its
- * file has its name.
+ * ranges that exist and computes the rest. A range counts as soon as its file has its name, so a process that is killed
+ * while it writes starts again.
  *   checkpoints [FOLDER]    without one: in a folder of /tmp, removed at the end */
 #define _XOPEN_SOURCE    700
 #define _DARWIN_C_SOURCE /* the number of processors, which POSIX does not give */
@@ -50,7 +50,7 @@ static void attend_stores(session *s, int index, int n)
 
 /* ---- one range in a file ---- */
 
-/* What a range holds depends on all tokens before it, too. */
+/* The keys and values of a range depend on all tokens before it, too. */
 static void range_path(const char *folder, const unsigned char *text, int end, char path[PATH])
 {
     snprintf(path, PATH, "%s/%016llx.range", folder, (unsigned long long)XXH3_64bits(text, (size_t)end));
@@ -87,7 +87,7 @@ static void save_range(const layers *l, int n_layers, const char *path, int end,
     if (fclose(w.file) != 0 || !good || rename(temporary, path) != 0) stop(path, "cannot be written");
 }
 
-/* false: there is no such file, or it is damaged; the caller computes these positions again, which overwrites them. */
+/* Returns false if the file is missing or damaged; the caller then computes these positions, which overwrites them. */
 static bool load_range(const layers *l, int n_layers, const char *path, int end)
 {
     FILE *file = fopen(path, "rb");

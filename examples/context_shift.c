@@ -1,8 +1,8 @@
-/* A context shift that changes no key: when the context is full, the oldest positions but for the first KEEP go, and
- * those behind move down. Rotary embedding is relative, so a moved key need not be turned to its new position: its
- * query is turned by as much more. Keys that have moved equally far form a segment. Attention is one slice a segment,
- * each with its own turned query, and a merge. Beside it the usual way: decode the keys, turn them, encode them again.
- * Both have the centre and the scale of the first CONTEXT keys.
+/* A context shift that changes no key. When the context is full, the oldest positions after the first KEEP are dropped,
+ * and later ones move down. Rotary embedding is relative, so queries are turned in place of the keys that moved. Keys
+ * that have moved equally far form a segment. Attention is one slice a segment, each with its own turned query, and a
+ * merge. The usual way is compared: decode the keys, turn them, encode them again. Both have the centre and the scale
+ * of the first CONTEXT keys.
  *   context_shift [LAYER]    the error of both over 32 shifts, with keys, values and queries of a pretrained model
  * "same codes in double": the largest |out - exact| / |exact| of an output, where exact is attention in double over the
  * decoded codes: attention's own error, and what integer centroids differ from decoded ones. The other errors are
@@ -90,7 +90,7 @@ static void append(context *c, int token, int n_tokens)
     free(keys);
 }
 
-/* What is left of each segment. Those behind the gap have moved further from where their keys are turned to. */
+/* Cuts the segments. Those after the gap have moved further from the position that their keys are turned to. */
 static void cut_segments(context *c, int first, int count)
 {
     segment old[MAX_SEGMENTS];
@@ -118,7 +118,7 @@ static void reencode_keys(context *c, int first, int count)
     free(keys);
 }
 
-/* Positions behind [first, first + count) move down, their codes unchanged but for reencode. */
+/* Positions after [first, first + count) move down. Their codes change only with reencode. */
 static void drop(context *c, int first, int count)
 {
     check(tqkv_cache_remove(c->cache, first, count), "remove");
@@ -216,7 +216,7 @@ static errors measure(const context *c, const capture *now, const float *exact)
     return e;
 }
 
-/* The error of the outputs if all keys are computed and encoded again: what a shift without loss costs otherwise. */
+/* The error of the outputs if all keys are computed and encoded again. */
 static double recomputed_error(const capture *now, const tqkv_store *like, const float *exact)
 {
     const captured_layer *layer = &now->layers[0];

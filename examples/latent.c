@@ -145,7 +145,7 @@ static tqkv_result attend_absorbed(tqkv_cache *cache, float *out)
 }
 
 /* The same without a rotation of 512 dimensions at run time. Rows of K and V are rotated once, when the model is
-   loaded: a product with a rotated vector is the product. Halves are not rotated, in either part. A rotated tail takes
+   loaded: rotating both factors leaves a product as it is. Halves are not rotated, in either part. A rotated tail takes
    its small part of the query rotated. */
 static tqkv_result attend_folded(tqkv_cache *cache, float *out)
 {

@@ -1,6 +1,6 @@
-/* Pages with all that a preset has: two sequences that begin with one prompt over one pool of pages, keys with a centre
- * and a scale of their channels, and the first and newest positions as halves, in pages of a second pool. The outputs
- * have the bits of a tqkv_cache. How an engine takes and returns pages, and shares a pool among threads: server.c. */
+/* Pages with all that a preset has. Two sequences that begin with one prompt share a pool of pages. Keys have a centre
+ * and a scale of their channels; the first and newest positions are halves, in pages of a second pool. The outputs have
+ * the bits of a tqkv_cache. server.c shows how an engine takes and returns pages, and shares a pool among threads. */
 #define TQKV_IMPLEMENTATION
 #include "tqkv.h"
 
@@ -112,7 +112,7 @@ static sequence make_sequence(pool *p)
     return s;
 }
 
-/* Names the pages of a sequence, which must be full: what one of them then writes goes into pages of its own. */
+/* Shares the pages of a sequence, which must be full: each sequence then writes into pages of its own. */
 static sequence share(const sequence *of)
 {
     for (int i = 0; i < TABLE; i++) {

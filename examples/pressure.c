@@ -1,7 +1,7 @@
-/* A cache that gives up bits as memory gets short, while a model writes: I8 keys and values, then I8 and TQ4, TQ4 and
- * TQ4, TQ4 and TQ3. tqkv_cache_fork with other formats converts what is there, code to code: nothing is computed again.
+/* A cache that gives up bits while a model writes and memory gets short: I8 keys and values, then I8 and TQ4, TQ4 and
+ * TQ4, TQ4 and TQ3. tqkv_cache_fork with other formats converts code to code: no key or value is computed again.
  *   pressure
- * Shown by stage: the divergence from floats, beside that of a cache which had the stage's formats from the start. */
+ * Each stage prints its divergence from floats, beside that of a cache which had the stage's formats from the start. */
 #define _POSIX_C_SOURCE  200809L
 #define _DARWIN_C_SOURCE /* the number of processors, which POSIX does not give */
 #include "tqkv.h"

@@ -6,7 +6,8 @@
  *     tqkv.hash: XXH3 of the whole file in which these eight bytes are zero
  *     blk.N.key_center, blk.N.key_scale: floats [n_kv_heads][head_dim]
  *
- * Give what it holds to tqkv_cache_set_center and tqkv_cache_set_scale before the first append. */
+ * profile_desc fills in the formats of a layer's cache. Give centre and scale to tqkv_cache_set_center and
+ * tqkv_cache_set_scale before the first append. */
 #ifndef PROFILE_H
 #define PROFILE_H
 
@@ -37,6 +38,28 @@ static inline void profile_free(profile *p)
     free(p->layers);
     p->layers = NULL;
     p->n_layers = 0;
+}
+
+static inline bool profile_has_plan(const profile *p) { return p->n_layers > 0 && p->layers[0].key_format; }
+
+/* Without a plan the formats of caches are the caller's again. */
+static inline void profile_forget_plan(profile *p)
+{
+    for (int i = 0; i < p->n_layers; i++) p->layers[i].key_format = p->layers[i].value_format = TQKV_FORMAT_DEFAULT;
+}
+
+/* The plan's formats for the cache of a layer, whose shape `desc` has; without a plan they stay. Returns NULL, or why
+   the profile does not fit; then desc stays as it is. */
+static inline const char *profile_desc(const profile *p, int index, tqkv_cache_desc *desc)
+{
+    if (index < 0 || index >= p->n_layers) return "is the profile of a model with fewer layers";
+    const profile_layer *layer = &p->layers[index];
+    if (layer->head_dim != desc->head_dim || layer->n_kv_heads != desc->n_kv_heads)
+        return "is the profile of a model with other heads";
+    if (!profile_has_plan(p)) return NULL;
+    desc->key_format = layer->key_format;
+    desc->value_format = desc->shared ? layer->key_format : layer->value_format;
+    return NULL;
 }
 
 typedef struct profile_reader {
@@ -78,7 +101,7 @@ static inline size_t profile_value_size(uint32_t type)
     return type < 13 ? sizes[type] : 0;
 }
 
-/* Passes over a value that means nothing here. */
+/* Skips a value that this reader does not know. */
 static inline void profile_skip(data_file *file, uint32_t type)
 {
     uint64_t count = 1;

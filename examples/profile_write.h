@@ -107,7 +107,7 @@ static inline void profile_add_values(profile_writer *w, const profile *p)
 static inline unsigned char *profile_bytes_of(const profile *p, size_t *size)
 {
     profile_writer w = {NULL, 0, 0, false};
-    const bool has_plan = p->n_layers > 0 && p->layers[0].key_format != TQKV_FORMAT_DEFAULT;
+    const bool has_plan = profile_has_plan(p);
     profile_add(&w, "GGUF", 4);
     profile_add_number(&w, 3, 4);
     profile_add_number(&w, 2 * (uint64_t)p->n_layers, 8);

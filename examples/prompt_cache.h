@@ -1,4 +1,4 @@
-/* Prompts in files: what begins alike is computed once, also by other processes and after a restart. Copy this file.
+/* Prompts in files: a common beginning is computed once, also by other processes and after a restart. Copy this file.
  *
  * A file holds the caches of all layers after a prefix of whole blocks of tokens, as tqkv_cache_save writes them. Its
  * name is the XXH3 of the model's tag and of the prefix's tokens, block after block, so the longest stored prefix of a
@@ -113,7 +113,7 @@ static inline bool prompt_cache_path(const prompt_cache *p, const char *name, co
 
 /* ---- reading ---- */
 
-/* NULL, and errno. A pipe of that name has nobody who writes: to open it must not wait. */
+/* Returns NULL and sets errno on failure. Opening must not wait: a pipe of that name may have no writer. */
 static inline FILE *prompt_cache_open(const char *path)
 {
     struct stat info;
@@ -156,7 +156,7 @@ static inline const char *prompt_cache_read_file(FILE *file, const unsigned char
     return reason;
 }
 
-/* true: the caches are those of the first n_tokens tokens of `head`. The file then counts as used now. */
+/* Returns whether the caches are those of the first n_tokens tokens of `head`. The file then counts as used now. */
 static inline bool prompt_cache_load_file(const prompt_cache *p, const char *name, unsigned char *head, int n_tokens,
                                           const tqkv_cache_desc *descs, int n_layers, tqkv_cache **caches)
 {
@@ -330,7 +330,8 @@ static inline const char *prompt_cache_write_name(const prompt_cache *p, const c
     return reason;
 }
 
-/* Stores the caches of the first n_tokens tokens, if these are whole blocks. false: it could not be written. */
+/* Stores the caches of the first n_tokens tokens, if these are whole blocks. Returns false if the file was not
+   written. */
 static inline bool prompt_cache_save(const prompt_cache *p, const int32_t *tokens, int n_tokens,
                                      tqkv_cache *const *caches, int n_layers)
 {

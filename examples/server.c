@@ -1,4 +1,4 @@
-/* A server in small: many sequences over one pool of pages. Each layer has one store for keys and one for values; a
+/* A small server: many sequences over one pool of pages. Each layer has one store for keys and one for values; a
  * sequence is a table of pages, the same pages in every layer. Sequences come and go while others run (continuous
  * batching): a step takes some bytes of each, new prompts in pieces, through the layers together. Per layer that is
  * tqkv_encode with a slot for each token for keys, for values, and tqkv_attend_batch.

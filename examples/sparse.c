@@ -77,7 +77,7 @@ static tqkv_store new_store(tqkv_format format, int head_dim)
     return s;
 }
 
-/* A trained index follows attention. Here it sees a quarter of each latent row and of each query. */
+/* A trained index follows attention. This index sees a quarter of each latent row and of each query. */
 static void make_layer(layer *l)
 {
     float *latent = (float *)allocate(CHUNK * LATENT * sizeof *latent),
@@ -121,7 +121,7 @@ static double attend(const layer *l, const int32_t *list, float *out)
 
 /* ---- the index ---- */
 
-/* Scores of float keys: what the formats are compared with. */
+/* Scores of float keys, with which the formats are compared. */
 static void float_scores(const layer *l, float *scores)
 {
     for (size_t j = 0; j < POSITIONS; j++) {

@@ -76,7 +76,7 @@ static void *pool_thread(void *user)
     return NULL;
 }
 
-/* Fewer helpers than asked for, or none, make the pool slower, not wrong. */
+/* A pool with fewer helpers than requested, or none, is slower but works. */
 static void pool_start(thread_pool *pool, int n_helpers)
 {
     pthread_mutex_init(&pool->lock, NULL);

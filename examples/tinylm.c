@@ -9,6 +9,7 @@
  *   tinylm speculate PROMPT [options]                          tq4 proposes, the cache verifies, truncate undoes
  *     --tree                                                   the same with branches; compared with greedy decoding
  *   tinylm learn PROFILE [--windows N] [--text FILE]           centre and scale of the keys, for --profile PROFILE
+ *     --bits N                                                 and a plan: formats by layer of so many bits a value
  *
  * Options: --preset safe|small|tiny, or --keys F, --values F; --bytes N, --temperature T, --seed N, --threads N,
  * --model FILE. Formats: f16 i8 tq8 tq6 tq5 tq4 tq3 tq2, and --first N --last N keep these positions as halves, too; or
@@ -101,7 +102,7 @@ static void command_learn(model *m, const options *o)
     if (!data_file_open(&text, o->file)) stop(o->file, "cannot be read");
     if (text.size < (size_t)n) stop(o->file, "is too short for so many windows");
     if (o->bias > 0) plant_bias(m, text.bytes, o->bias, o->before_rotary);
-    learn_profile(m, text.bytes, n, o->profile);
+    learn_profile(m, o, text.bytes, n);
     free(text.bytes);
 }
 

@@ -1,5 +1,5 @@
-/* Keys with a constant part, and centres that take it away. Models whose key projection has a bias have such keys: most
- * of their length is the same at all positions, and a code whose error is a share of the length drowns the rest. */
+/* Keys with a constant part, and centres that take it away. Models with a bias in the key projection have such keys.
+ * Most of their length is the same at all positions, and the error of a code is a share of that length. */
 #ifndef TINYLM_BIAS_H
 #define TINYLM_BIAS_H
 

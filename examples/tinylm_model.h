@@ -23,8 +23,9 @@ typedef struct model_layer {
     float *norm_attention, *norm_mlp; /* [d_model] */
     float *q_norm, *k_norm;           /* [head_dim], with qk_norm */
     linear q, k, v, o, gate, up, down;
-    float *key_bias;               /* [n_kv_heads][head_dim] or NULL: see tinylm_bias.h */
-    float *key_center, *key_scale; /* of the keys' channels, likewise: by which the caches store them */
+    float *key_bias;                      /* [n_kv_heads][head_dim] or NULL: see tinylm_bias.h */
+    float *key_center, *key_scale;        /* of the keys' channels, likewise: by which the caches store them */
+    tqkv_format key_format, value_format; /* of a profile's plan, in place of a preset's; 0: none */
 } model_layer;
 
 typedef struct model {

@@ -51,6 +51,7 @@ typedef struct options {
     int center_tokens;   /* keys whose mean becomes the caches' centre; 0: no centre */
     const char *profile; /* a file with centre and scale of the keys; NULL: none */
     float temperature, bias, before_rotary;
+    float bits; /* of a plan; 0: none */
     uint64_t seed;
     bool all, tree;
 } options;
@@ -78,11 +79,12 @@ static void usage(void)
          "tinylm save FILE PROMPT [options]\n"
          "tinylm resume FILE [options]\n"
          "tinylm speculate PROMPT [--tree] [options]\n"
-         "tinylm learn PROFILE [--windows N] [--text FILE]\n"
+         "tinylm learn PROFILE [--windows N] [--text FILE] [--bits N]\n"
          "options: --preset safe|small|tiny; or --keys F --values F (f16 i8 tq8 tq6 tq5 tq4 tq3 tq2; or for both f32 "
          "q8_0\n"
          "         q4_0 q8_0r q4_0r)\n"
-         "         --profile PROFILE (centre and scale of the keys, as learn wrote them)\n"
+         "         --profile PROFILE (centre and scale of the keys, and formats by layer in place of a preset's, from "
+         "learn)\n"
          "         --bytes N --temperature T --seed N --threads N --model FILE\n"
          "         --first N --last N (positions as halves, too) --batch N (positions at a time)\n"
          "         --cache FOLDER --limit MIB (prompts kept there are not computed again; the oldest files go)");
@@ -133,6 +135,8 @@ static void parse_option(options *o, const char *name, const char *value)
         o->temperature = (float)strtod(value, NULL);
     } else if (strcmp(name, "--bias") == 0) {
         o->bias = positive_number(name, value);
+    } else if (strcmp(name, "--bits") == 0) {
+        o->bits = positive_number(name, value);
     } else if (strcmp(name, "--before-rotary") == 0) {
         o->before_rotary = positive_number(name, value);
         if (o->before_rotary > 1) stop(name, "is a share, at most 1");

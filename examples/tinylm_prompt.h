@@ -5,7 +5,7 @@
 #include "prompt_cache.h"
 #include "tinylm_session.h"
 
-/* Of the model, and of what else decides bits of keys and values. */
+/* The tag stands for the model and all else that decides the bits of keys and values. */
 static inline uint64_t session_tag(const session *s)
 {
     const model *m = s->m;

@@ -65,6 +65,9 @@ static tqkv_cache_desc session_desc(session *s, const model_layer *shape)
     if (!s->keys->is_preset) {
         desc.key_format = s->keys->format;
         desc.value_format = s->values->format;
+    } else if (shape->key_format) {
+        desc.key_format = shape->key_format;
+        desc.value_format = shape->value_format;
     }
     return desc;
 }

@@ -49,8 +49,8 @@ static void tree_grow(guess_tree *t, float *logits)
 /* ---- attention ---- */
 
 /* A window counts positions of the text. In the cache the nodes lie one after the other, so node i stands up to i
- * places behind its position. What all nodes see is one slice, [inner, end). Before it lie TREE_DEPTH positions of
- * which a level sees all but the first few: a slice for each level, merged into the sums of its nodes. */
+ * places after its position. All nodes see one slice, [inner, end). Before that lie TREE_DEPTH positions; each level
+ * sees all but the first few of them, as a slice that is merged into the sums of its nodes. */
 static void attend_window(session *s, const tqkv_attention *all, const guess_tree *t, int window)
 {
     static float max[TREE_NODES * 64], sum[TREE_NODES * 64], level_max[TREE_NODES * 64], level_sum[TREE_NODES * 64];

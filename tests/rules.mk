@@ -6,7 +6,7 @@ TEST_SOURCES := $(sort $(filter-out tests/make_goldens.c,$(wildcard tests/*.c te
 # Objects of all folders lie together.
 TEST_NAMES := $(notdir $(TEST_SOURCES:.c=))
 TEST_HEADERS := $(TQKV_FILES) $(wildcard tests/*.h) tests/metal/plan_fixture.h \
-	$(patsubst %,examples/%.h,thread_pool data_file snapshot_file profile)
+	$(patsubst %,examples/%.h,thread_pool data_file snapshot_file plan profile profile_write)
 # The sets that `make test` runs; isa/known compares them with tqkv.h. POSIX is for popen and pthreads.
 ISAS := scalar avx2 avx512 neon
 # The STEM of each test_STEM.c, whose cases main.c adds.
@@ -264,6 +264,12 @@ $(TEST_BUILD)/long-aarch64: tests/large/long.c tests/attend_fixture.h $(TEST_BUI
 test-long-aarch64: $(TEST_BUILD)/long-aarch64
 	@echo "== 65536 positions under qemu"
 	@$(QEMU) $< long/small
+
+# ---- What the tests notice: one change of src/ at a time ----
+
+.PHONY: test-mutants
+test-mutants: $(TEST_BUILD)/$(REFERENCE_BUILD)/runner ## changes src/ in one place at a time, and counts what the tests catch: MUTANTS="--count 150 --only src/cache"
+	@python3 tests/mutants.py $(<D) $(BUILD)/mutants $(MUTANTS)
 
 # ---- Reads of uninitialised memory, in the portable code and with AVX2 ----
 

@@ -150,6 +150,51 @@ static void run_values(const void *row)
         }
 }
 
+/* Formats of a layer's cache: the plan's, or without one those that were there. */
+static void check_desc(const profile *read, const profile_made *made, int index)
+{
+    tqkv_cache_desc desc = {.head_dim = made->head_dim, .n_kv_heads = made->n_kv_heads, .n_heads = made->n_kv_heads};
+    tqkv_cache *cache = NULL;
+    desc.capacity = 64;
+    desc.key_format = TQKV_TQ6;
+    desc.value_format = TQKV_TQ2;
+    CHECK(!profile_desc(read, index, &desc), "layer %d is refused", index);
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    CHECK(tqkv_cache_keys(cache)->format == (made->has_plan ? read->layers[index].key_format : TQKV_TQ6), "keys");
+    CHECK(tqkv_cache_values(cache)->format == (made->has_plan ? read->layers[index].value_format : TQKV_TQ2), "values");
+    tqkv_cache_destroy(cache);
+}
+
+/* A profile that does not fit says why, and changes nothing. */
+static void check_unfit(const profile *read, int index, int head_dim, int n_kv_heads, const char *words)
+{
+    const tqkv_cache_desc before = {.head_dim = head_dim, .n_kv_heads = n_kv_heads, .key_format = TQKV_TQ6};
+    tqkv_cache_desc desc = before;
+    const char *reason = profile_desc(read, index, &desc);
+    CHECK(reason && strstr(reason, words), "%s, not %s", reason ? reason : "no reason", words);
+    CHECK(!memcmp(&desc, &before, sizeof desc), "the desc has changed");
+}
+
+static void run_desc(const void *row)
+{
+    const profile_made *made = (const profile_made *)row;
+    profile_bytes file = profile_make(made);
+    profile read;
+    CHECK_RESULT(parse(file.bytes, file.size, &read), TQKV_OK);
+    for (int i = 0; i < made->n_layers; i++) check_desc(&read, made, i);
+    check_unfit(&read, made->n_layers, made->head_dim, made->n_kv_heads, "fewer layers");
+    check_unfit(&read, -1, made->head_dim, made->n_kv_heads, "fewer layers");
+    check_unfit(&read, 0, made->head_dim + 32, made->n_kv_heads, "other heads");
+    check_unfit(&read, 0, made->head_dim, made->n_kv_heads + 1, "other heads");
+    tqkv_cache_desc shared = {.head_dim = made->head_dim, .n_kv_heads = made->n_kv_heads, .shared = true};
+    CHECK(!profile_desc(&read, 0, &shared) && shared.value_format == shared.key_format, "shared: two formats");
+    CHECK(profile_has_plan(&read) == made->has_plan, "the plan");
+    profile_forget_plan(&read);
+    CHECK(!profile_has_plan(&read), "a plan that was forgotten");
+    profile_free(&read);
+    free(file.bytes);
+}
+
 static void run_file(const void *row)
 {
     const profile_made *made = (const profile_made *)row;
@@ -178,6 +223,7 @@ void test_profile_cases(void)
     for (int i = 0; i < (int)(sizeof made / sizeof *made); i++) {
         test_add(run_read, &made[i], sizeof made[i], "profile/read/%d", i);
         test_add(run_written, &made[i], sizeof made[i], "profile/written/%d", i);
+        test_add(run_desc, &made[i], sizeof made[i], "profile/desc/%d", i);
     }
     test_add(run_damaged, &made[0], sizeof made[0], "profile/damaged");
     test_add(run_edited, &made[0], sizeof made[0], "profile/edited");

@@ -11,6 +11,7 @@ static _Thread_local char models_reason[512];
 #define TQKV_IMPLEMENTATION
 #include "tqkv.h"
 
+#include "examples/plan.h"
 #include "examples/profile.h"
 
 static const char *models_failed(tqkv_result result)
@@ -117,15 +118,9 @@ const char *models_learn(const float *keys, const float *queries, int n, int n_k
     return models_failed(tqkv_calibrate(&shape, keys, n, queries, n_heads, n, TQKV_PAIRS_NONE, center, channel_scale));
 }
 
-/* Bits of a value of head_dim, norms included; 0 where there is no such store. */
 double models_format_bits(const char *format, int head_dim)
 {
-    tqkv_store one;
-    memset(&one, 0, sizeof one);
-    one.format = tqkv_format_from_name(format);
-    one.head_dim = head_dim;
-    one.n_kv_heads = one.capacity = 1;
-    return 8.0 * (double)(tqkv_codes_size(&one) + tqkv_norms_size(&one)) / head_dim;
+    return plan_bits(tqkv_format_from_name(format), head_dim);
 }
 
 /* What the format adds to rows, against what differs between positions: the mean over the heads of tqkv_measure's
@@ -149,6 +144,40 @@ const char *models_error(const char *format, const float *rows, int n, int n_kv_
     for (int h = 0; h < n_kv_heads; h++) *error += heads[h].error / n_kv_heads;
     free(heads);
     return models_failed(result);
+}
+
+/* The name of a format that plans have, by bits; NULL behind the last. */
+const char *models_plan_format(int index)
+{
+    return index < PLAN_FORMATS ? tqkv_format_name(plan_formats[index]) : NULL;
+}
+
+/* losses, bytes: [n][formats of plans]; chosen: [n], indexes of formats. 0: even the shortest take more than `room`. */
+int models_plan(const double *losses, const double *bytes, int n, double room, int *chosen)
+{
+    plan_stream *streams = (plan_stream *)calloc((size_t)n, sizeof *streams);
+    if (!streams) return 0;
+    for (int i = 0; i < n; i++) {
+        memcpy(streams[i].loss, losses + i * PLAN_FORMATS, sizeof streams[i].loss);
+        memcpy(streams[i].bytes, bytes + i * PLAN_FORMATS, sizeof streams[i].bytes);
+    }
+    const bool fits = plan_choose(streams, n, room);
+    for (int i = 0; i < n; i++) chosen[i] = streams[i].chosen;
+    free(streams);
+    return fits;
+}
+
+/* What keys and values of a layer take, as plan_cache has them. keys, values: [formats of plans] */
+const char *models_plan_bytes(int head_dim, int value_dim, int n_kv_heads, int context, int window, int chunk,
+                              double *keys, double *values)
+{
+    models_reason[0] = '\0';
+    plan_stream streams[2];
+    const tqkv_cache_desc desc = plan_cache(head_dim, value_dim, n_kv_heads, context, window, chunk);
+    if (!plan_measure_bytes(&desc, streams)) return models_failed(TQKV_OUT_OF_MEMORY);
+    memcpy(keys, streams[0].bytes, sizeof streams[0].bytes);
+    memcpy(values, streams[1].bytes, sizeof streams[1].bytes);
+    return NULL;
 }
 
 /* Of a profile's bytes. */

@@ -2,7 +2,7 @@
 
     KEYS/VALUES   tq4/tq4, i8/tq4 ...: formats of tqkv
     PRESET        safe, small, tiny: formats, exact ends and calibration as tqkv_cache_preset has them
-    plan          formats by layer: those that --plan chose, or the profile of --use has
+    plan          formats by layer: those that --plan chose, or the profile of --use has; else as a preset
     PEER          q8_0, q5_0, q4_0: llama.cpp's; kivi4, kivi2; kvarn2 ... kvarn6; trellis3, trellis2; all but kivi's also two
                   of them as q8_0/q4_0: peers.py has the formulas
 
@@ -97,7 +97,7 @@ def parse(name):
     if not is_pair(pair, both):
         raise Unfit(f"{name}: a cache is KEYS/VALUES of {', '.join(FORMATS)}; {', '.join(PRESETS)}; {PLAN}; or one or two of "
                     f"{', '.join(peers.names())}")
-    chosen = {}
+    chosen = {"exact": (4, 128), "calibrate": 512} if pair == PLAN else {}
     for option in options:
         if exact := re.fullmatch(r"exact=(\d{1,6})\+(\d{1,6})", option):
             chosen["exact"] = (int(exact[1]), int(exact[2]))

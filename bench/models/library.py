@@ -1,5 +1,6 @@
 """tqkv by ctypes: the functions of cache.c in a shared object that make builds."""
 import ctypes
+import itertools
 import pathlib
 
 import numpy as np
@@ -7,6 +8,8 @@ import numpy as np
 from forward import Unfit
 
 FLOATS = np.ctypeslib.ndpointer(np.float32, flags="C_CONTIGUOUS")
+DOUBLES = np.ctypeslib.ndpointer(np.float64, flags="C_CONTIGUOUS")
+INTS = np.ctypeslib.ndpointer(np.intc, flags="C_CONTIGUOUS")
 NAME, COUNT, REASON, CACHE = ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p
 FUNCTIONS = {
     "models_cache_create": (REASON, NAME, NAME, *[COUNT] * 6, ctypes.c_float, *[COUNT] * 4, ctypes.POINTER(CACHE)),
@@ -23,6 +26,9 @@ FUNCTIONS = {
     "models_format_bits": (ctypes.c_double, NAME, COUNT),
     "models_error": (REASON, NAME, FLOATS, *[COUNT] * 3, *[ctypes.c_void_p] * 2, ctypes.POINTER(ctypes.c_double)),
     "models_profile_close": (None, CACHE),
+    "models_plan_format": (REASON, COUNT),
+    "models_plan": (COUNT, DOUBLES, DOUBLES, COUNT, ctypes.c_double, INTS),
+    "models_plan_bytes": (REASON, *[COUNT] * 6, DOUBLES, DOUBLES),
     "models_hash": (ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t),
 }
 
@@ -59,6 +65,27 @@ class Library:
         self.check(self.shared.models_error(name.encode(), np.ascontiguousarray(rows), *rows.shape,
                                             *(None if x is None else x.ctypes.data for x in learned), ctypes.byref(found)))
         return found.value
+
+    def plan_formats(self):
+        """The formats that plans have, by bits."""
+        names = map(self.shared.models_plan_format, itertools.count())
+        return [name.decode() for name in itertools.takewhile(lambda name: name is not None, names)]
+
+    def plan(self, losses, sizes, room):
+        """A format for each stream, of so many bytes at most; None where even the shortest take more. losses, sizes: a list for
+        each stream, of plan_formats."""
+        chosen = np.zeros(len(losses), np.intc)
+        fits = self.shared.models_plan(np.array(losses, np.float64), np.array(sizes, np.float64), len(losses), room, chosen)
+        formats = self.plan_formats()
+        return [formats[i] for i in chosen] if fits else None
+
+    def plan_bytes(self, shape, context, chunk):
+        """What keys, and values, of a layer take with each format: {part: {name: bytes}}"""
+        formats = self.plan_formats()
+        sizes = np.zeros((2, len(formats)))
+        self.check(self.shared.models_plan_bytes(shape.head_dim, shape.value_dim, shape.n_kv_heads, context, shape.window,
+                                                 chunk, sizes[0], sizes[1]))
+        return {part: dict(zip(formats, row)) for part, row in zip(("keys", "values"), sizes)}
 
     def read_profile(self, path, n_layers, n_kv_heads, head_dim):
         """Centre and scale of each layer, as examples/profile.h reads them, and its formats: the names of keys' and values', or

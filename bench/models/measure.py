@@ -11,6 +11,11 @@ With --plan BITS the formats of each layer's keys and values that lose least at 
     plan layer N keys FORMAT values FORMAT
     plan bits X kl X                          kl: by that calculation
 
+With --bytes 2G --context N in their place, for all layers' keys and values with exact ends and norms; a layer with a window
+keeps that and a chunk:
+
+    plan bytes X of X context N kl X
+
 The cache `plan` has them. With --layers CACHE also what each layer loses where all others, and its own other stream, are exact:
 
     layer N keys|values cache NAME kl X share X flips X
@@ -50,17 +55,20 @@ def arguments():
     parser.add_argument("--caches", default="", help="names with commas between them; see below")
     parser.add_argument("--layers", metavar="CACHE", help="the keys, and the values, of one layer at a time through this cache")
     parser.add_argument("--plan", type=float, metavar="BITS", help="choose formats by layer; --profile writes them, too")
+    parser.add_argument("--bytes", metavar="2G", help="in place of --plan: so many bytes for all layers at --context positions")
+    parser.add_argument("--context", type=int, metavar="N", help="of --bytes")
     parser.add_argument("--layers-of", metavar="TEXT", help="the text on which the plan is chosen (default: that of --text)")
     parser.add_argument("--profile", metavar="OUT.gguf", help="write centre and scale of each layer's keys, learned from the text")
     parser.add_argument("--use", metavar="PROFILE.gguf", help="give these to the caches, which then learn nothing themselves")
     parser.add_argument("--chunk", type=int, default=512, help="tokens appended and attended at a time (default: 512)")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="judge each Nth prediction only (default: 1)")
     parser.add_argument("--library", default=DEFAULT_LIBRARY, help=f"the shared object (default: {DEFAULT_LIBRARY})")
     return parser.parse_args()
 
 
-def read_tokens(model, path, n_tokens):
-    if n_tokens < 2:
-        raise forward.Unfit(f"--tokens {n_tokens}: at least 2 are needed")
+def read_tokens(model, path, n_tokens, least=2):
+    if n_tokens < least:
+        raise forward.Unfit(f"--tokens {n_tokens}: at least {least} are needed")
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
@@ -122,38 +130,74 @@ def open_variants(options, n_layers, plan):
     """The caches of --caches, and the layers of --layers."""
     kinds = [caches.parse(name) for name in options.caches.split(",") if name]
     if plan is None and any(kind.keys == caches.PLAN for kind in kinds):
-        raise forward.Unfit("the cache plan needs --plan, or --use with a profile that has one")
+        raise forward.Unfit("the cache plan needs --plan or --bytes, or --use with a profile that has one")
     variants = [run.planned(kind, plan) if kind.keys == caches.PLAN else run.everywhere(kind, n_layers) for kind in kinds]
     return variants, run.layer_by_layer(caches.parse(options.layers), n_layers) if options.layers else []
 
 
-def make_plan(options, model, shared):
-    """Formats by layer: {layer: (of keys, of values)}."""
-    if options.tokens < plans.LEAST_TOKENS:
-        raise forward.Unfit(f"--plan: at least {plans.LEAST_TOKENS} tokens are needed, not {options.tokens}")
-    tokens = read_tokens(model, options.layers_of or options.text, options.tokens)
+def stream_bytes(options, model, shared, shape):
+    """{part: {format: bytes}} of a layer: at --context positions as tqkv counts them, or of one position without ends."""
+    if options.bytes:
+        return shared.plan_bytes(shape, options.context, options.chunk)
     dims = {"keys": model.head_dim, "values": model.value_dim}
-    bits = {part: {name: shared.format_bits(name, dim) for name in plans.FORMATS} for part, dim in dims.items()}
-    least = sum(bits[part][plans.FORMATS[0]] * dims[part] for part in dims) / sum(dims.values())
-    if options.plan < least:
-        raise forward.Unfit(f"--plan {options.plan:g}: {plans.FORMATS[0]} takes {least:g} bits")
-    variants = run.layer_by_layer(caches.parse(plans.REFERENCE), model.n_layers)
-    errors = {}
+    return {part: {name: shared.format_bits(name, dim) * model.n_kv_heads * dim / 8 for name in shared.plan_formats()}
+            for part, dim in dims.items()}
+
+
+def plan_room(options, model, shared):
+    """The bytes that a plan may take."""
+    if options.bytes:
+        return plans.read_bytes(options.bytes)
+    return options.plan / 8 * model.n_layers * model.n_kv_heads * (model.head_dim + model.value_dim)
+
+
+def measure_streams(options, model, shared, tokens):
+    """A plans.Stream for the keys and for the values of each layer."""
+    formats, errors = shared.plan_formats(), {}
 
     def look(layer, rows):
         learned = shared.learn(rows[0], rows[1])
-        errors[layer, "keys"] = {name: shared.error(name, rows[1], learned) for name in plans.FORMATS}
-        errors[layer, "values"] = {name: shared.error(name, rows[2]) for name in plans.FORMATS}
+        errors[layer, "keys"] = {name: shared.error(name, rows[1], learned) for name in formats}
+        errors[layer, "values"] = {name: shared.error(name, rows[2]) for name in formats}
 
-    _, scores = run.Run(model, tokens, shared, None, options.chunk, Progress()).measure(variants, look)
+    variants = run.layer_by_layer(caches.parse(plans.REFERENCE), model.n_layers)
+    one = run.Run(model, tokens, shared, None, options.chunk, Progress(), options.every)
+    _, scores = one.measure(variants, look)
+    sizes = [stream_bytes(options, model, shared, one.shape(layer)) for layer in range(model.n_layers)]
     parts = [(layer, kind.part) for v in variants for layer, kind in v.kinds.items()]
-    streams = [plans.Stream(layer, part, s.kl, errors[layer, part], bits[part], model.n_kv_heads * dims[part])
-               for (layer, part), s in zip(parts, scores)]
-    chosen = plans.choose(streams, options.plan)
+    return [plans.Stream(layer, part, s.kl, errors[layer, part], sizes[layer][part]) for (layer, part), s in zip(parts, scores)]
+
+
+def check_plan(options, model, shared):
+    """Whether there is a plan at all, before the long part."""
+    if options.tokens < plans.LEAST_TOKENS:
+        raise forward.Unfit(f"--plan: at least {plans.LEAST_TOKENS} tokens are needed, not {options.tokens}")
+    shortest, room = shared.plan_formats()[0], plan_room(options, model, shared)
+    one = run.Run(model, [0], shared)
+    least = sum(stream_bytes(options, model, shared, one.shape(i))[part][shortest]
+                for i in range(model.n_layers) for part in ("keys", "values"))
+    if room >= least:
+        return room
+    if options.bytes:
+        raise forward.Unfit(f"--bytes {options.bytes}: not even {shortest} fits: {least:.0f} bytes for {options.context} positions")
+    raise forward.Unfit(f"--plan {options.plan:g}: {shortest} takes {least / room * options.plan:g} bits")
+
+
+def make_plan(options, model, shared):
+    """Formats by layer: {layer: (of keys, of values)}."""
+    room = check_plan(options, model, shared)
+    tokens = read_tokens(model, options.layers_of or options.text, options.tokens)
+    streams = measure_streams(options, model, shared, tokens)
+    chosen = plans.choose(shared, streams, room)
     plan = plans.by_layer(streams, chosen)
     for layer, (keys, values) in plan.items():
         print(f"plan layer {layer} keys {keys} values {values}")
-    print(f"plan bits {plans.bits_of(streams, chosen):.4g} kl {sum(map(plans.loss, streams, chosen)):.4g}")
+    total = plans.bytes_of(streams, chosen)
+    loss = sum(map(plans.loss, streams, chosen))
+    if options.bytes:
+        print(f"plan bytes {total:.0f} of {room:.0f} context {options.context} kl {loss:.4g}")
+    else:
+        print(f"plan bits {total / room * options.plan:.4g} kl {loss:.4g}")
     return plan
 
 
@@ -162,17 +206,20 @@ def main():
     for name in [*options.caches.split(","), options.layers]:
         if name:
             caches.parse(name)
+    if options.bytes and (options.plan or not options.context or options.context < 1):
+        raise forward.Unfit("--bytes: a --context of at least 1 is needed, and no --plan")
     shared = library.Library(options.library)
     model = forward.Model(options.model)
-    tokens = read_tokens(model, options.text, options.tokens)
-    if options.chunk < 1:
-        raise forward.Unfit(f"--chunk {options.chunk}: at least 1 is needed")
+    tokens = read_tokens(model, options.text, options.tokens, 1 + max(1, options.every))
+    for name in ("chunk", "every"):
+        if getattr(options, name) < 1:
+            raise forward.Unfit(f"--{name} {getattr(options, name)}: at least 1 is needed")
     used = options.use and shared.read_profile(options.use, model.n_layers, model.n_kv_heads, model.head_dim)
     plan = {i: layer[2] for i, layer in enumerate(used)} if used and used[0][2] else None
-    if options.plan is not None:
+    if options.plan or options.bytes:
         plan = make_plan(options, model, shared)
     variants, layers = open_variants(options, model.n_layers, plan)
-    one = run.Run(model, tokens, shared, used, options.chunk, Progress())
+    one = run.Run(model, tokens, shared, used, options.chunk, Progress(), options.every)
     learned = {}
     perplexity, scores = one.measure(variants + layers, lambda layer, rows: learned.update({layer: shared.learn(*rows[:2])})
                                      if options.profile else None)

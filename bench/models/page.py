@@ -154,11 +154,11 @@ def decision(runs):
     intro = wrapped(f"""One token over a cache with a preset's exact ends and scale, 16 query heads over 8 KV heads, microseconds of
         one thread on {facts['machine']} (commit {facts['commit']}), medians of 31 rounds in turns; in brackets the time by that
         of the format beside it, which has as many bits. `make quality-speed` measures it.""")
-    small = wrapped(f"""- `TQKV_SMALL` is TQ5/TQ3. It takes {of('tq5_tq3', '')} times as long as TQ4/TQ4 with AVX-512 and
-        {of('tq5_tq3', '_avx2')} times with AVX2. But TQ4/TQ4 loses {times(both, four, 'small')} times as much, on prose
+    small = wrapped(f"""- TQ5/TQ3, the formats of `TQKV_SMALL`, take {of('tq5_tq3', '')} times as long as TQ4/TQ4 with AVX-512 and
+        {of('tq5_tq3', '_avx2')} times with AVX2. TQ4/TQ4 loses {times(both, four, 'small')} times as much, on prose
         {span([r.kl(four) for r in prose])}, where {LIMITS['small']} is promised.""", "  ")
-    safe = wrapped(f"""- `TQKV_SAFE` is I8/TQ4. TQ6/TQ6 loses {span([r.kl(six) / r.kl('safe') for r in both], '{:.2f}'.format)} times
-        as much, but takes {of('tq6_tq6', '')} times as long with AVX-512 and {of('tq6_tq6', '_avx2')} times with AVX2; `safe` keeps
+    safe = wrapped(f"""- TQ6/TQ6 loses {span([r.kl(six) / r.kl('safe') for r in both], '{:.2f}'.format)} times
+        as much as I8/TQ4, the formats of `TQKV_SAFE`, but takes {of('tq6_tq6', '')} times as long with AVX-512 and {of('tq6_tq6', '_avx2')} times with AVX2; `safe` keeps
         its promise without.""", "  ")
     return f"""
 ## Loss and speed
@@ -201,8 +201,9 @@ def head(runs):
     intro = wrapped(HEAD + f"Texts: Debian's {sources}, each from its first page or file.")
     return f"""# Quality on pretrained models
 
-**Not measured**: models above 270 million parameters here and above 1.5 billion anywhere ([README](../README.md#which-preset) has Qwen2.5-Coder); contexts beyond 4,096
-tokens; tasks; a GPU's caches; engines other than this tool and llama.cpp ([llama.md](llama.md)).
+**Not measured**: models above 270 million parameters here and above 1.5 billion anywhere (README has
+[Qwen2.5-Coder](../README.md#which-preset)); contexts beyond 4,096 tokens; tasks; a GPU's caches; engines other than this tool and
+llama.cpp ([llama.md](llama.md)).
 
 {intro}
 

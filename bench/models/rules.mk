@@ -52,7 +52,7 @@ deps-texts: $(TEXT_NAMES:%=$(TEXTS)/%.txt) ## fetch the texts of docs/quality.md
 $(MODELS_BUILD)/tqkv.so: CFLAGS_MODELS = $(CFLAGS)
 # Plain C: a quarter of the time to compile.
 $(TEST_BUILD)/models/tqkv.so: CFLAGS_MODELS = -O1 -DTQKV_NO_AVX2
-$(MODELS_BUILD)/tqkv.so $(TEST_BUILD)/models/tqkv.so: bench/models/cache.c examples/profile.h examples/data_file.h tqkv.h
+$(MODELS_BUILD)/tqkv.so $(TEST_BUILD)/models/tqkv.so: bench/models/cache.c examples/plan.h examples/profile.h examples/data_file.h tqkv.h
 	@mkdir -p $(@D)
 	$(CC) -std=c11 $(CPPFLAGS) $(CFLAGS_MODELS) $(WARNINGS) -fPIC -shared -I. $< -o $@ $(LIBRARIES)
 

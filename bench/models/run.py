@@ -27,10 +27,12 @@ Score = collections.namedtuple("Score", "kl median p99 p999 perplexity flips")
 
 
 class Run:
-    def __init__(self, model, tokens, library, profile=None, chunk=512, progress=lambda done, all: None):
-        """profile: centre and scale of each layer's keys, and, with a plan, its formats; or None. progress(done, all) hears of each step."""
+    def __init__(self, model, tokens, library, profile=None, chunk=512, progress=lambda done, all: None, every=1):
+        """profile: centre and scale of each layer's keys, and, with a plan, its formats; or None. progress(done, all) hears of each
+        step. every: of so many predictions the last is judged."""
         self.model, self.tokens, self.library, self.profile = model, np.asarray(tokens), library, profile
         self.chunk, self.progress = chunk, progress
+        self.judged = np.arange(every - 1, len(self.tokens) - 1, every)
         self.n_done = self.n_steps = 0
 
     def shape(self, layer):
@@ -49,14 +51,14 @@ class Run:
             for layer, kind in v.kinds.items():
                 kind.check(self.library, self.shape(layer))
         block = max(1, LOGITS // self.model.vocabulary)
-        starts = range(0, len(self.tokens) - 1, block)
+        starts = range(0, len(self.judged), block)
         self.n_steps = sum(self.model.n_layers - v.first for v in variants) + self.model.n_layers + len(starts)
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             base = Variant("floats", {})
             base.hidden = self.model.embed(self.tokens)
             for index in range(self.model.n_layers):
                 self.pass_layer(pool, base, variants, index, learn)
-            rows = pool.map(lambda at: self.step(self.compare(base, variants, slice(at, at + block))), starts)
+            rows = pool.map(lambda at: self.step(self.compare(base, variants, self.judged[at:at + block])), starts)
             return self.scores(variants, rows)
 
     def pass_layer(self, pool, base, variants, index, learn):
@@ -83,10 +85,9 @@ class Run:
         variant.hidden = layer.finish(variant.hidden, attended)
 
     def compare(self, base, variants, part):
-        """Of the positions of a part, whose next tokens are known: the log-probability of the next token by floats, and for
-        each variant the KL divergence, that log-probability, and whether the likeliest token is another."""
-        part = slice(part.start, min(part.stop, len(self.tokens) - 1))
-        following = self.tokens[part.start + 1:part.stop + 1, None]
+        """Of the positions of a part: the log-probability of the next token by floats, and for each variant the KL divergence,
+        that log-probability, and whether the likeliest token is another."""
+        following = self.tokens[part + 1, None]
         exact = log_softmax(self.model.logits(base.hidden[part]))
         shares, likeliest = np.exp(exact), exact.argmax(-1)
         found = [np.take_along_axis(exact, following, 1)[:, 0]]

@@ -40,9 +40,9 @@ def near(a, b, tolerance):
 
 # ---- The forward pass, and caches in it ----
 
-def divergence(base, other, tokens):
+def divergence(base, other, tokens, every=1):
     """As the tool defines it, in float64: mean, median, 99th and 99.9th percentile, perplexity, share of other likeliest tokens."""
-    base, other, following = base[:-1], other[:-1], tokens[1:]
+    base, other, following = (x[every - 1::every] for x in (base[:-1], other[:-1], tokens[1:]))
     kl = (np.exp(base) * (base - other)).sum(-1)
     said = other[np.arange(len(following)), following]
     flips = (base.argmax(-1) != other.argmax(-1)).mean()
@@ -68,13 +68,13 @@ def test_architecture(lib, folder, arch):
     loaded = forward.Model(path)
     tokens = np.array(tokeniser.tokenize(loaded.fields, TEXT)[:40])
     plain = model.log_probabilities(tokens)
-    names = ["f16/f16", "q4_0"]
-    perplexity, scores = run.Run(loaded, tokens, lib, chunk=7).measure(
+    names, every = ["f16/f16", "q4_0"], 1 + (arch == "llama")
+    perplexity, scores = run.Run(loaded, tokens, lib, chunk=7, every=every).measure(
         [run.everywhere(caches.parse(n), loaded.n_layers) for n in names])
-    expected = divergence(plain, plain, tokens)[4]
+    expected = divergence(plain, plain, tokens, every)[4]
     check(abs(perplexity / expected - 1) < 1e-5, f"{arch}: perplexity {perplexity}, not {expected}")
     for name, score, store in zip(names, scores, (half, coarse)):
-        other = divergence(plain, model.log_probabilities(tokens, store), tokens)
+        other = divergence(plain, model.log_probabilities(tokens, store), tokens, every)
         # Float32 adds noise of about 1e-6 to a log-probability; a rounding at a boundary is another code in a few rows.
         close = np.abs(np.array(score) - other) <= 2e-6 + 0.03 * np.abs(other)
         check(close.all(), f"{arch}, {name}: {score}, not {other}")
@@ -261,15 +261,20 @@ def test_trellis():
 
 def test_plans(lib, shared, folder):
     """By hand: bits go where they take most away; then a plan through files and back."""
-    errors, bits = dict(zip(plans.FORMATS, (16, 8, 4, 2, 1, 0.5, 0))), dict(zip(plans.FORMATS, (2, 3, 4, 5, 6, 8, 16)))
-    streams = [plans.Stream(i, "keys", x, errors, bits, 1) for i, x in enumerate((4.0, 1.5, 0.0))]
-    check(plans.choose(streams, 2) == ["tq2"] * 3, "no bit to give")
-    check(plans.choose(streams, 3) == ["tq4", "tq3", "tq2"], f"three bits: {plans.choose(streams, 3)}")
-    check(plans.choose(streams, 16)[:2] == ["f16"] * 2, "all bits")
-    check(plans.bits_of(streams, ["tq4", "tq3", "tq2"]) == 3, "bits of a plan")
-    values = {name: lib.error(name, np.random.default_rng(7).normal(size=(200, 2, 64)).astype(np.float32)) for name in plans.FORMATS}
+    formats = lib.plan_formats()
+    check(formats == ["tq2", "tq3", "tq4", "tq5", "tq6", "i8", "f16"], f"formats of plans: {formats}")
+    errors, bits = dict(zip(formats, (16, 8, 4, 2, 1, 0.5, 0))), dict(zip(formats, (2, 3, 4, 5, 6, 8, 16)))
+    streams = [plans.Stream(i, "keys", x, errors, bits) for i, x in enumerate((4.0, 1.5, 0.0))]
+    choose = lambda room: plans.choose(lib, streams, room)
+    check(choose(5.9) is None, "too few bytes")
+    check(choose(6) == ["tq2"] * 3, "no bit to give")
+    check(choose(9) == ["tq4", "tq3", "tq2"], f"three bits: {choose(9)}")
+    check(choose(48)[:2] == ["f16"] * 2, "all bits")
+    check(plans.bytes_of(streams, ["tq4", "tq3", "tq2"]) == 9, "bytes of a plan")
+    values = {name: lib.error(name, np.random.default_rng(7).normal(size=(200, 2, 64)).astype(np.float32)) for name in formats}
     check(all(a > b for a, b in zip(list(values.values()), list(values.values())[1:])), f"errors of formats: {values}")
     check([lib.format_bits(n, 64) for n in ("tq4", "i8", "f16")] == [4.5, 8.5, 16], "bits of formats")
+    check([plans.read_bytes(text) for text in ("2G", "1.5K", "77")] == [2**31, 1536, 77], "numbers of bytes")
     model, text, out = folder / "planned.gguf", folder / "text.txt", folder / "plan.gguf"
     text.write_text(TEXT * 9, encoding="utf-8")
     tiny.Tiny("llama", seed=9, n_layers=3).write(model)
@@ -285,7 +290,27 @@ def test_plans(lib, shared, folder):
     check(again.returncode == 0 and "cache plan bits" in again.stdout, f"a plan from a file: {again.stderr}")
     refused(command(shared, model, *options), "--plan", "a plan that nobody made")
     refused(command(shared, model, *options, "--plan", "1"), "tq2", "too few bits")
+    test_plan_of_bytes(lib, shared, model, options)
     refused(command(shared, model, *options[:3], "100", "--plan", "4"), "256", "a text that exact ends cover")
+
+
+def test_plan_of_bytes(lib, shared, model, options):
+    """Three layers of two KV heads of 32 at 1,000 positions: a plan takes what caches of its formats take, and no more."""
+    sizes = lib.plan_bytes(caches.Shape(0, 0, 2, 32, 32, 0, 1.0), 1000, 512)
+    # by hand: a code of 4 bits a value and a norm of 4 bytes a row, and 4 + 128 + 64 halves of each stream beside them
+    check(sizes["keys"]["tq4"] == sizes["values"]["tq4"] == 1000 * 2 * (16 + 4) + 196 * 2 * 64, f"bytes of tq4: {sizes}")
+    check(sizes["keys"]["f16"] == 1000 * 2 * 64, "bytes of halves")
+    ring = lib.plan_bytes(caches.Shape(0, 0, 2, 32, 32, 300, 1.0), 100000, 100)["keys"]
+    check(ring["f16"] == 400 * 2 * 64, f"a layer with a window of 300: {ring}")
+    least = sum(3 * sizes[part]["tq2"] for part in sizes)
+    room = int(least * 1.4)
+    result = command(shared, model, *options, "--bytes", str(room), "--context", "1000")
+    lines = [line.split() for line in result.stdout.splitlines() if line.startswith(("plan layer", "plan bytes"))]
+    total = sum(sizes[l[at]][l[at + 1]] for l in lines if l[1] == "layer" for at in (3, 5))
+    check(lines and lines[-1][2] == f"{total:.0f}" and least < total <= room, f"a plan of bytes: {result.stdout} {result.stderr}")
+    refused(command(shared, model, *options, "--bytes", str(int(least) - 1), "--context", "1000"), "not even tq2 fits", "too few bytes")
+    refused(command(shared, model, *options, "--bytes", "1G"), "--context", "no context")
+    refused(command(shared, model, *options, "--bytes", "2 pounds", "--context", "9"), "2G or 512M", "no number")
 
 
 # ---- Tokenisers ----

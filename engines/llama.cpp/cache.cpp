@@ -71,17 +71,23 @@ bool cache::open(layer *l)
     l->center.assign(n, 0.0f);
     l->scale.assign(n, 1.0f);
     bool has_center = preset_.calibrate > 0;
+    tqkv_cache_desc desc = preset_;
+    desc.head_dim = l->key_dim;
+    desc.n_kv_heads = l->n_heads;
     if (profile_->n_layers) {
-        const profile_layer *p = l->number < profile_->n_layers ? &profile_->layers[l->number] : nullptr;
-        has_center = p && p->n_kv_heads == l->n_heads && p->head_dim == l->key_dim;
-        if (!has_center) say("layer %d: TQKV_PROFILE is of another model, so its keys have no calibration", l->number);
-        if (has_center && p->center) std::copy(p->center, p->center + n, l->center.begin());
-        if (has_center && p->channel_scale) std::copy(p->channel_scale, p->channel_scale + n, l->scale.begin());
+        const char *reason = profile_desc(profile_, l->number, &desc);
+        if (reason) say("layer %d: TQKV_PROFILE %s, so it is not used there", l->number, reason);
+        has_center = !reason;
+    }
+    if (profile_->n_layers && has_center) {
+        const profile_layer &learned = profile_->layers[l->number];
+        std::copy(learned.center, learned.center + n, l->center.begin());
+        std::copy(learned.channel_scale, learned.channel_scale + n, l->scale.begin());
     }
     const float *center = has_center ? l->center.data() : nullptr, *scale = has_center ? l->scale.data() : nullptr;
     const bool ends = preset_.exact_last > 0;
-    return l->streams[KEYS].open(preset_.key_format, l->key_dim, l->n_heads, n_cells_, center, scale, ends) &&
-           l->streams[VALUES].open(preset_.value_format, l->value_dim, l->n_heads, n_cells_, nullptr, nullptr, ends);
+    return l->streams[KEYS].open(desc.key_format, l->key_dim, l->n_heads, n_cells_, center, scale, ends) &&
+           l->streams[VALUES].open(desc.value_format, l->value_dim, l->n_heads, n_cells_, nullptr, nullptr, ends);
 }
 
 size_t cache::open_all()

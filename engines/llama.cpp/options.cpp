@@ -30,6 +30,7 @@ bool read_preset(options *o, const char *text)
     for (const auto &p : presets) {
         if (strcmp(text, p.name) != 0) continue;
         o->preset = tqkv_cache_preset(p.preset);
+        o->is_preset = true;
         return true;
     }
     const char *slash = strchr(text, '/');
@@ -55,6 +56,7 @@ void read_options(options *o)
             path);
         o->learned = {};
     }
+    if (!o->is_preset) profile_forget_plan(&o->learned); /* formats named by hand are meant */
 }
 
 } // namespace

@@ -9,9 +9,10 @@ namespace tqkv_llama
 
 struct options {
     tqkv_cache_desc preset = {}; /* formats, exact ends, calibrate; all else is not read */
-    profile learned = {};        /* TQKV_PROFILE; no layers: none */
+    profile learned = {};        /* TQKV_PROFILE; no layers: none. Its plan's formats come before the preset's */
     int log = 1;                 /* TQKV_LOG: 0 nothing, 1 a line at start and warnings, 2 what each graph does */
     char name[32] = "";          /* of the preset, or of the formats */
+    bool is_preset = false;      /* a name, not two formats */
     bool valid = false;
 };
 

@@ -201,6 +201,14 @@ check "advise/shared and a tail" grep -q "for 5 bits a value: tq4, tail tq4 (4.8
 refused "advise/tail's size" "not supported" "$bin/advise" --tail 10
 refused "advise/short" "damaged" "$bin/advise" "$work/short"
 refused "advise/bits" "needs a number" "$bin/advise" --bits none
+# Formats by layer for a number of bytes.
+"$bin/advise" --bytes 20M --context 32768 >"$work/advise"
+check "advise/plan" awk '/^for 20971520 bytes and 32768 positions/ { plan = 1 } plan && /^  layer/ { n++ }
+    plan && /bytes, mean error/ { bytes = $1; error = $NF } END { exit !(n == 4 && bytes > 19e6 && bytes <= 20971520 && error < 0.05) }' \
+    "$work/advise"
+refused "advise/plan, too few bytes" "not even tq2 fits: 4 layers take" "$bin/advise" --bytes 3M --context 32768
+refused "advise/plan without a context" "needs --context" "$bin/advise" --bytes 3M
+refused "advise/bytes" "2G or 512M" "$bin/advise" --bytes 2P --context 99
 
 # The presets lose in their order, and less than formats of as many bits without one.
 "$bin/tinylm" >"$work/demo"
@@ -218,6 +226,13 @@ check "tinylm/profile" awk -v learned="$(kl "$work/learned")" -v plain="$(kl "$w
     'BEGIN { exit !(learned > 1e-4 && learned < 0.01 && plain > 0.5) }'
 damage "$work/profile" "$work/damaged" 500
 refused "tinylm/profile, damaged" "corrupt|damaged" "$bin/tinylm" generate x --profile "$work/damaged"
+# A plan of as many bits loses less than a third of what the preset loses.
+"$bin/tinylm" learn "$work/plan" --windows 2 --bits 4.19
+"$bin/tinylm" score --windows 2 --preset small --profile "$work/plan" >"$work/planned"
+"$bin/tinylm" score --windows 2 --preset small >"$work/plain"
+check "tinylm/plan" awk '$1 == "small" { bits[++n] = $3; kl[n] = $7 } END { exit !(n == 2 && bits[1] <= bits[2] && kl[1] < kl[2] / 3) }' \
+    "$work/planned" "$work/plain"
+refused "tinylm/plan, too few bits" "not even tq2 fits" "$bin/tinylm" learn "$work/plan" --windows 1 --bits 2
 refused "tinylm/profile, none" "corrupt|damaged" "$bin/tinylm" generate x --profile $data/heldout.txt
 
 # With 4 first and 64 newest positions as halves less than an eighth of the divergence is left.

@@ -22,19 +22,18 @@ typedef enum tqkv_result {
 TQKV_API const char *tqkv_result_string(tqkv_result r);
 
 /* >>common
-   What calls on a cache, a store and attention share. First, where the caller's rows lie: that of a token (or position,
-   or query) t and a head h begins at value t * token + h * head. 0: as in [token][head][dim] without gaps, that is dim
-   for head and n_heads * dim for token. For [head][token][dim]: token = dim, head = n_tokens * dim; for a third of
-   fused projections: token = 3 * n_heads * dim. Rows that are read may share values, rows that are written may not.
-   What lies between the rows of an output may be another output of the same strides; for all else it counts as written
-   in the checks of what overlaps, but is not touched. On a GPU below 2^32. */
+   The row of token (or position, or query) t and head h begins at value t * token + h * head. 0 stands for
+   [token][head][dim] without gaps: dim for head and n_heads * dim for token. For [head][token][dim]: token = dim, head =
+   n_tokens * dim; for a third of fused projections: token = 3 * n_heads * dim. Rows that are read may share values, rows
+   that are written may not. Between the rows of an output another output of the same strides may lie; checks of what
+   overlaps count all other memory there as written, although calls do not touch it. On a GPU below 2^32. */
 typedef struct tqkv_strides {
     size_t token, head;
 } tqkv_strides;
 
-/* Channels of the rotary embedding that share a scale. Such a scale commutes with the rotation of positions: an engine
-   may fold it into its projections, and may shift contexts. Of models that turn a part of each head (partial rotary
-   embedding) rotary_dim is that part; channels behind it have scales of their own. */
+/* Channels of the rotary embedding that share a scale. A shared scale commutes with the rotation of positions, so an
+   engine may fold it into its projections, and may shift contexts. If the embedding turns a part of each head, that
+   part is rotary_dim; later channels have scales of their own. */
 typedef enum tqkv_pairs {
     TQKV_PAIRS_NONE = 0,
     TQKV_PAIRS_NEIGHBOURS, /* channels 2i and 2i + 1 */
@@ -49,11 +48,11 @@ typedef struct tqkv_allocator {
     void *user;
 } tqkv_allocator;
 
-/* Threads. `run` calls task(context, i) once for each i in [0, count), in any order, on any threads; it returns after
-   all have ended. All zero: the calling thread alone. Threads that share a cache or a store may call `run` at once; it
-   must allow that. tqkv never calls `run` from its own tasks; a pool whose other tasks call tqkv must allow `run`
-   inside a task. Neither `run` nor a task may throw or longjmp through tqkv: the call's scratch would leak, and its
-   tasks might go on. */
+/* Threads. `run` calls task(context, i) once for each i in [0, count), in any order, on any threads, and returns after
+   all tasks have ended. All zero: the calling thread alone. `run` must allow calls from several threads that share a
+   cache or a store, and, in a pool whose other tasks call tqkv, calls inside a task. tqkv never calls `run` from its own
+   tasks. Neither `run` nor a task may throw or longjmp through tqkv: the call's scratch would leak, and its tasks might
+   go on. */
 typedef void (*tqkv_task)(void *context, int index);
 typedef struct tqkv_parallel {
     void (*run)(void *user, int count, tqkv_task task, void *context);

@@ -1,10 +1,13 @@
 /* The backend without llama.cpp and ggml, on a stand-in for both.
  *
  * usage: core_test [CASE ...] */
+#include "profile_write.h"
 #include "row_tag.h"
 #include "stand_in.h"
 
 #include <cstring>
+#include <string>
+#include <unistd.h>
 
 int n_bad = 0;
 
@@ -197,6 +200,43 @@ void test_learning()
     CHECK(small.l->streams[KEYS].halves().capacity < halves && small.take_worst() < 0.5 * without);
 }
 
+/* A file with the plan f16/f16 for layer 0; "" where it cannot be written. */
+std::string plan_file(int n_heads)
+{
+    std::vector<float> center((size_t)n_heads * DIM, 0.0f), scale((size_t)n_heads * DIM, 1.0f);
+    profile_layer l = {n_heads, DIM, center.data(), scale.data(), TQKV_F16, TQKV_F16};
+    const profile p = {1, &l};
+    char path[] = "/tmp/tqkv-plan-XXXXXX";
+    const int file = mkstemp(path);
+    if (file >= 0) close(file);
+    return file >= 0 && profile_save(path, &p) == TQKV_OK ? path : "";
+}
+
+/* The worst error with a profile, and the format of the keys. */
+double error_with(const std::string &path, const char *preset, tqkv_format *format)
+{
+    setenv("TQKV_PROFILE", path.c_str(), 1);
+    engine e(preset, false);
+    e.speak(1, 0, 400, 0);
+    *format = e.l->streams[KEYS].codes().format;
+    unsetenv("TQKV_PROFILE");
+    return e.take_worst();
+}
+
+/* Formats of a plan come before a preset's, not before those named by hand; a plan of another model is not used. */
+void test_plan()
+{
+    tqkv_format format;
+    const std::string own = plan_file(HEADS), other = plan_file(HEADS + 1);
+    CHECK(!own.empty() && !other.empty());
+    CHECK(error_with(own, "tiny", &format) < 2e-3 && format == TQKV_F16);
+    CHECK(error_with(own, "tq3/tq2", &format) > 2e-3 && format == TQKV_TQ3);
+    CHECK(error_with(other, "tiny", &format) > 2e-3 && format == TQKV_TQ3);
+    CHECK(error_with("/no/such/file", "tiny", &format) > 2e-3 && format == TQKV_TQ3);
+    remove(own.c_str());
+    remove(other.c_str());
+}
+
 void test_clear()
 {
     engine e("small");
@@ -223,6 +263,7 @@ const struct {
     {"state", test_state},
     {"copy", test_copy},
     {"learning", test_learning},
+    {"plan", test_plan},
     {"clear", test_clear},
 };
 
