@@ -217,6 +217,9 @@ typedef struct tqkv_parallel {
 typedef struct tqkv_cache tqkv_cache;
 typedef struct tqkv_store tqkv_store; /* see >>store */
 typedef struct tqkv_metal tqkv_metal; /* see >>metal */
+typedef struct tqkv_cache_strides {
+    tqkv_strides k, v, q, out;
+} tqkv_cache_strides;
 typedef struct tqkv_cache_desc {
     /* The shape, and how many positions it holds. */
     int head_dim, n_kv_heads, n_heads, capacity;
@@ -247,11 +250,17 @@ typedef struct tqkv_cache_desc {
        gives their memory back (with non_causal, until this one). What it has learned counts from that append on:
        tqkv_cache_truncate, or tqkv_cache_keep with no more than 64 positions behind that point, to a position before it
        brings the halves back, as if what is taken had never come. The same codes however positions came.
-       What it has learned is in tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work
+       What it has learned is in the stores of tqkv_cache_view. On a GPU the halves' memory stays as long as the cache, because work
        under way may read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
     int calibrate;
     tqkv_pairs pairs; /* of the rotary embedding: share a scale in what it learns */
     int rotary_dim;   /* as tqkv_store's */
+
+    /* Centres (means) and scales of channels as tqkv_store's, copied; NULL: none. Of keys: [n_kv_heads][head_dim, then
+       tail_dim]; of values: [n_kv_heads][value_dim], NULL if the keys are the values, which then have those of the
+       keys. A cache that is given one of them does not learn. Snapshots keep them; tqkv_cache_bytes does not count
+       them. */
+    const float *key_center, *key_scale, *value_center, *value_scale;
 
     /* Attention, as the fields of tqkv_attention. */
     int window;
@@ -259,6 +268,7 @@ typedef struct tqkv_cache_desc {
     const float *sinks; /* [n_heads] or NULL; copied */
     bool non_causal;    /* every query sees all resident positions: for cross-attention */
     tqkv_type type;     /* of k, v, q and out */
+    tqkv_cache_strides strides; /* of the same rows */
 
     /* Resources. */
     tqkv_parallel parallel;
@@ -291,15 +301,19 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
    to do for 0. TQKV_OUT_OF_RANGE, and nothing is written, where a query's window, or a half that it reads, is gone. */
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out);
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c); /* positions appended; 0 for NULL */
-/* The oldest resident position; 0 for NULL. After truncate, keep, fork or load a ring may hold fewer positions than its
-   capacity: tqkv_attend over its stores then needs kv_len = end - first, which is not its default. */
-TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c);
+typedef struct tqkv_attention tqkv_attention;         /* see >>attention */
+/* What tqkv_cache_attend with so many queries attends to, as it is now: for tqkv_attend with a tree or a list, for
+   slices and batches of caches. Its positions are [end - kv_len, end); it holds until the next append or edit. Refuses
+   what that call refuses for the halves that it needs, and TQKV_OUT_OF_RANGE, too, if nothing is resident, or if the
+   queries stand on both sides of the position at which the cache learned: then they read different stores. With 0
+   queries it refuses nothing and has the stores of the codes, with centre and scale, learned or given. */
+TQKV_API tqkv_result tqkv_cache_view(const tqkv_cache *c, int n_queries, tqkv_attention *out);
 /* Codes and norms of all streams, and the halves kept besides, now; 0 for NULL. */
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c);
 /* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
    the oldest resident position. 0 is always valid and empties the cache, which forgets what it has learned itself and
    learns anew; a copy keeps what it was made with. With a window the next query that is answered
-   stands at tqkv_cache_first + window - 1 or behind. */
+   stands at the oldest resident position + window - 1 or behind. */
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
 /* Removes the positions [first, first + count); those behind move down, with their codes as they are: a key keeps the
    rotary embedding of its old position. For linear caches; TQKV_UNSUPPORTED for a ring. */
@@ -312,7 +326,7 @@ TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int 
    refuses queries that need the halves (TQKV_OUT_OF_RANGE), as a snapshot does. One that still learns does so from no
    fewer positions than the cache. desc: NULL, or nonzero fields for what the copy has otherwise: capacity
    (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
-   threads), type (not back to TQKV_TYPE_F32, which is 0), sinks, parallel, allocator, metal, matrix_group, non_causal,
+   threads), type (not back to TQKV_TYPE_F32, which is 0), strides, sinks, parallel, allocator, metal, matrix_group, non_causal,
    exact_batch, a tag. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as
    a ring, and one that needs less memory goes on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
@@ -324,26 +338,11 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc, never NULL, supplies what a snapshot lacks: type (zero is TQKV_TYPE_F32), parallel, allocator, metal,
+/* desc, never NULL, supplies what a snapshot lacks: type (zero is TQKV_TYPE_F32), strides, parallel, allocator, metal,
    matrix_group, exact_batch, non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must
    match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or
    another version of tqkv; TQKV_EXPLAIN says which. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
-
-/* Centres (means) and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
-   [n_kv_heads][value_dim], NULL if the keys are the values, which then have those of the keys. Only while end is 0,
-   else TQKV_INVALID_ARGUMENT. Snapshots keep them; tqkv_cache_bytes does not count them. The cache then does not learn
-   its own. */
-TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values);
-TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values);
-/* Strides of the rows that later calls take and give; NULL, and at first: none. Copies and snapshots have none. */
-typedef struct tqkv_cache_layout {
-    tqkv_strides k, v, q, out;
-} tqkv_cache_layout;
-TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout);
-TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c);   /* the stores behind it; NULL for NULL */
-TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c); /* the keys if they are the values */
-TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c);   /* NULL without one */
 
 /* >>store
    One stream (keys or values) of one layer in the caller's memory:
@@ -537,7 +536,7 @@ typedef struct tqkv_ends {
     int64_t from;           /* of the newest: none below it, as after a truncation; 0: none missing */
 } tqkv_ends;
 
-typedef struct tqkv_attention {
+struct tqkv_attention {
     /* The streams. Same n_kv_heads; head_dim may differ. One stream may be both, as MLA's latent is: the same store, or
        two that describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre
        is added back to both, as both are scaled. */
@@ -598,7 +597,7 @@ typedef struct tqkv_attention {
        Streams of F16 need theirs for that, too. They are added apart from the others, before and after they are gone. A
        slice that begins with the oldest resident position has those that are gone. */
     tqkv_ends first, last;
-} tqkv_attention;
+};
 
 /* q: [n_queries][n_heads][head_dim of the keys, then of the tail], out: [n_queries][n_heads][head_dim of the values].
    TQKV_NOT_FINITE if q holds NaN or Inf, or a sink is NaN or +Inf. A score, or a sum of values, beyond the range of
@@ -637,14 +636,6 @@ TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, floa
                                        const float *src_sum);
 /* Adds the sinks, divides, rotates back, scales, and adds the values' centre, as tqkv_attend with `a` does. */
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, const float *max, const float *sum);
-
-/* Of a cache, as tqkv_cache_attend, with a list of blocks, a tree or both: those of `a`, whose other fields are
-   ignored. */
-TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention *a, const void *q, int n_queries,
-                                            void *out);
-/* What tqkv_cache_attend attends to, as it is now, for one query: for slices and batches of caches. kv_len is 0 if
-   nothing is resident; do not attend then. All zeros for NULL. */
-TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c);
 
 /* >>index
    An index chooses the positions that a query attends to. It has keys of its own, one for each `ratio` positions of the
@@ -919,7 +910,7 @@ TQKV_METAL_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
 TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffer *out);
 
 /* A cache whose desc has `metal` lies in shared memory. tqkv_cache_append and tqkv_cache_attend run on the GPU and
-   wait; all other calls, and encode and attend on tqkv_cache_keys and _values, run on the processor. Those that read
+   wait; all other calls, and attention to a tqkv_cache_view, run on the processor. Those that read
    or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
    The two calls below record into an encoder. An append counts at once, and attention can be recorded after it; if the
@@ -934,7 +925,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_obj
                                                    tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                    tqkv_metal_buffer out);
 TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes);
-/* As tqkv_cache_attend_some: with the list and the tree of `some`, in buffers, whose other fields are ignored; and what
+/* With the list and the tree of `some`, in buffers, whose other fields are ignored; and what
    scratch that takes. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_attend_some(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
                                                         const tqkv_metal_attention *some, tqkv_metal_buffer q,
@@ -1133,10 +1124,10 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqk
                                                   tqkv_metal_buffer scratch, tqkv_metal_buffer list,
                                                   tqkv_metal_plan *plan);
 
-/* Of a cache at the beginning of `memory`. layout: as tqkv_cache_set_layout's, or NULL: the one that was set. some: as
+/* Of a cache at the beginning of `memory`. layout: strides of the rows, or NULL: those of the cache. some: as
    tqkv_metal_cache_attend_some's, or NULL. An append counts when tqkv_metal_cache_appended is called. */
 TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                                  const tqkv_cache_strides *layout, tqkv_metal_buffer k,
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                   tqkv_metal_plan *plan);
 TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens);
@@ -1146,7 +1137,7 @@ TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end);
 TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                                    size_t *bytes);
 TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_layout *layout, const tqkv_metal_attention *some,
+                                                  const tqkv_cache_strides *layout, const tqkv_metal_attention *some,
                                                   tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan);
 
@@ -1536,9 +1527,7 @@ extern "C" {
 typedef struct tqkv__backend {
     tqkv_allocator memory; /* of codes, norms and the cache itself */
     tqkv_result (*append)(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens);
-    /* some: with the list and the tree, or NULL */
-    tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                          void *out);
+    tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const void *q, int n_queries, void *out);
 } tqkv__backend;
 #ifdef __cplusplus
 }
@@ -8071,15 +8060,13 @@ static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
     return from > call->last.from ? from : call->last.from;
 }
 
-/* Returns the oldest position that some query reads from the halves of the newest; they are asked for, but nothing else
-   is known of them. */
-static int64_t tqkv__exact_oldest(const tqkv__attention *a)
+/* Returns the oldest position that some query reads from the halves of the newest. first: the oldest resident one */
+static int64_t tqkv__exact_oldest(const tqkv_attention *call, int64_t first)
 {
-    const tqkv_attention *call = &a->call;
     const bool at_end = call->non_causal && !call->window;
     int64_t from = call->end - (at_end ? 0 : call->n_queries - 1) - call->last.n;
     if (from < call->last.from) from = call->last.from;
-    if (from < a->first) from = a->first;
+    if (from < first) from = first;
     return from < call->end ? from : call->end;
 }
 
@@ -8091,7 +8078,7 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
     const tqkv_store *const stores[2][2] = {{call->first.keys, call->first.values},
                                             {call->last.keys, call->last.values}};
     const int64_t below = call->first.n < call->end ? call->first.n : call->end;
-    const int64_t newest = call->end - call->last.n, oldest = tqkv__exact_oldest(a);
+    const int64_t newest = call->end - call->last.n, oldest = tqkv__exact_oldest(call, a->first);
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
         const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
         if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__take_kept */
@@ -10851,9 +10838,9 @@ static void tqkv__drop_raw(tqkv_cache *c);
 struct tqkv__append;
 static tqkv_result tqkv__append_learning(tqkv_cache *c, struct tqkv__append *append);
 static void tqkv__count_append(tqkv_cache *c, int n_tokens);
-static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
-static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                    void *out);
+static int tqkv__raw_queries(const tqkv_cache *c, int n_queries);
+static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int n_queries);
+static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const void *q, int n_queries, void *out);
 
 /* Starts each array in memory on a cache line: attention to codes that straddle two takes a tenth longer. 63 bytes more
    than *end still have a size. */
@@ -10996,6 +10983,10 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     if (r == TQKV_OK) r = tqkv__end_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__raw_shapes(desc, c);
     if (r != TQKV_OK) return r;
+    c->keys.strides = desc->strides.k;
+    c->values.strides = desc->strides.v;
+    c->attention.query_strides = desc->strides.q;
+    c->attention.output_strides = desc->strides.out;
     c->attention.query_type = c->attention.output_type = desc->type;
     tqkv__cache_attach(&c->attention, c);
     c->attention.n_heads = desc->n_heads;
@@ -11042,6 +11033,95 @@ static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__ca
 static void tqkv__learn_from(tqkv_cache *c, int n, int last);
 static bool tqkv__raw_fits(const tqkv_cache *c);
 
+/* Returns where the channels of stream i lie. */
+static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
+{
+    size_t before = 0, all = 0; /* of a cache that exists */
+    (void)tqkv__count_channels(c, i, &before);
+    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &all);
+    return c->channels + (size_t)kind * all + before;
+}
+
+/* Stream i, and what is kept of it besides, has the centres or the scales that lie in their room, or none. */
+static void tqkv__name_channels(tqkv_cache *c, int i, tqkv__channels kind, bool has)
+{
+    tqkv_store *s = TQKV__STORE_AT(c, i);
+    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = has ? tqkv__channel_room(c, i, kind) : NULL;
+    for (int last = 0; last < 2; last++) {
+        c->ends[last][i].center = s->center;
+        c->ends[last][i].channel_scale = s->channel_scale;
+    }
+}
+
+/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL:
+   none. */
+static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
+{
+    const tqkv_store *s = tqkv__store_of(c, i);
+    if (!s) return;
+    const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
+    float *own = tqkv__channel_room(c, i, kind), *inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
+    const uint64_t mode = tqkv__fp_exact();
+    for (size_t h = 0; values && h < n_kv_heads; h++) {
+        memmove(own + h * dim, values + h * stride, dim * sizeof(float));
+        if (kind == TQKV__SCALES) tqkv__invert(own + h * dim, s->head_dim, inverses + h * dim);
+    }
+    tqkv__fp_restore(mode);
+    tqkv__name_channels(c, i, kind, values != NULL);
+}
+
+/* Whether n values may be centres or scales. */
+static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values, size_t n)
+{
+    if ((uintptr_t)values % sizeof(float)) return TQKV__INVALID("a centre or a scale is not aligned as floats");
+    if (values && !tqkv__all_finite(values, n))
+        return TQKV__REFUSE(NOT_FINITE, "a centre or a scale holds NaN or infinity");
+    if (values && kind == TQKV__SCALES && !tqkv__scales_valid(values, n))
+        return TQKV__INVALID("a scale is not in [2^-32, 2^32]");
+    return TQKV_OK;
+}
+
+/* Whether a desc has centres or scales: a cache then learns none. */
+static bool tqkv__gives_channels(const tqkv_cache_desc *desc)
+{
+    return desc->key_center || desc->key_scale || desc->value_center || desc->value_scale;
+}
+
+/* Checks the centres and scales of a desc. */
+static tqkv_result tqkv__check_given(const tqkv_cache_desc *desc, const tqkv_cache *c)
+{
+    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
+    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
+    if (c->shared && (desc->value_center || desc->value_scale))
+        return TQKV__INVALID("value_center, value_scale: the values have those of the keys");
+    tqkv_result r = tqkv__check_channels(TQKV__CENTERS, desc->key_center, n_keys);
+    if (r == TQKV_OK) r = tqkv__check_channels(TQKV__SCALES, desc->key_scale, n_keys);
+    if (r == TQKV_OK) r = tqkv__check_channels(TQKV__CENTERS, desc->value_center, n_values);
+    return r == TQKV_OK ? tqkv__check_channels(TQKV__SCALES, desc->value_scale, n_values) : r;
+}
+
+/* Returns what a desc gives of stream i, and how far its heads are apart; NULL: nothing. */
+static const float *tqkv__given(const tqkv_cache_desc *desc, const tqkv_cache *c, int i, tqkv__channels kind,
+                                size_t *stride)
+{
+    const float *keys = kind == TQKV__CENTERS ? desc->key_center : desc->key_scale;
+    const bool value = i == TQKV__VALUES;
+    *stride = (size_t)(value ? c->values.head_dim : c->keys.head_dim + c->tail.head_dim);
+    if (value) return kind == TQKV__CENTERS ? desc->value_center : desc->value_scale;
+    return keys && i == TQKV__TAIL ? keys + c->keys.head_dim : keys;
+}
+
+/* Takes the centres and scales of a desc. */
+static void tqkv__take_given(const tqkv_cache_desc *desc, tqkv_cache *c)
+{
+    size_t stride;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        for (int k = TQKV__CENTERS; k <= TQKV__SCALES; k++) {
+            const float *values = tqkv__given(desc, c, i, (tqkv__channels)k, &stride);
+            tqkv__cache_channels(c, i, (tqkv__channels)k, values, stride);
+        }
+}
+
 /* Creates a cache that, if it learns, does so from at least as many positions as one that it is made of. */
 static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_new, int learn_last, tqkv_cache **out)
 {
@@ -11051,6 +11131,7 @@ static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_new, int 
     *out = NULL;
     if (!desc) return TQKV__INVALID("desc is NULL");
     tqkv_result r = tqkv__cache_resolve(desc, &c);
+    if (r == TQKV_OK) r = tqkv__check_given(desc, &c);
     if (r != TQKV_OK) return r;
     if (c.learning && (learn_new > c.learn_new || learn_last > c.learn_last))
         tqkv__learn_from(&c, learn_new > c.learn_new ? learn_new : c.learn_new,
@@ -11073,6 +11154,7 @@ static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_new, int 
     c.own_room = (int)tqkv__newest_room(&c);
     *out = (tqkv_cache *)memcpy(memory, &c, sizeof c);
     tqkv__cache_attach(&(*out)->attention, *out);
+    tqkv__take_given(desc, *out);
     return TQKV_OK;
 }
 
@@ -11110,43 +11192,6 @@ static bool tqkv__in_cache(const tqkv_cache *c, const void *p, size_t size)
 {
     return tqkv__overlap(c, c->size, p, size) || tqkv__overlap(c->grown, c->grown_size, p, size) ||
            tqkv__overlap(c->raw_memory, c->raw_size, p, size);
-}
-
-/* Returns where the channels of stream i lie. */
-static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
-{
-    size_t before = 0, all = 0; /* of a cache that exists */
-    (void)tqkv__count_channels(c, i, &before);
-    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &all);
-    return c->channels + (size_t)kind * all + before;
-}
-
-/* Stream i, and what is kept of it besides, has the centres or the scales that lie in their room, or none. */
-static void tqkv__name_channels(tqkv_cache *c, int i, tqkv__channels kind, bool has)
-{
-    tqkv_store *s = TQKV__STORE_AT(c, i);
-    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = has ? tqkv__channel_room(c, i, kind) : NULL;
-    for (int last = 0; last < 2; last++) {
-        c->ends[last][i].center = s->center;
-        c->ends[last][i].channel_scale = s->channel_scale;
-    }
-}
-
-/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL:
-   none. */
-static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
-{
-    const tqkv_store *s = tqkv__store_of(c, i);
-    if (!s) return;
-    const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
-    float *own = tqkv__channel_room(c, i, kind), *inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
-    const uint64_t mode = tqkv__fp_exact();
-    for (size_t h = 0; values && h < n_kv_heads; h++) {
-        memmove(own + h * dim, values + h * stride, dim * sizeof(float));
-        if (kind == TQKV__SCALES) tqkv__invert(own + h * dim, s->head_dim, inverses + h * dim);
-    }
-    tqkv__fp_restore(mode);
-    tqkv__name_channels(c, i, kind, values != NULL);
 }
 
 /* What an append encodes: the streams, and the first positions that are kept besides. */
@@ -11304,129 +11349,59 @@ static tqkv_attention tqkv__view_codes(const tqkv_cache *c)
     return view;
 }
 
-TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
+#define TQKV__NO_RAW "a copy has no halves for queries at positions that its cache has learned from"
+
+/* Whether the cache has the halves of the newest that these queries read. */
+static tqkv_result tqkv__check_newest(const tqkv_cache *c, const tqkv_attention *call)
 {
-    tqkv_attention view;
-    memset(&view, 0, sizeof view);
-    if (!c || tqkv__view_raw(c, &view)) return view;
-    return tqkv__view_codes(c);
+    if (!tqkv__newest_room(c) || tqkv__exact_oldest(call, c->first) >= c->exact_held) return TQKV_OK;
+    return TQKV__REFUSE(OUT_OF_RANGE,
+                        "n_queries: above 64 and what the last append brought; exact_last has halves for no more");
 }
 
-/* Takes the list and the tree of `some`, unless that is NULL. */
-static void tqkv__take_some(const tqkv_attention *some, tqkv_attention *a)
+TQKV_API tqkv_result tqkv_cache_view(const tqkv_cache *c, int n_queries, tqkv_attention *out)
 {
-    if (!some) return;
-    a->tree = some->tree;
-    a->list.rows = some->list.rows;
-    a->list.length = some->list.length;
-    a->list.heads = some->list.heads;
-    a->list.block = some->list.block;
-    a->list.newest = some->list.newest;
+    if (!c || !out || n_queries < 0) return TQKV__INVALID("the cache or out is NULL, or n_queries negative");
+    const int n_raw = tqkv__raw_queries(c, n_queries);
+    if (n_raw && n_raw < n_queries)
+        return TQKV__REFUSE(OUT_OF_RANGE, "n_queries: they stand on both sides of the position at which the cache learned");
+    if (n_raw && !c->raw[0].codes) return TQKV__REFUSE(OUT_OF_RANGE, TQKV__NO_RAW);
+    tqkv_attention view = n_raw ? tqkv__raw_attention(c, c->attention.end, n_queries) : tqkv__view_codes(c);
+    view.n_queries = n_queries;
+    if (n_queries && view.end && !view.kv_len) return TQKV__REFUSE(OUT_OF_RANGE, "no position is resident");
+    const tqkv_result r = n_queries && !n_raw ? tqkv__check_newest(c, &view) : TQKV_OK;
+    if (r == TQKV_OK) *out = view;
+    return r;
 }
 
-/* Opens the attention of a cache. some: NULL, or an attention with the list and the tree */
-static tqkv_result tqkv__cache_attention(const tqkv_cache *c, const tqkv_attention *some, int n_queries,
-                                         tqkv__attention *a)
+/* Opens the attention of a cache to its codes. */
+static tqkv_result tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqkv__attention *a)
 {
     tqkv_attention attention = c->attention;
     attention.n_queries = n_queries;
-    tqkv__take_some(some, &attention);
     tqkv__count_ends(c, &attention);
     tqkv_result r = tqkv__attention_streams(&attention, a);
     a->first = c->first; /* after a truncation fewer positions than kv_len's default, or none */
     a->matrix_group = c->matrix_group;
-    if (r != TQKV_OK) return r;
-    if (tqkv__newest_room(c) && tqkv__exact_oldest(a) < c->exact_held)
-        return TQKV__REFUSE(OUT_OF_RANGE,
-                            "n_queries: above 64 and what the last append brought; exact_last has halves for no more");
-    return tqkv__attention_ends(a);
-}
-
-static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                      void *out)
-{
-    tqkv__attention a;
-    if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
-    if (n_queries == 0) return TQKV_OK;
-    if (c->raw_below) return tqkv__attend_raw(c, some, q, n_queries, out);
-    tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
-    if (r == TQKV_OK && tqkv__in_cache(c, out, a.out_size)) r = TQKV__INVALID("out overlaps the cache");
-    if (r != TQKV_OK) return r;
-    if (!c->metal) return tqkv__attend(&a, q, out);
-    r = tqkv__check_q_out(&a, q, out);
-    return r == TQKV_OK ? tqkv__backend_of(c->metal)->attend(c->metal, c, some, q, n_queries, out) : r;
+    if (r == TQKV_OK) r = tqkv__check_newest(c, &a->call);
+    return r == TQKV_OK ? tqkv__attention_ends(a) : r;
 }
 
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out)
 {
-    return tqkv__cache_attend(c, NULL, q, n_queries, out);
-}
-
-TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention *a, const void *q, int n_queries,
-                                            void *out)
-{
-    if (!a) return TQKV__INVALID("the attention is NULL");
-    return tqkv__cache_attend(c, a, q, n_queries, out);
-}
-
-/* Whether n values may be centres or scales. */
-static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values, size_t n)
-{
-    if ((uintptr_t)values % sizeof(float)) return TQKV__INVALID("a centre or a scale is not aligned as floats");
-    if (values && !tqkv__all_finite(values, n))
-        return TQKV__REFUSE(NOT_FINITE, "a centre or a scale holds NaN or infinity");
-    if (values && kind == TQKV__SCALES && !tqkv__scales_valid(values, n))
-        return TQKV__INVALID("a scale is not in [2^-32, 2^32]");
-    return TQKV_OK;
-}
-
-/* Sets centres or scales of all streams; what the cache would have learned is not wanted then. */
-static tqkv_result tqkv__set_channels(tqkv_cache *c, tqkv__channels kind, const float *keys, const float *values)
-{
-    if (!c) return TQKV__INVALID("the cache is NULL");
-    if (c->attention.end != 0) return TQKV__INVALID("centre, scale: the cache holds positions encoded without them");
-    if (c->shared && values) return TQKV__INVALID("values: they have centre and scale of the keys");
-    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
-    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
-    tqkv_result r = tqkv__check_channels(kind, keys, n_keys);
-    if (r == TQKV_OK) r = tqkv__check_channels(kind, values, n_values);
+    tqkv__attention a;
+    if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
+    if (n_queries == 0) return TQKV_OK;
+    if (c->raw_below) return tqkv__attend_raw(c, q, n_queries, out);
+    tqkv_result r = tqkv__cache_attention(c, n_queries, &a);
+    if (r == TQKV_OK && tqkv__in_cache(c, out, a.out_size)) r = TQKV__INVALID("out overlaps the cache");
     if (r != TQKV_OK) return r;
-    if (tqkv__in_cache(c, keys, n_keys * sizeof(float)) || tqkv__in_cache(c, values, n_values * sizeof(float)))
-        return TQKV__INVALID("a centre or a scale lies in the cache");
-    tqkv__drop_raw(c);
-    c->learns = false;
-    tqkv__cache_channels(c, TQKV__KEYS, kind, keys, key_dim);
-    tqkv__cache_channels(c, TQKV__VALUES, kind, values, (size_t)c->values.head_dim);
-    tqkv__cache_channels(c, TQKV__TAIL, kind, keys ? keys + c->keys.head_dim : NULL, key_dim);
-    return TQKV_OK;
-}
-
-TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
-{
-    return tqkv__set_channels(c, TQKV__CENTERS, keys, values);
-}
-
-TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values)
-{
-    return tqkv__set_channels(c, TQKV__SCALES, keys, values);
-}
-
-TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout)
-{
-    tqkv_cache_layout none;
-    memset(&none, 0, sizeof none);
-    if (!c) return TQKV__INVALID("the cache is NULL");
-    if (!layout) layout = &none;
-    c->keys.strides = layout->k;
-    c->values.strides = layout->v;
-    c->attention.query_strides = layout->q;
-    c->attention.output_strides = layout->out;
-    return TQKV_OK;
+    if (!c->metal) return tqkv__attend(&a, q, out);
+    r = tqkv__check_q_out(&a, q, out);
+    return r == TQKV_OK ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out) : r;
 }
 
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c) { return c ? c->attention.end : 0; }
-
-TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c) { return c ? c->first : 0; }
 
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
 {
@@ -11440,10 +11415,6 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
             bytes += c->ends[1][side].codes_size / (size_t)c->ends[1][side].capacity * (size_t)c->own_room;
     return bytes;
 }
-
-TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c->keys : NULL; }
-TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? c->attention.values : NULL; }
-TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c) { return c ? c->attention.tail : NULL; }
 
 /* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then
    keys and values are halves of the rows as they came, `raw`; the append that brings the last of these positions encodes
@@ -11489,6 +11460,7 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (desc->ring && desc->calibrate > most)
         return TQKV__INVALID("calibrate: a ring learns from no more than a quarter of its capacity, or 16 positions");
     c->calibrate = desc->calibrate;
+    if (tqkv__gives_channels(desc)) return TQKV_OK;
     c->learns = c->learning = true;
     c->raw_below = INT64_MAX;
     c->metal = desc->metal;
@@ -11932,44 +11904,31 @@ static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int 
     return a;
 }
 
-static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
-{
-    if (!tqkv__raw_queries(c, 1)) return false;
-    if (c->raw[0].codes) *view = tqkv__raw_attention(c, c->attention.end, 1);
-    return true;
-}
-
-/* A call of a cache that is cut at the position from which queries read codes. The second request has the other queries
-   or, with a tree, which counts from the first query of a call, all of them, and an output of its own. */
+/* A call of a cache that is cut at the position from which queries read codes. The second request has the other
+   queries. */
 typedef struct tqkv__cut_call {
     tqkv__attention a[2];
     tqkv__request requests[2];
     int n_requests, n_raw;
-    uint8_t *own; /* [n_queries][n_heads][value_dim] for the second request; NULL: it writes to the caller's output */
 } tqkv__cut_call;
 
 /* Checks the arrays of all queries together: a request looks at its own queries and stores alone. */
-static TQKV__NOINLINE tqkv_result tqkv__check_whole(const tqkv_cache *c, const tqkv_attention *some, const void *q,
-                                                    int n_queries, const void *out)
+static TQKV__NOINLINE tqkv_result tqkv__check_whole(const tqkv_cache *c, const void *q, int n_queries, const void *out)
 {
     tqkv__attention a;
     tqkv_attention whole = c->attention;
     whole.n_queries = n_queries;
-    tqkv__take_some(some, &whole);
     tqkv_result r = tqkv__attention_shape(&whole, &a);
-    if (r == TQKV_OK) r = tqkv__check_list(&a);
     if (r == TQKV_OK) r = tqkv__check_q_out(&a, q, out);
     if (r == TQKV_OK && tqkv__in_cache(c, out, a.out_size)) r = TQKV__INVALID("out overlaps the cache");
     return r;
 }
 
 /* Opens the request whose queries read what is raw. */
-static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                 void *out, tqkv__cut_call *cut)
+static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const void *q, int n_queries, void *out, tqkv__cut_call *cut)
 {
     tqkv__attention *a = &cut->a[0];
-    tqkv_attention raw = tqkv__raw_attention(c, c->attention.end - (n_queries - cut->n_raw), cut->n_raw);
-    tqkv__take_some(some, &raw);
+    const tqkv_attention raw = tqkv__raw_attention(c, c->attention.end - (n_queries - cut->n_raw), cut->n_raw);
     tqkv_result r = tqkv__attention_streams(&raw, a);
     if (r != TQKV_OK) return r;
     a->first = 0;
@@ -11978,68 +11937,31 @@ static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some
     return r;
 }
 
-/* Opens the request whose queries, from number `first` on, read codes. */
-static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *some, const void *q, int first,
-                                   int n_queries, void *out, tqkv__cut_call *cut)
+/* Opens the request whose queries, from number n_raw on, read codes. */
+static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const void *q, int n_queries, void *out, tqkv__cut_call *cut)
 {
     tqkv__attention *a = &cut->a[1];
-    tqkv_attention coded;
-    memset(&coded, 0, sizeof coded);
-    tqkv__take_some(some, &coded);
-    const size_t heads = (size_t)(coded.list.heads ? coded.list.heads : 1);
-    if (coded.list.rows) coded.list.rows += (size_t)first * heads * (size_t)coded.list.length;
-    tqkv_result r = tqkv__cache_attention(c, some ? &coded : NULL, n_queries - first, a);
+    tqkv_result r = tqkv__cache_attention(c, n_queries - cut->n_raw, a);
     if (r != TQKV_OK) return r;
-    const size_t size = tqkv__type_size(a->call.output_type), skipped = (size_t)first;
+    const size_t size = tqkv__type_size(a->call.output_type), skipped = (size_t)cut->n_raw;
     const void *rest = (const uint8_t *)q + skipped * a->call.query_strides.token * tqkv__type_size(a->call.query_type);
     uint8_t *to = (uint8_t *)out + skipped * a->call.output_strides.token * size;
-    if (cut->own) {
-        const tqkv_strides none = {0, 0};
-        a->call.output_strides = tqkv__strides_of(none, a->call.n_heads, a->value_dim);
-        a->out_size = a->out_elements * size;
-        to = cut->own;
-    }
     r = tqkv__cut_whole(a, rest, to, &cut->requests[cut->n_requests]);
     cut->n_requests++;
     return r;
 }
 
-/* Does what tqkv__attend_raw does for a tree that stands on both sides: all queries read codes into memory of their
-   own, of which those that do are copied. */
-static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                         void *out, tqkv__cut_call *cut)
-{
-    const tqkv__attention *a = &cut->a[0]; /* its strides are those of all queries */
-    const tqkv_allocator *memory = &a->call.allocator;
-    const size_t value = tqkv__type_size(a->call.output_type), row = (size_t)a->value_dim * value;
-    const size_t heads = (size_t)a->call.n_heads, size = (size_t)n_queries * heads * row;
-    cut->own = (uint8_t *)memory->alloc(memory->user, size);
-    if (!cut->own) return TQKV_OUT_OF_MEMORY;
-    tqkv_result r = tqkv__cut_coded(c, some, q, 0, n_queries, out, cut);
-    if (r == TQKV_OK) r = tqkv__run_job(cut->requests, cut->n_requests);
-    for (size_t i = (size_t)cut->n_raw * heads; r == TQKV_OK && i < (size_t)n_queries * heads; i++)
-        memcpy((uint8_t *)out + tqkv__row_begin(a, a->call.output_strides, i) * value, cut->own + i * row, row);
-    memory->free(memory->user, cut->own, size);
-    return r;
-}
-
-static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q,
-                                                   int n_queries, void *out)
+static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const void *q, int n_queries, void *out)
 {
     tqkv__cut_call cut;
     cut.n_requests = 0;
-    cut.own = NULL;
     cut.n_raw = tqkv__raw_queries(c, n_queries);
-    tqkv_result r = tqkv__check_whole(c, some, q, n_queries, out);
-    if (r == TQKV_OK && cut.n_raw && !c->raw[0].codes)
-        r = TQKV__REFUSE(OUT_OF_RANGE, "a copy has no halves for queries at positions that its cache has learned from");
-    if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, some, q, n_queries, out, &cut);
+    tqkv_result r = tqkv__check_whole(c, q, n_queries, out);
+    if (r == TQKV_OK && cut.n_raw && !c->raw[0].codes) r = TQKV__REFUSE(OUT_OF_RANGE, TQKV__NO_RAW);
+    if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, q, n_queries, out, &cut);
+    if (r == TQKV_OK && cut.n_raw < n_queries) r = tqkv__cut_coded(c, q, n_queries, out, &cut);
     if (r != TQKV_OK) return r;
-    const bool whole = cut.n_raw && cut.n_raw < n_queries && some && some->tree;
-    if (whole && !c->metal) return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
-    if (cut.n_raw < n_queries) r = tqkv__cut_coded(c, some, q, whole ? 0 : cut.n_raw, n_queries, out, &cut);
-    if (r != TQKV_OK) return r;
-    return c->metal ? tqkv__backend_of(c->metal)->attend(c->metal, c, some, q, n_queries, out)
+    return c->metal ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out)
                     : tqkv__run_job(cut.requests, cut.n_requests);
 }
 
@@ -12238,6 +12160,10 @@ static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
     memset(&desc, 0, sizeof desc);
     TQKV__CACHE_SHAPE(TQKV__FIELD_OF)
     TQKV__CACHE_USE(TQKV__FIELD_OF)
+    desc.strides.k = c->keys.strides;
+    desc.strides.v = c->values.strides;
+    desc.strides.q = c->attention.query_strides;
+    desc.strides.out = c->attention.output_strides;
     return desc;
 }
 
@@ -12253,6 +12179,29 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     if (from->exact_batch) to->exact_batch = from->exact_batch;
     if (from->tag) to->tag = from->tag;
     to->non_causal = to->non_causal || from->non_causal;
+    const tqkv_strides all[] = {from->strides.k, from->strides.v, from->strides.q, from->strides.out};
+    bool has = false;
+    for (int i = 0; i < 4; i++) has = has || all[i].token || all[i].head;
+    if (has) to->strides = from->strides;
+}
+
+/* Checks that the centres and scales of a desc are those that a cache has. */
+static tqkv_result tqkv__check_same_given(const tqkv_cache_desc *desc, const tqkv_cache *c)
+{
+    tqkv_result r = tqkv__check_given(desc, c);
+    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++)
+        for (int k = TQKV__CENTERS; k <= TQKV__SCALES; k++) {
+            size_t stride;
+            const tqkv_store *s = tqkv__store_of(c, i);
+            const float *given = s ? tqkv__given(desc, c, i, (tqkv__channels)k, &stride) : NULL;
+            if (!given) continue;
+            const float *own = k == TQKV__CENTERS ? s->center : s->channel_scale;
+            const size_t dim = (size_t)s->head_dim;
+            for (size_t h = 0; h < (size_t)s->n_kv_heads; h++)
+                if (!own || memcmp(given + h * stride, own + h * dim, dim * sizeof(float)) != 0)
+                    return TQKV__INVALID("desc: a centre or a scale is neither NULL nor that of the cache or snapshot");
+        }
+    return r;
 }
 
 /* Checks that the nonzero fields of the shape of `wanted` are those of `found`. */
@@ -12317,7 +12266,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
             copied.value_format = desc->value_format ? desc->value_format : copied.key_format;
         if (desc->tail_format) copied.tail_format = desc->tail_format;
         copied.ring = copied.ring || desc->ring;
-        const tqkv_result match = tqkv__check_match(desc, &copied);
+        tqkv_result match = tqkv__check_match(desc, &copied);
+        if (match == TQKV_OK) match = tqkv__check_same_given(desc, c);
         if (match != TQKV_OK) return match;
         tqkv__take_use(desc, &copied);
     }
@@ -12833,6 +12783,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     r = tqkv__move_stores(&pipe, c);
     if (r == TQKV_OK) r = tqkv__follow_tail(c);
     if (r == TQKV_OK) tqkv__take_channels(c, 0, found.scales);
+    if (r == TQKV_OK) r = tqkv__check_same_given(desc, c);
     tqkv__drop_held(&ahead);
     if (r == TQKV_OK)
         *out = c;
@@ -15907,9 +15858,9 @@ static void tqkv__take_learnt_buffers(const tqkv_cache *c, tqkv_metal_buffer mem
 }
 
 /* Returns the strides of a call: those that are given, or the cache's. */
-static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_layout *given)
+static tqkv_cache_strides tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_strides *given)
 {
-    const tqkv_cache_layout own = {c->keys.strides, c->values.strides, c->attention.query_strides,
+    const tqkv_cache_strides own = {c->keys.strides, c->values.strides, c->attention.query_strides,
                                    c->attention.output_strides};
     return given ? *given : own;
 }
@@ -16089,11 +16040,11 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens, int n_r
 }
 
 /* Returns the caller's rows, from the cache's end on. Those of a tail come as v, or behind all of the keys'. */
-static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_strides *layout, tqkv_metal_buffer k,
                                    tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                    tqkv__rows_in_buffers *rows)
 {
-    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
+    const tqkv_cache_strides own = tqkv__layout_of_call(c, layout);
     tqkv__stream keys;
     size_t bytes;
     tqkv_store shape = c->keys;
@@ -16126,7 +16077,7 @@ static tqkv_result tqkv__check_room(const tqkv_cache *c, int n_tokens)
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                                  const tqkv_cache_strides *layout, tqkv_metal_buffer k,
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                   tqkv_metal_plan *plan)
 {
@@ -16260,7 +16211,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tq
 typedef struct tqkv__queries_in_buffers {
     const tqkv_metal_attention *some; /* or NULL */
     tqkv_metal_buffer q, scratch, out;
-    tqkv_cache_layout layout;
+    tqkv_cache_strides layout;
     int n_queries;
 } tqkv__queries_in_buffers;
 
@@ -16333,7 +16284,7 @@ static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer mem
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_layout *layout, const tqkv_metal_attention *some,
+                                                  const tqkv_cache_strides *layout, const tqkv_metal_attention *some,
                                                   tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {

@@ -181,9 +181,9 @@ static void attend_cache(const pool *p, const float *k, const float *v, const fl
     desc.n_heads = HEADS;
     desc.capacity = TOKENS;
     desc.calibrate = 0; /* it gets what the pool has learned */
+    desc.key_center = p->center;
+    desc.key_scale = p->scale;
     call(tqkv_cache_create(&desc, &cache));
-    call(tqkv_cache_set_center(cache, p->center, NULL));
-    call(tqkv_cache_set_scale(cache, p->scale, NULL));
     call(tqkv_cache_append(cache, k, v, TOKENS));
     call(tqkv_cache_attend(cache, q, 1, out));
     tqkv_cache_destroy(cache);

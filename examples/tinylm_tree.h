@@ -82,8 +82,8 @@ static void attend_tree(session *s, int index, int n)
     const model_layer *layer = &s->m->layers[index];
     tqkv_cache *cache = s->caches[index];
     check(tqkv_cache_append(cache, s->k, s->v, n), "append");
-    tqkv_attention a = tqkv_cache_view(cache);
-    a.n_queries = n;
+    tqkv_attention a;
+    check(tqkv_cache_view(cache, n, &a), "view");
     a.window = 0;
     a.whole_window = false;
     a.tree = t->seen;

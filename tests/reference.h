@@ -175,7 +175,7 @@ static inline float reference_sum_of_products(const float *x, const float *y, in
 static inline float reference_last_boundary(tqkv_format format)
 {
     const int bits = reference_bits(format);
-    if (format == TQKV_F16 || format == TQKV_I8) return format == TQKV_F16 ? 65504.0f : 127.0f;
+    if (format == TQKV_F16 || format == TQKV_I8) return format == TQKV_F16 ? 65504.0f : 127.5f;
     return test_boundaries(bits)[(1 << bits) - 2];
 }
 

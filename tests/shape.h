@@ -41,4 +41,37 @@ static inline tqkv_result test_encode_slots(const tqkv_store *pool, const void *
     return tqkv_encode(&s, src, n_tokens, 0);
 }
 
+/* What a cache attends to with n queries; zeros if it refuses. */
+static inline tqkv_attention test_view(const tqkv_cache *c, int n)
+{
+    tqkv_attention view;
+    memset(&view, 0, sizeof view);
+    (void)tqkv_cache_view(c, n, &view);
+    return view;
+}
+
+/* The stores of a cache's codes; tail: NULL without one. */
+static inline const tqkv_store *test_keys(const tqkv_cache *c) { return test_view(c, 0).keys; }
+static inline const tqkv_store *test_values(const tqkv_cache *c) { return test_view(c, 0).values; }
+static inline const tqkv_store *test_tail(const tqkv_cache *c) { return test_view(c, 0).tail; }
+
+/* The oldest resident position. */
+static inline int64_t test_first(const tqkv_cache *c)
+{
+    const tqkv_attention view = test_view(c, 0);
+    return view.end - view.kv_len;
+}
+
+/* Attends as a cache does, with the list and the tree of `some`. */
+static inline tqkv_result test_attend_some(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n,
+                                           void *out)
+{
+    tqkv_attention a;
+    const tqkv_result r = tqkv_cache_view(c, n, &a);
+    if (r != TQKV_OK) return r;
+    a.list = some->list;
+    a.tree = some->tree;
+    return tqkv_attend(&a, q, out);
+}
+
 #endif

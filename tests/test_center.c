@@ -199,15 +199,13 @@ static void check_cache(const void *parameters)
     double *wanted = (double *)test_alloc(sizeof(double) * (size_t)n);
     cache_row empty = *row;
     empty.n_tokens = 0;
-    tqkv_cache *cache = cache_make(&empty, &desc);
-    REQUIRE(cache, "no cache");
-    const size_t bytes = tqkv_cache_bytes(cache);
-    CHECK_RESULT(tqkv_cache_set_center(cache, centers, values), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_set_center(cache, row->ring ? NULL : centers, values), TQKV_OK);
-    CHECK(tqkv_cache_bytes(cache) == bytes, "centres are counted");
-    CHECK(tqkv_cache_keys(cache)->center != centers, "the centre is not a copy");
+    tqkv_cache *plain = cache_make(&empty, &desc), *fork = NULL;
+    tqkv_cache *cache = cache_given(&desc, row->ring ? NULL : centers, NULL, values, NULL);
+    REQUIRE(cache && plain, "no cache");
+    CHECK(tqkv_cache_bytes(cache) == tqkv_cache_bytes(plain), "centres are counted");
+    tqkv_cache_destroy(plain);
+    CHECK(test_keys(cache)->center != centers, "the centre is not a copy");
     cache_append_seed(cache, 3, row->n_tokens, d);
-    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, NULL), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_cache_attend(cache, q, 2, own), TQKV_OK);
     tqkv_attention a = cache_attention(cache, &desc, 2, 0);
     CHECK((a.keys->center == NULL) == row->ring && a.values->center, "a centre is missing");
@@ -216,8 +214,16 @@ static void check_cache(const void *parameters)
     CHECK(error <= reference_attention_tolerance(&a, 1.0), "relative error %.3g", error);
     check_loaded(cache, &desc, q, own, n);
     CHECK_RESULT(tqkv_cache_truncate(cache, 0), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, NULL), TQKV_OK);
-    CHECK(!tqkv_cache_keys(cache)->center && !tqkv_cache_values(cache)->center, "a centre is left");
+    CHECK(test_values(cache)->center && test_values(cache)->center[0] == values[0], "the centre is gone");
+    desc.value_center = values; /* a copy may be asked for the same, and for no other */
+    CHECK_RESULT(tqkv_cache_fork(cache, &desc, &fork), TQKV_OK);
+    tqkv_cache_destroy(fork);
+    values[CACHE_HEADS * d - 1] += 1.0f;
+    CHECK_RESULT(tqkv_cache_fork(cache, &desc, &fork), TQKV_INVALID_ARGUMENT);
+    desc.value_center = NULL;
+    desc.key_scale = centers; /* there is none */
+    for (int i = 0; i < CACHE_HEADS * d; i++) centers[i] = 1.0f;
+    CHECK_RESULT(tqkv_cache_fork(cache, &desc, &fork), TQKV_INVALID_ARGUMENT);
     tqkv_cache_destroy(cache);
     free(centers);
     free(q);
@@ -225,34 +231,30 @@ static void check_cache(const void *parameters)
     free(wanted);
 }
 
-/* Refused centres leave the cache's as they are. */
+/* Refused centres: no cache. */
 static void check_refused(const void *parameters)
 {
     (void)parameters;
     static const float bad[3] = {(float)NAN, (float)INFINITY, -(float)INFINITY};
     const cache_row row = {TQKV_TQ3, TQKV_TQ2, D, 8, false, 0, -1};
-    tqkv_cache_desc desc = cache_desc(&row, NULL);
-    tqkv_cache *cache = cache_make(&row, &desc);
-    REQUIRE(cache, "no cache");
+    const tqkv_cache_desc desc = cache_desc(&row, NULL);
+    tqkv_cache_desc keys = desc, values = desc;
+    tqkv_cache *cache;
     float *center = test_rows(7, DATA_GAUSSIAN, CACHE_HEADS, D);
-    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, center), TQKV_OK);
-    const float kept = center[0];
+    keys.key_center = values.value_center = center;
     for (int i = 0; i < 3; i++)
         for (int at = 0; at < CACHE_HEADS * D; at += CACHE_HEADS * D - 1) {
             const float good = center[at];
             center[at] = bad[i];
-            CHECK_RESULT(tqkv_cache_set_center(cache, center, NULL), TQKV_NOT_FINITE);
-            CHECK_RESULT(tqkv_cache_set_center(cache, NULL, center), TQKV_NOT_FINITE);
+            CHECK_RESULT(tqkv_cache_create(&keys, &cache), TQKV_NOT_FINITE);
+            CHECK_RESULT(tqkv_cache_create(&values, &cache), TQKV_NOT_FINITE);
+            CHECK(!cache, "a cache with a refused centre");
             center[at] = good;
         }
-    CHECK_RESULT(tqkv_cache_set_center(NULL, center, center), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_cache_set_center(cache, (const float *)((uintptr_t)center + 1), NULL), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, (const float *)((uintptr_t)center + 1)), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_cache_set_center(cache, tqkv_cache_values(cache)->center, NULL), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, tqkv_cache_values(cache)->center - 1), TQKV_INVALID_ARGUMENT);
-    CHECK(!tqkv_cache_keys(cache)->center && tqkv_cache_values(cache)->center[0] == kept, "a refused centre was taken");
+    keys.key_center = values.value_center = (const float *)((uintptr_t)center + 1);
+    CHECK_RESULT(tqkv_cache_create(&keys, &cache), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_cache_create(&values, &cache), TQKV_INVALID_ARGUMENT);
     free(center);
-    tqkv_cache_destroy(cache);
 }
 
 void test_center_cases(void)

@@ -343,13 +343,11 @@ static void check_overlaps(const void *parameters)
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
     REQUIRE(cache, "no cache");
     CHECK_RESULT(tqkv_cache_append(cache, data.k, data.v, 200), TQKV_OK);
-    const tqkv_attention view = tqkv_cache_view(cache);
+    const tqkv_attention view = test_view(cache, 1);
     const void *grown = view.last.keys->codes;
     CHECK_RESULT(tqkv_cache_append(cache, grown, data.v, 1), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_cache_keep(cache, 2, (const int *)grown, 1), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_cache_attend(cache, data.q, 1, (void *)(uintptr_t)grown), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_cache_truncate(cache, 0), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_set_center(cache, (const float *)grown, NULL), TQKV_INVALID_ARGUMENT);
     tqkv_cache_destroy(cache);
     free_data(&data);
 }
@@ -424,7 +422,7 @@ static void check_roomy_fork(const void *parameters)
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
     for (int i = 0; cache && i < 200; i++) CHECK_RESULT(tqkv_cache_append(cache, data.k, data.v, 1), TQKV_OK);
     CHECK_RESULT(tqkv_cache_fork(cache, &roomy, &copy), TQKV_OK);
-    const tqkv_attention view = tqkv_cache_view(copy);
+    const tqkv_attention view = test_view(copy, 1);
     CHECK(view.last.keys && view.last.keys->capacity >= TOKENS, "no room for an append");
     CHECK(view.last.from == 200 - HELD, "halves from %d on", (int)view.last.from);
     CHECK_RESULT(tqkv_cache_attend(copy, data.q, QUERIES, out), TQKV_OUT_OF_RANGE);
@@ -448,17 +446,17 @@ static void expect_refused(tqkv_cache *cache, const company_data *data, int n, c
 {
     enum { MOST = 8 };
     static float out[MOST * GROUP_HEADS * 64], sums[2][MOST * GROUP_HEADS];
-    tqkv_attention view = tqkv_cache_view(cache), some;
+    tqkv_attention view = test_view(cache, 1), some;
     const void *const q[1] = {data->q};
     void *const outs[1] = {out};
     memset(&some, 0, sizeof some);
     memset(out, 0xff, sizeof out);
     view.n_queries = n;
     CHECK(tqkv_cache_attend(cache, data->q, n, out) == TQKV_OUT_OF_RANGE, "%s: attend", when);
-    CHECK(tqkv_cache_attend_some(cache, &some, data->q, n, out) == TQKV_OUT_OF_RANGE, "%s: attend_some", when);
+    CHECK(test_attend_some(cache, &some, data->q, n, out) == TQKV_OUT_OF_RANGE, "%s: attend_some", when);
     CHECK(tqkv_attend(&view, data->q, out) == TQKV_OUT_OF_RANGE, "%s: the view", when);
     CHECK(tqkv_attend_batch(&view, 1, q, outs) == TQKV_OUT_OF_RANGE, "%s: a batch", when);
-    CHECK(tqkv_attend_partial(&view, data->q, tqkv_cache_first(cache), 1, out, sums[0], sums[1]) == TQKV_OUT_OF_RANGE,
+    CHECK(tqkv_attend_partial(&view, data->q, test_first(cache), 1, out, sums[0], sums[1]) == TQKV_OUT_OF_RANGE,
           "%s: a slice", when);
     CHECK(untouched(out, MOST * GROUP_HEADS * 64), "%s: written", when);
 }
@@ -481,7 +479,7 @@ static void check_lost_lists(tqkv_cache *cache, const company_data *data)
         some.list.length = 1;
         some.list.block = 4;
         some.list.newest = cases[i].newest;
-        CHECK(tqkv_cache_attend_some(cache, &some, data->q, 6, out) == cases[i].result, "block %d, %d newest",
+        CHECK(test_attend_some(cache, &some, data->q, 6, out) == cases[i].result, "block %d, %d newest",
               cases[i].block, cases[i].newest);
     }
 }
@@ -500,10 +498,10 @@ static void check_lists_before_windows(tqkv_cache *cache, const company_data *da
         lists[i][0] = 7;           /* positions 112 to 127 */
         lists[i][1] = 12;          /* 192 to 207 */
     }
-    CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data->q, 1, out), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data->q, 13, out), TQKV_OK);
+    CHECK_RESULT(test_attend_some(cache, &some, data->q, 1, out), TQKV_OK);
+    CHECK_RESULT(test_attend_some(cache, &some, data->q, 13, out), TQKV_OK);
     lists[0][0] = 8;
-    CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data->q, 13, out), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(test_attend_some(cache, &some, data->q, 13, out), TQKV_OUT_OF_RANGE);
 }
 
 /* A ring of its window's size: a query whose window is gone gets no answer,
@@ -533,7 +531,7 @@ static void check_lost_windows(const void *parameters)
     CHECK_RESULT(tqkv_cache_attend(cache, data.q, 1, out), TQKV_OK);
     CHECK_RESULT(tqkv_cache_keep(cache, 10, NULL, 0), TQKV_OK);
     expect_refused(cache, &data, 1, "after keep");
-    tqkv_attention store = tqkv_cache_view(cache); /* the same over its stores, which know no history */
+    tqkv_attention store = test_view(cache, 1); /* the same over its stores, which know no history */
     store.whole_window = false;
     CHECK_RESULT(tqkv_attend(&store, data.q, out), TQKV_OK);
     tqkv_cache_destroy(cache);
@@ -568,7 +566,7 @@ static bool open_kept(const company_row *row, kept_ring *r)
         CHECK_RESULT(tqkv_cache_append(r->cache, data->k + i * CACHE_HEADS * data->key_dim,
                                        v ? v + i * CACHE_HEADS * 64 : NULL, 100),
                      TQKV_OK);
-    r->view = tqkv_cache_view(r->cache);
+    r->view = test_view(r->cache, 1);
     CHECK(r->view.first.n == row->exact_first, "the view has %d first positions", r->view.first.n);
     r->view.n_queries = QUERIES;
     r->allowed = reference_attention_tolerance(&r->view, 2.0);
@@ -595,7 +593,7 @@ static void check_kept_calls(const kept_ring *r)
     static float out[2][OUT], sums[2][2][QUERIES * GROUP_HEADS];
     tqkv_attention view = r->view;
     const float *q = r->data.q;
-    const int64_t first = tqkv_cache_first(r->cache), second = first + 33;
+    const int64_t first = test_first(r->cache), second = first + 33;
     for (int tasks = 0; tasks < 2; tasks++) {
         if (tasks) view.parallel.run = run_backwards;
         CHECK_RESULT(tqkv_attend(&view, q, out[0]), TQKV_OK);
@@ -661,7 +659,7 @@ static void check_slices_before(const void *parameters)
     tqkv_cache *cache = NULL;
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
     CHECK_RESULT(tqkv_cache_append(cache, data.k, row->shared ? NULL : data.v, 60), TQKV_OK);
-    const tqkv_attention view = tqkv_cache_view(cache);
+    const tqkv_attention view = test_view(cache, 1);
     reference_attend(&view, data.q, expected);
     for (int i = 0; i < 4; i++) {
         for (int s = 0; s < 3; s++) {

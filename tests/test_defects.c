@@ -298,7 +298,7 @@ static void check_poison_alone(const void *parameters)
     k[0] = -1000.0f;
     q[0] = q[DIM] = 8.0f;
     CHECK_RESULT(tqkv_cache_append(cache, k, v, N), TQKV_OK);
-    ((unsigned char *)tqkv_cache_values(cache)->codes)[7] = 0x7e; /* a NaN in element 3 of position 0 */
+    ((unsigned char *)test_values(cache)->codes)[7] = 0x7e; /* a NaN in element 3 of position 0 */
     CHECK_RESULT(tqkv_cache_attend(cache, q + DIM, 1, alone), TQKV_OK);
     CHECK_RESULT(tqkv_cache_attend(cache, q, 2, both), TQKV_OK);
     for (int i = 0; i < DIM; i++)
@@ -320,14 +320,14 @@ static void check_center_overflow(const void *parameters)
     desc.head_dim = DIM;
     desc.n_kv_heads = desc.n_heads = 1;
     desc.capacity = N;
-    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
     for (int i = 0; i < N * DIM; i++) {
         k[i] = 1e37f;
         v[i] = 1.0f;
     }
-    CHECK_RESULT(tqkv_cache_set_center(cache, k, NULL), TQKV_OK);
+    desc.key_center = k;
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
     CHECK_RESULT(tqkv_cache_append(cache, k, v, N), TQKV_OK);
-    tqkv_attention a = tqkv_cache_view(cache);
+    tqkv_attention a = test_view(cache, 1);
     for (int sign = -1; sign < 2; sign += 2) {
         for (int i = 0; i < DIM; i++) q[i] = (float)sign * 100.0f;
         a.sinks = &sink;

@@ -36,7 +36,7 @@ static tqkv_cache_desc describe(const ends_row *row)
 
 static bool model_open(ends_model *m, const ends_row *row)
 {
-    const tqkv_cache_desc desc = describe(row);
+    tqkv_cache_desc desc = describe(row);
     memset(m, 0, sizeof *m);
     m->row = row;
     m->key_dim = row->head_dim + row->tail_dim;
@@ -44,9 +44,9 @@ static bool model_open(ends_model *m, const ends_row *row)
     m->k = test_rows(1, DATA_STUDENT, MOST * CACHE_HEADS, m->key_dim);
     m->v = test_rows(2, DATA_STUDENT, MOST * CACHE_HEADS, m->value_dim);
     m->center = test_rows(3, DATA_GAUSSIAN, CACHE_HEADS, m->key_dim > m->value_dim ? m->key_dim : m->value_dim);
+    if (row->center) desc.key_center = m->center;
+    if (row->center && !row->shared) desc.value_center = m->center;
     CHECK_RESULT(tqkv_cache_create(&desc, &m->cache), TQKV_OK);
-    if (m->cache && row->center)
-        CHECK_RESULT(tqkv_cache_set_center(m->cache, m->center, row->shared ? NULL : m->center), TQKV_OK);
     return m->cache != NULL;
 }
 
@@ -82,7 +82,7 @@ static void check_half(const ends_model *m, const tqkv_store *s, int side, int p
 
 static void check_halves(const ends_model *m)
 {
-    const tqkv_attention a = tqkv_cache_view(m->cache);
+    const tqkv_attention a = test_view(m->cache, 1);
     const tqkv_store *const stores[2][2] = {{a.first.keys, a.first.values}, {a.last.keys, a.last.values}};
     CHECK(a.end == m->end, "end is %d, not %d", (int)a.end, m->end);
     CHECK(a.first.n <= m->row->exact_first && a.last.n <= m->row->exact_last && a.first.n <= m->end &&
@@ -104,7 +104,7 @@ static int at_most(const ends_model *m, int asked)
 /* All that the end asks for are halves. */
 static void check_all_there(const ends_model *m)
 {
-    const tqkv_attention a = tqkv_cache_view(m->cache);
+    const tqkv_attention a = test_view(m->cache, 1);
     CHECK(a.first.n == at_most(m, m->row->exact_first), "%d first positions", a.first.n);
     CHECK(a.last.n == at_most(m, m->row->exact_last), "%d newest positions", a.last.n);
 }
@@ -113,7 +113,7 @@ static void check_all_there(const ends_model *m)
 static float *attend(const ends_model *m)
 {
     const int heads = CACHE_HEADS * CACHE_GROUP, count = QUERIES * heads * m->value_dim;
-    tqkv_attention a = tqkv_cache_view(m->cache);
+    tqkv_attention a = test_view(m->cache, 1);
     float *q = test_rows(4, DATA_GAUSSIAN, QUERIES * heads, m->key_dim);
     float *out = (float *)test_alloc((size_t)count * sizeof *out), *view = test_rows(5, DATA_ZEROS, count / 32, 32);
     double *expected = (double *)test_alloc((size_t)count * sizeof *expected);
@@ -219,7 +219,7 @@ static void check_edits(const void *parameters)
     ends_model m;
     if (!model_open(&m, row)) return;
     for (int step = 0; m.n_used < MOST - 140; step++) {
-        const int first = (int)tqkv_cache_first(m.cache), resident = m.end - first, what = data_below(&random, 8);
+        const int first = (int)test_first(m.cache), resident = m.end - first, what = data_below(&random, 8);
         const int room = row->ring ? MOST : row->capacity - m.end, some = data_below(&random, resident + 1);
         if (what < 3 && room > 0) {
             const int n = 1 + data_below(&random, data_below(&random, 3) ? 5 : 70);
@@ -235,12 +235,12 @@ static void check_edits(const void *parameters)
             model_fork(&m, what == 6);
         }
         check_halves(&m);
-        if (step % 16 == 0 && tqkv_cache_first(m.cache) < m.end) free(attend(&m));
+        if (step % 16 == 0 && test_first(m.cache) < m.end) free(attend(&m));
     }
     if (!row->ring) model_remove(&m, 0, m.end);
     for (int i = 0; i < 70; i++) model_append(&m, 1);
     check_halves(&m);
-    const tqkv_attention a = tqkv_cache_view(m.cache);
+    const tqkv_attention a = test_view(m.cache, 1);
     const int last = at_most(&m, row->exact_last);
     CHECK(a.last.n == (last < 70 ? last : 70), "%d newest positions", a.last.n);
     model_close(&m);
@@ -262,22 +262,22 @@ static void check_remains(const void *parameters)
     check_all_there(&m);
     model_remove(&m, m.end - 10, 5);
     check_halves(&m);
-    CHECK(tqkv_cache_view(m.cache).last.n == 40, "%d newest positions", tqkv_cache_view(m.cache).last.n);
+    CHECK(test_view(m.cache, 1).last.n == 40, "%d newest positions", test_view(m.cache, 1).last.n);
     model_append(&m, 1);
     check_all_there(&m);
     model_remove(&m, 2, 1);
-    CHECK(tqkv_cache_view(m.cache).first.n == 3, "%d first positions", tqkv_cache_view(m.cache).first.n);
+    CHECK(test_view(m.cache, 1).first.n == 3, "%d first positions", test_view(m.cache, 1).first.n);
     model_append(&m, 130);
     model_append(&m, 1);
     model_remove(&m, 10, 140); /* more than the ring has */
     check_halves(&m);
-    CHECK(tqkv_cache_view(m.cache).last.n == 40, "%d newest positions", tqkv_cache_view(m.cache).last.n);
+    CHECK(test_view(m.cache, 1).last.n == 40, "%d newest positions", test_view(m.cache, 1).last.n);
     CHECK_RESULT(tqkv_cache_truncate(m.cache, m.end = 5), TQKV_OK); /* all that the ring held is gone */
     model_append(&m, 10);
     check_halves(&m);
     model_remove(&m, 1, 2); /* before what is halves */
     check_halves(&m);
-    CHECK(tqkv_cache_view(m.cache).last.n == 10, "%d newest positions", tqkv_cache_view(m.cache).last.n);
+    CHECK(test_view(m.cache, 1).last.n == 10, "%d newest positions", test_view(m.cache, 1).last.n);
     free(attend(&m));
     model_close(&m);
 }
@@ -296,7 +296,7 @@ static void check_keep_first(const void *parameters)
     for (int i = 0; i < 4; i++) m.rows[i] = m.rows[kept[i]];
     m.end = 4;
     check_halves(&m);
-    const tqkv_attention a = tqkv_cache_view(m.cache);
+    const tqkv_attention a = test_view(m.cache, 1);
     CHECK(a.first.n == 2 && a.last.n == 4, "%d first and %d newest positions", a.first.n, a.last.n);
     model_close(&m);
 }
@@ -315,7 +315,7 @@ static void check_fork_below_first(const void *parameters)
     for (desc.capacity = 59; desc.capacity < 61; desc.capacity++) {
         tqkv_cache *copy = NULL;
         CHECK_RESULT(tqkv_cache_fork(m.cache, &desc, &copy), desc.capacity < 60 ? TQKV_OUT_OF_RANGE : TQKV_OK);
-        CHECK(!copy || tqkv_cache_view(copy).first.n == tqkv_cache_view(m.cache).first.n, "other positions");
+        CHECK(!copy || test_view(copy, 1).first.n == test_view(m.cache, 1).first.n, "other positions");
         tqkv_cache_destroy(copy);
     }
     model_close(&m);
@@ -331,7 +331,7 @@ static void check_fork_from_f16(const void *parameters)
     (void)parameters;
     if (!model_open(&m, &row)) return;
     model_append(&m, 150);
-    CHECK(!tqkv_cache_view(m.cache).last.keys, "halves of halves");
+    CHECK(!test_view(m.cache, 1).last.keys, "halves of halves");
     memset(&desc, 0, sizeof desc);
     desc.key_format = desc.value_format = TQKV_TQ4;
     CHECK_RESULT(tqkv_cache_fork(m.cache, &desc, &copy), TQKV_OK);

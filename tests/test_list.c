@@ -193,7 +193,7 @@ static void check_cache(const void *parameters)
     float *q = test_rows(7, DATA_GAUSSIAN, 3 * 4, 64), out[2][3 * 4 * 64];
     REQUIRE(c, "no cache");
     for (int i = 0; i < 120; i++) (&list[0][0][0])[i] = 20 + i % 20 * 2;
-    tqkv_attention a = cache_attention(c, &desc, 3, (int)(tqkv_cache_end(c) - tqkv_cache_first(c)));
+    tqkv_attention a = cache_attention(c, &desc, 3, (int)(tqkv_cache_end(c) - test_first(c)));
     a.list.rows = &list[0][0][0];
     a.list.length = 20;
     a.list.heads = 2;
@@ -203,16 +203,15 @@ static void check_cache(const void *parameters)
     CHECK_RESULT(tqkv_attend(&a, q, out[0]), TQKV_OK);
     a.keys = a.values = NULL; /* ignored */
     a.n_heads = a.n_queries = a.window = -1;
-    CHECK_RESULT(tqkv_cache_attend_some(c, &a, q, 3, out[1]), TQKV_OK);
+    CHECK_RESULT(test_attend_some(c, &a, q, 3, out[1]), TQKV_OK);
     CHECK(!memcmp(out[0], out[1], sizeof out[0]), "the cache's output is another");
     a.list.block = 5;
-    CHECK_RESULT(tqkv_cache_attend_some(c, &a, q, 3, out[1]), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_cache_attend_some(c, NULL, q, 3, out[1]), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_cache_attend_some(NULL, &a, q, 3, out[1]), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(test_attend_some(c, &a, q, 3, out[1]), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(test_attend_some(NULL, &a, q, 3, out[1]), TQKV_INVALID_ARGUMENT);
     CHECK(!memcmp(out[0], out[1], sizeof out[0]), "a refused call has written");
     a.list.rows = NULL;
     a.tree = NULL;
-    CHECK_RESULT(tqkv_cache_attend_some(c, &a, q, 3, out[0]), TQKV_OK);
+    CHECK_RESULT(test_attend_some(c, &a, q, 3, out[0]), TQKV_OK);
     CHECK_RESULT(tqkv_cache_attend(c, q, 3, out[1]), TQKV_OK);
     CHECK(!memcmp(out[0], out[1], sizeof out[0]), "without a list the output is another");
     free(q);

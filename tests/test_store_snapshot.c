@@ -191,9 +191,9 @@ static void check_from_cache(const void *parameters)
     float *rows = test_rows(1, DATA_STUDENT, 140 * HEADS, 64);
     tqkv_store pool = make_store(PAGED, TQKV_TQ4, 64);
     CHECK_RESULT(tqkv_cache_append(cache, rows, rows, 140), TQKV_OK);
-    stream s = save(tqkv_cache_values(cache), 0, 140);
+    stream s = save(test_values(cache), 0, 140);
     CHECK_RESULT(load(&pool, 0, 140, &s), TQKV_OK);
-    for (int p = 0; p < 140; p++) CHECK(is_same_row(tqkv_cache_values(cache), &pool, p, 1), "position %d", p);
+    for (int p = 0; p < 140; p++) CHECK(is_same_row(test_values(cache), &pool, p, 1), "position %d", p);
     free(rows);
     stream_free(&s);
     test_store_free(&pool);

@@ -39,7 +39,7 @@ static void check_snapshot(const tqkv_cache *cache, const tqkv_cache_desc *desc,
         if (loaded) {
             stream second = stream_of_cache(loaded);
             CHECK(stream_is_equal(&saved, &second), "saving after loading gives other bytes");
-            CHECK(tqkv_cache_values(loaded)->head_dim == desc->value_dim, "values of another head_dim");
+            CHECK(test_values(loaded)->head_dim == desc->value_dim, "values of another head_dim");
             CHECK_RESULT(tqkv_cache_attend(loaded, q, 3, again), TQKV_OK);
             CHECK(!memcmp(out, again, size), "the loaded cache answers differently");
             stream_free(&second);
@@ -62,10 +62,9 @@ static void check_cache(const void *parameters)
     float *centers[2] = {cache_data(3, 1, d), cache_data(4, 1, value_dim)};
     float *q = test_rows(5, DATA_GAUSSIAN, 3 * desc.n_heads, d);
     float *out = (float *)test_alloc(sizeof(float) * (size_t)(3 * desc.n_heads * value_dim));
-    tqkv_cache *cache = NULL;
-    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    tqkv_cache *cache =
+        cache_given(&desc, row->centered ? centers[0] : NULL, NULL, row->centered ? centers[1] : NULL, NULL);
     REQUIRE(cache, "no cache");
-    if (row->centered) CHECK_RESULT(tqkv_cache_set_center(cache, centers[0], centers[1]), TQKV_OK);
     CHECK_RESULT(tqkv_cache_append(cache, k, v, n_tokens), TQKV_OK);
     check_answer(cache, &desc, q, out);
     check_snapshot(cache, &desc, q, out);

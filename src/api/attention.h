@@ -36,7 +36,7 @@ typedef struct tqkv_ends {
     int64_t from;           /* of the newest: none below it, as after a truncation; 0: none missing */
 } tqkv_ends;
 
-typedef struct tqkv_attention {
+struct tqkv_attention {
     /* The streams. Same n_kv_heads; head_dim may differ. One stream may be both, as MLA's latent is: the same store, or
        two that describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre
        is added back to both, as both are scaled. */
@@ -97,7 +97,7 @@ typedef struct tqkv_attention {
        Streams of F16 need theirs for that, too. They are added apart from the others, before and after they are gone. A
        slice that begins with the oldest resident position has those that are gone. */
     tqkv_ends first, last;
-} tqkv_attention;
+};
 
 /* q: [n_queries][n_heads][head_dim of the keys, then of the tail], out: [n_queries][n_heads][head_dim of the values].
    TQKV_NOT_FINITE if q holds NaN or Inf, or a sink is NaN or +Inf. A score, or a sum of values, beyond the range of
@@ -136,11 +136,3 @@ TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, floa
                                        const float *src_sum);
 /* Adds the sinks, divides, rotates back, scales, and adds the values' centre, as tqkv_attend with `a` does. */
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, const float *max, const float *sum);
-
-/* Of a cache, as tqkv_cache_attend, with a list of blocks, a tree or both: those of `a`, whose other fields are
-   ignored. */
-TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention *a, const void *q, int n_queries,
-                                            void *out);
-/* What tqkv_cache_attend attends to, as it is now, for one query: for slices and batches of caches. kv_len is 0 if
-   nothing is resident; do not attend then. All zeros for NULL. */
-TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c);

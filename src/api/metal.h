@@ -223,7 +223,7 @@ TQKV_METAL_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
 TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffer *out);
 
 /* A cache whose desc has `metal` lies in shared memory. tqkv_cache_append and tqkv_cache_attend run on the GPU and
-   wait; all other calls, and encode and attend on tqkv_cache_keys and _values, run on the processor. Those that read
+   wait; all other calls, and attention to a tqkv_cache_view, run on the processor. Those that read
    or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
    The two calls below record into an encoder. An append counts at once, and attention can be recorded after it; if the
@@ -238,7 +238,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_obj
                                                    tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                    tqkv_metal_buffer out);
 TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes);
-/* As tqkv_cache_attend_some: with the list and the tree of `some`, in buffers, whose other fields are ignored; and what
+/* With the list and the tree of `some`, in buffers, whose other fields are ignored; and what
    scratch that takes. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_attend_some(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
                                                         const tqkv_metal_attention *some, tqkv_metal_buffer q,

@@ -206,15 +206,13 @@ static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
     return from > call->last.from ? from : call->last.from;
 }
 
-/* Returns the oldest position that some query reads from the halves of the newest; they are asked for, but nothing else
-   is known of them. */
-static int64_t tqkv__exact_oldest(const tqkv__attention *a)
+/* Returns the oldest position that some query reads from the halves of the newest. first: the oldest resident one */
+static int64_t tqkv__exact_oldest(const tqkv_attention *call, int64_t first)
 {
-    const tqkv_attention *call = &a->call;
     const bool at_end = call->non_causal && !call->window;
     int64_t from = call->end - (at_end ? 0 : call->n_queries - 1) - call->last.n;
     if (from < call->last.from) from = call->last.from;
-    if (from < a->first) from = a->first;
+    if (from < first) from = first;
     return from < call->end ? from : call->end;
 }
 
@@ -226,7 +224,7 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
     const tqkv_store *const stores[2][2] = {{call->first.keys, call->first.values},
                                             {call->last.keys, call->last.values}};
     const int64_t below = call->first.n < call->end ? call->first.n : call->end;
-    const int64_t newest = call->end - call->last.n, oldest = tqkv__exact_oldest(a);
+    const int64_t newest = call->end - call->last.n, oldest = tqkv__exact_oldest(call, a->first);
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
         const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
         if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__take_kept */

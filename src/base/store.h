@@ -101,7 +101,7 @@ static float tqkv__last_boundary(tqkv_format f)
 {
     const int kind = tqkv__format_of(f)->kind, bits = tqkv__format_of(f)->book_bits;
     if (kind == TQKV__BOOK) return TQKV__BOUNDARIES(bits)[(1 << bits) - 2];
-    return kind == TQKV__HALF ? 65504.0f : kind == TQKV__GRID ? 127.0f : 0.0f;
+    return kind == TQKV__HALF ? 65504.0f : kind == TQKV__GRID ? 127.5f : 0.0f;
 }
 
 #define TQKV__PANEL 256

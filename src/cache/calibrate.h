@@ -42,6 +42,7 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (desc->ring && desc->calibrate > most)
         return TQKV__INVALID("calibrate: a ring learns from no more than a quarter of its capacity, or 16 positions");
     c->calibrate = desc->calibrate;
+    if (tqkv__gives_channels(desc)) return TQKV_OK;
     c->learns = c->learning = true;
     c->raw_below = INT64_MAX;
     c->metal = desc->metal;
@@ -485,44 +486,31 @@ static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int 
     return a;
 }
 
-static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
-{
-    if (!tqkv__raw_queries(c, 1)) return false;
-    if (c->raw[0].codes) *view = tqkv__raw_attention(c, c->attention.end, 1);
-    return true;
-}
-
-/* A call of a cache that is cut at the position from which queries read codes. The second request has the other queries
-   or, with a tree, which counts from the first query of a call, all of them, and an output of its own. */
+/* A call of a cache that is cut at the position from which queries read codes. The second request has the other
+   queries. */
 typedef struct tqkv__cut_call {
     tqkv__attention a[2];
     tqkv__request requests[2];
     int n_requests, n_raw;
-    uint8_t *own; /* [n_queries][n_heads][value_dim] for the second request; NULL: it writes to the caller's output */
 } tqkv__cut_call;
 
 /* Checks the arrays of all queries together: a request looks at its own queries and stores alone. */
-static TQKV__NOINLINE tqkv_result tqkv__check_whole(const tqkv_cache *c, const tqkv_attention *some, const void *q,
-                                                    int n_queries, const void *out)
+static TQKV__NOINLINE tqkv_result tqkv__check_whole(const tqkv_cache *c, const void *q, int n_queries, const void *out)
 {
     tqkv__attention a;
     tqkv_attention whole = c->attention;
     whole.n_queries = n_queries;
-    tqkv__take_some(some, &whole);
     tqkv_result r = tqkv__attention_shape(&whole, &a);
-    if (r == TQKV_OK) r = tqkv__check_list(&a);
     if (r == TQKV_OK) r = tqkv__check_q_out(&a, q, out);
     if (r == TQKV_OK && tqkv__in_cache(c, out, a.out_size)) r = TQKV__INVALID("out overlaps the cache");
     return r;
 }
 
 /* Opens the request whose queries read what is raw. */
-static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                 void *out, tqkv__cut_call *cut)
+static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const void *q, int n_queries, void *out, tqkv__cut_call *cut)
 {
     tqkv__attention *a = &cut->a[0];
-    tqkv_attention raw = tqkv__raw_attention(c, c->attention.end - (n_queries - cut->n_raw), cut->n_raw);
-    tqkv__take_some(some, &raw);
+    const tqkv_attention raw = tqkv__raw_attention(c, c->attention.end - (n_queries - cut->n_raw), cut->n_raw);
     tqkv_result r = tqkv__attention_streams(&raw, a);
     if (r != TQKV_OK) return r;
     a->first = 0;
@@ -531,68 +519,31 @@ static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some
     return r;
 }
 
-/* Opens the request whose queries, from number `first` on, read codes. */
-static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *some, const void *q, int first,
-                                   int n_queries, void *out, tqkv__cut_call *cut)
+/* Opens the request whose queries, from number n_raw on, read codes. */
+static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const void *q, int n_queries, void *out, tqkv__cut_call *cut)
 {
     tqkv__attention *a = &cut->a[1];
-    tqkv_attention coded;
-    memset(&coded, 0, sizeof coded);
-    tqkv__take_some(some, &coded);
-    const size_t heads = (size_t)(coded.list.heads ? coded.list.heads : 1);
-    if (coded.list.rows) coded.list.rows += (size_t)first * heads * (size_t)coded.list.length;
-    tqkv_result r = tqkv__cache_attention(c, some ? &coded : NULL, n_queries - first, a);
+    tqkv_result r = tqkv__cache_attention(c, n_queries - cut->n_raw, a);
     if (r != TQKV_OK) return r;
-    const size_t size = tqkv__type_size(a->call.output_type), skipped = (size_t)first;
+    const size_t size = tqkv__type_size(a->call.output_type), skipped = (size_t)cut->n_raw;
     const void *rest = (const uint8_t *)q + skipped * a->call.query_strides.token * tqkv__type_size(a->call.query_type);
     uint8_t *to = (uint8_t *)out + skipped * a->call.output_strides.token * size;
-    if (cut->own) {
-        const tqkv_strides none = {0, 0};
-        a->call.output_strides = tqkv__strides_of(none, a->call.n_heads, a->value_dim);
-        a->out_size = a->out_elements * size;
-        to = cut->own;
-    }
     r = tqkv__cut_whole(a, rest, to, &cut->requests[cut->n_requests]);
     cut->n_requests++;
     return r;
 }
 
-/* Does what tqkv__attend_raw does for a tree that stands on both sides: all queries read codes into memory of their
-   own, of which those that do are copied. */
-static tqkv_result tqkv__attend_cut_tree(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                         void *out, tqkv__cut_call *cut)
-{
-    const tqkv__attention *a = &cut->a[0]; /* its strides are those of all queries */
-    const tqkv_allocator *memory = &a->call.allocator;
-    const size_t value = tqkv__type_size(a->call.output_type), row = (size_t)a->value_dim * value;
-    const size_t heads = (size_t)a->call.n_heads, size = (size_t)n_queries * heads * row;
-    cut->own = (uint8_t *)memory->alloc(memory->user, size);
-    if (!cut->own) return TQKV_OUT_OF_MEMORY;
-    tqkv_result r = tqkv__cut_coded(c, some, q, 0, n_queries, out, cut);
-    if (r == TQKV_OK) r = tqkv__run_job(cut->requests, cut->n_requests);
-    for (size_t i = (size_t)cut->n_raw * heads; r == TQKV_OK && i < (size_t)n_queries * heads; i++)
-        memcpy((uint8_t *)out + tqkv__row_begin(a, a->call.output_strides, i) * value, cut->own + i * row, row);
-    memory->free(memory->user, cut->own, size);
-    return r;
-}
-
-static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q,
-                                                   int n_queries, void *out)
+static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const void *q, int n_queries, void *out)
 {
     tqkv__cut_call cut;
     cut.n_requests = 0;
-    cut.own = NULL;
     cut.n_raw = tqkv__raw_queries(c, n_queries);
-    tqkv_result r = tqkv__check_whole(c, some, q, n_queries, out);
-    if (r == TQKV_OK && cut.n_raw && !c->raw[0].codes)
-        r = TQKV__REFUSE(OUT_OF_RANGE, "a copy has no halves for queries at positions that its cache has learned from");
-    if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, some, q, n_queries, out, &cut);
+    tqkv_result r = tqkv__check_whole(c, q, n_queries, out);
+    if (r == TQKV_OK && cut.n_raw && !c->raw[0].codes) r = TQKV__REFUSE(OUT_OF_RANGE, TQKV__NO_RAW);
+    if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, q, n_queries, out, &cut);
+    if (r == TQKV_OK && cut.n_raw < n_queries) r = tqkv__cut_coded(c, q, n_queries, out, &cut);
     if (r != TQKV_OK) return r;
-    const bool whole = cut.n_raw && cut.n_raw < n_queries && some && some->tree;
-    if (whole && !c->metal) return tqkv__attend_cut_tree(c, some, q, n_queries, out, &cut);
-    if (cut.n_raw < n_queries) r = tqkv__cut_coded(c, some, q, whole ? 0 : cut.n_raw, n_queries, out, &cut);
-    if (r != TQKV_OK) return r;
-    return c->metal ? tqkv__backend_of(c->metal)->attend(c->metal, c, some, q, n_queries, out)
+    return c->metal ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out)
                     : tqkv__run_job(cut.requests, cut.n_requests);
 }
 

@@ -28,9 +28,9 @@ static void tqkv__take_learnt_buffers(const tqkv_cache *c, tqkv_metal_buffer mem
 }
 
 /* Returns the strides of a call: those that are given, or the cache's. */
-static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_layout *given)
+static tqkv_cache_strides tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_strides *given)
 {
-    const tqkv_cache_layout own = {c->keys.strides, c->values.strides, c->attention.query_strides,
+    const tqkv_cache_strides own = {c->keys.strides, c->values.strides, c->attention.query_strides,
                                    c->attention.output_strides};
     return given ? *given : own;
 }
@@ -210,11 +210,11 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens, int n_r
 }
 
 /* Returns the caller's rows, from the cache's end on. Those of a tail come as v, or behind all of the keys'. */
-static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_strides *layout, tqkv_metal_buffer k,
                                    tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                    tqkv__rows_in_buffers *rows)
 {
-    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
+    const tqkv_cache_strides own = tqkv__layout_of_call(c, layout);
     tqkv__stream keys;
     size_t bytes;
     tqkv_store shape = c->keys;
@@ -247,7 +247,7 @@ static tqkv_result tqkv__check_room(const tqkv_cache *c, int n_tokens)
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                                  const tqkv_cache_strides *layout, tqkv_metal_buffer k,
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                   tqkv_metal_plan *plan)
 {
@@ -381,7 +381,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tq
 typedef struct tqkv__queries_in_buffers {
     const tqkv_metal_attention *some; /* or NULL */
     tqkv_metal_buffer q, scratch, out;
-    tqkv_cache_layout layout;
+    tqkv_cache_strides layout;
     int n_queries;
 } tqkv__queries_in_buffers;
 
@@ -454,7 +454,7 @@ static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer mem
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_layout *layout, const tqkv_metal_attention *some,
+                                                  const tqkv_cache_strides *layout, const tqkv_metal_attention *some,
                                                   tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {

@@ -109,8 +109,13 @@ static bool set_up(fuzz_input *input, model *m)
     memset(m, 0, sizeof *m);
     fuzz_choose_isa(fuzz_byte(input));
     read_desc(input, m);
-    CHECK_RESULT(tqkv_cache_create(&m->desc, &m->cache), TQKV_OK);
-    tqkv_format keys = tqkv_cache_keys(m->cache)->format, values = tqkv_cache_values(m->cache)->format;
+    tqkv_cache_desc desc = m->desc;
+    desc.key_center = m->centers[0];
+    desc.value_center = m->centers[1];
+    desc.key_scale = m->scales[0];
+    desc.value_scale = m->scales[1];
+    CHECK_RESULT(tqkv_cache_create(&desc, &m->cache), TQKV_OK);
+    tqkv_format keys = test_keys(m->cache)->format, values = test_values(m->cache)->format;
     m->positions = 2 * m->desc.capacity + 10;
     m->keys = test_store(keys, m->desc.head_dim, m->desc.n_kv_heads, m->positions, false);
     m->values = test_store(values, value_dim(m), m->desc.n_kv_heads, m->positions, false);
@@ -119,13 +124,11 @@ static bool set_up(fuzz_input *input, model *m)
     m->keys.channel_scale = m->scales[2];
     m->values.channel_scale = m->desc.shared ? m->scales[2] : m->scales[1];
     if (m->desc.tail_dim) {
-        const tqkv_format tail = tqkv_cache_tail(m->cache)->format;
+        const tqkv_format tail = test_tail(m->cache)->format;
         m->tail = test_store(tail, m->desc.tail_dim, m->desc.n_kv_heads, m->positions, false);
         m->tail.center = m->centers[3];
         m->tail.channel_scale = m->scales[3];
     }
-    CHECK_RESULT(tqkv_cache_set_center(m->cache, m->centers[0], m->centers[1]), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_set_scale(m->cache, m->scales[0], m->scales[1]), TQKV_OK);
     for (int side = 0; side < 2 && (m->desc.exact_first || m->desc.exact_last); side++) {
         const tqkv_store *codes = side ? &m->values : &m->keys;
         m->halves[side] = test_store(TQKV_F16, codes->head_dim, codes->n_kv_heads, m->positions, false);
@@ -165,7 +168,7 @@ static void check_row(const model *m, const tqkv_store *store, const tqkv_store 
 
 static void check_halves(const model *m)
 {
-    const tqkv_attention a = tqkv_cache_view(m->cache);
+    const tqkv_attention a = test_view(m->cache, 1);
     const tqkv_store *const first[2] = {a.first.keys, a.first.values}, *const last[2] = {a.last.keys, a.last.values};
     for (int i = 0; i < 2 * m->desc.n_kv_heads; i++) {
         for (int at = 0; first[i % 2] && at < a.first.n; at++)
@@ -178,13 +181,13 @@ static void check_halves(const model *m)
 static void check_state(const model *m)
 {
     CHECK(tqkv_cache_end(m->cache) == m->base + m->end, "end");
-    CHECK(tqkv_cache_first(m->cache) == m->base + m->first, "first");
+    CHECK(test_first(m->cache) == m->base + m->first, "first");
     CHECK(m->counter.live <= 2, "%d blocks live", m->counter.live); /* the second of halves */
     for (int64_t at = m->first; at < m->end; at++)
         for (int head = 0; head < m->desc.n_kv_heads; head++) {
-            check_row(m, tqkv_cache_keys(m->cache), &m->keys, head, at);
-            check_row(m, tqkv_cache_values(m->cache), &m->values, head, at);
-            if (m->tail.codes) check_row(m, tqkv_cache_tail(m->cache), &m->tail, head, at);
+            check_row(m, test_keys(m->cache), &m->keys, head, at);
+            check_row(m, test_values(m->cache), &m->values, head, at);
+            if (m->tail.codes) check_row(m, test_tail(m->cache), &m->tail, head, at);
         }
     if (m->halves[0].codes) check_halves(m);
 }
@@ -294,7 +297,7 @@ static tqkv_attention attention_of(const model *m, const tqkv_store *keys, const
     memset(&a, 0, sizeof a);
     a.keys = keys;
     a.values = values;
-    a.tail = !m->tail.codes ? NULL : keys == &m->keys ? &m->tail : tqkv_cache_tail(m->cache);
+    a.tail = !m->tail.codes ? NULL : keys == &m->keys ? &m->tail : test_tail(m->cache);
     a.n_heads = n_heads(m);
     a.n_queries = n_queries;
     a.end = m->end + (keys == &m->keys ? 0 : m->base);
@@ -303,7 +306,7 @@ static tqkv_attention attention_of(const model *m, const tqkv_store *keys, const
     a.scale = m->desc.scale;
     a.softcap = m->desc.softcap;
     a.sinks = m->desc.sinks;
-    const tqkv_attention view = tqkv_cache_view(m->cache);
+    const tqkv_attention view = test_view(m->cache, 1);
     const bool modelled = keys == &m->keys;
     a.first.n = view.first.n;
     a.last.n = view.last.n;
@@ -348,7 +351,7 @@ static void check_answers(const model *m, int n_queries, const uint64_t *tree, c
 /* The floats whose rounded values the cache must give: zeros where nothing is resident. */
 static void attend_floats(const model *m, const float *q, int n_queries, size_t n_out, float *floats)
 {
-    const tqkv_attention a = attention_of(m, tqkv_cache_keys(m->cache), tqkv_cache_values(m->cache), n_queries);
+    const tqkv_attention a = attention_of(m, test_keys(m->cache), test_values(m->cache), n_queries);
     memset(floats, 0, n_out * sizeof *floats);
     if (a.kv_len && n_queries) CHECK_RESULT(tqkv_attend(&a, q, floats), TQKV_OK);
 }
@@ -360,7 +363,7 @@ static void attend_tree(const model *m, int n, uint8_t seed, const float *q, siz
     data_random random = {seed};
     for (int i = 0; i < n; i++) tree[i] = data_bits(&random) | (uint64_t)1 << i;
     float *out = fuzz_new_floats((int)n_out, 1, 1);
-    tqkv_attention a = attention_of(m, tqkv_cache_keys(m->cache), tqkv_cache_values(m->cache), n);
+    tqkv_attention a = attention_of(m, test_keys(m->cache), test_values(m->cache), n);
     a.tree = tree;
     CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
     check_answers(m, n, tree, q, out);
@@ -394,8 +397,8 @@ static tqkv_store pool_of(const model *m, const tqkv_store *store, int32_t *page
 static void attend_pages(const model *m, int n, const float *q, const float *floats, size_t n_out)
 {
     int32_t pages[2][MAX_PAGES];
-    tqkv_store keys = pool_of(m, tqkv_cache_keys(m->cache), pages[0]);
-    tqkv_store values = pool_of(m, tqkv_cache_values(m->cache), pages[1]);
+    tqkv_store keys = pool_of(m, test_keys(m->cache), pages[0]);
+    tqkv_store values = pool_of(m, test_values(m->cache), pages[1]);
     tqkv_store tail;
     float *out = fuzz_new_floats((int)n_out, 1, 1);
     tqkv_attention a = attention_of(m, &keys, m->desc.shared ? &keys : &values, n);
@@ -424,7 +427,7 @@ static void attend(fuzz_input *input, model *m)
     fuzz_data(seed, DATA_GAUSSIAN, q, n * n_heads(m), d);
     void *queries = fuzz_typed(type, q, (size_t)(n * n_heads(m) * d));
     tqkv_result result = tqkv_cache_attend(m->cache, queries, n, out);
-    const tqkv_attention view = tqkv_cache_view(m->cache);
+    const tqkv_attention view = test_view(m->cache, 1);
     /* What the window of the first query begins with, and the first position that can be missing. */
     const int64_t begin = m->end - n - view.window + 1, kept = m->base ? -m->base : view.first.n;
     const bool gone = view.window && n && (begin > kept ? begin : kept) < m->first;
@@ -457,7 +460,6 @@ static void attend(fuzz_input *input, model *m)
 
 static void truncate_to(model *m, int64_t end)
 {
-    if (m->end) CHECK_RESULT(tqkv_cache_set_center(m->cache, NULL, NULL), TQKV_INVALID_ARGUMENT);
     bool fits = end == 0 || (end >= m->base + m->first && end <= m->base + m->end);
     tqkv_result result = tqkv_cache_truncate(m->cache, end);
     CHECK(result == (fits ? TQKV_OK : TQKV_OUT_OF_RANGE), "truncate: %s", tqkv_result_string(result));
@@ -580,11 +582,11 @@ static void fork_cache(fuzz_input *input, model *m)
     memset(&desc, 0, sizeof desc);
     desc.capacity = changed ? capacity : 0;
     desc.ring = ring;
-    const int first = tqkv_cache_view(m->cache).first.n;
+    const int first = test_view(m->cache, 1).first.n;
     const bool fits = !desc.capacity || (desc.capacity >= m->end - m->first && desc.capacity >= first);
     const tqkv_result result = tqkv_cache_fork(m->cache, changed ? &desc : NULL, &copy);
     const bool short_ring = (m->desc.ring || (changed && ring)) &&
-                            m->desc.window > (desc.capacity ? desc.capacity : tqkv_cache_keys(m->cache)->capacity);
+                            m->desc.window > (desc.capacity ? desc.capacity : test_keys(m->cache)->capacity);
     const tqkv_result expected = !fits ? TQKV_OUT_OF_RANGE : short_ring ? TQKV_INVALID_ARGUMENT : TQKV_OK;
     CHECK(result == expected || (result == TQKV_OUT_OF_MEMORY && m->counter.fail_at), "fork: %s",
           tqkv_result_string(result));

@@ -98,7 +98,7 @@ static void check_apart(const learn_row *row, const learning *l)
 {
     enum { RAW = 12, N = 20 };
     const size_t query = (size_t)(HEADS * (row->head_dim + row->tail_dim)) * sizeof(float), dim = (size_t)row->head_dim;
-    const tqkv_cache_layout shared = {{0, 0}, {0, 0}, {0, 0}, {dim, RAW * dim}};
+    const tqkv_cache_strides shared = {{0, 0}, {0, 0}, {0, 0}, {dim, RAW * dim}};
     tqkv_metal_plan plan;
     CHECK_RESULT(
         tqkv_metal_plan_cache_attend(l->cache, at(0, 0), NULL, NULL, at(1, 0), N, at(2, 0), at(1, RAW * query), &plan),

@@ -89,8 +89,8 @@ static void compare_attention(tqkv_metal *m, const char *what, const job *j, tqk
         wrong += difference * difference;
         all += expected * expected;
     }
-    const bool same = same_bytes(tqkv_cache_keys(caches[0]), tqkv_cache_keys(caches[1])) &&
-                      same_bytes(tqkv_cache_values(caches[0]), tqkv_cache_values(caches[1]));
+    const bool same = same_bytes(test_keys(caches[0]), test_keys(caches[1])) &&
+                      same_bytes(test_values(caches[0]), test_values(caches[1]));
     snprintf(note, sizeof note, "%s, error %.1e", same ? "" : ", OTHER CODES", sqrt(wrong / all));
     if (good) report(name, bits_of(out[0], n * sizeof(float)), same && wrong <= limit_of(j) * limit_of(j) * all, note);
     for (int i = 0; i < 2; i++) free(out[i]);
