@@ -234,17 +234,18 @@ typedef struct tqkv_cache_desc {
        recent window), are kept in fp16, too, and read from there: most of the weight is there. More than the
        capacity counts as the capacity; F16 streams and the tail need none. The halves of the newest are room for 64
        queries of one call; an append of more tokens makes more room, for as many. After truncate, remove and keep the
-       newest may be left as codes until new ones come. */
+       newest may be left as codes until new ones come.
+       Halves hold no value beyond 65504, and of a row that is all below 2^-17 less than codes do: here and while a cache
+       learns (see calibrate) an append of such a row is TQKV_NOT_FINITE, and nothing is appended. */
     int exact_first, exact_last;
     /* Make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512. */
     int exact_batch;
-    /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from so many
-       new positions, without the exact_first. 0: not; else at least 16. A position is new if its values (of a shared
-       stream its row) differ from those of the position before by more than a quarter of their squared length: one
-       token again and again, padding and blanks teach nothing. The cache learns when it has that many, at the latest at
-       four times as many positions; both are at most a quarter of the capacity, or 16, and a ring
-       refuses to be asked for more. With fewer than 64 new ones there (of a `calibrate` below 128, fewer than half, or
-       16) it takes no centre and no scale.
+    /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from so many of
+       its first positions, without the exact_first. 0: not; else at least 16. It takes no more than a quarter of the
+       capacity, or 16, and a ring refuses to be asked for more. Only new positions count, whose values (of a shared
+       stream the row) differ from those of the position before by more than a quarter of their squared length: one
+       token again and again, padding and blanks teach nothing. With fewer than 64 new ones (of a `calibrate` below 128,
+       fewer than half, or 16) the centre is 0 and the scale 1, as if there were neither.
        Until the append that learns keys and values are halves as they came, and attention is exact. That append
        encodes them; queries at the positions before the point of learning still read the halves, until the next append
        gives their memory back (with non_causal, until this one). What it has learned counts from that append on:
@@ -265,9 +266,9 @@ typedef struct tqkv_cache_desc {
     /* Attention, as the fields of tqkv_attention. */
     int window;
     float scale, softcap;
-    const float *sinks; /* [n_heads] or NULL; copied */
-    bool non_causal;    /* every query sees all resident positions: for cross-attention */
-    tqkv_type type;     /* of k, v, q and out */
+    const float *sinks;         /* [n_heads] or NULL; copied */
+    bool non_causal;            /* every query sees all resident positions: for cross-attention */
+    tqkv_type type;             /* of k, v, q and out */
     tqkv_cache_strides strides; /* of the same rows */
 
     /* Resources. */
@@ -917,7 +918,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, t
    command buffer fails, tqkv_metal_cache_failed takes back what it had. The processor sees the codes, and with
    `calibrate` the centre and the scale, after the buffer has completed: nothing waits for these. Rows of a tail lie
    apart from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of
-   the keys. */
+   the keys. not_finite is raised by rows that tqkv_cache_append refuses, too: then
+   the append is taken back by tqkv_cache_truncate or tqkv_metal_cache_failed. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
                                                    tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                    tqkv_metal_buffer not_finite);
@@ -1295,8 +1297,12 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
 #endif
 
 /* 1e-10 as a float. A row whose norm is not above this is stored as zeros. */
-#define TQKV__MIN_NORM  1.00000001335143196001808973960578441619873046875e-10f
-#define TQKV__NEXT_NORM 1.00000008274037092e-10f /* the next float: the least norm that is above */
+#define TQKV__MIN_NORM 1.00000001335143196001808973960578441619873046875e-10f
+/* Halves kept besides of codes: a value of this size is beyond them, and a row of which all are below the least, about
+   where a half loses more than the codes of 8 bits, is better off in codes. */
+#define TQKV__BEYOND_HALVES 65520.0f
+#define TQKV__LEAST_HALF    (1.0f / 131072.0f)
+#define TQKV__NEXT_NORM     1.00000008274037092e-10f /* the next float: the least norm that is above */
 
 /* One row a format, in the order of tqkv_format. C, the kernels and the shaders derive everything else from these rows.
 
@@ -1735,15 +1741,19 @@ static float tqkv__float(uint32_t bits)
     return x;
 }
 
-/* Tests bits, because -ffinite-math-only would remove a test of values. */
-static bool tqkv__all_finite(const float *x, size_t n)
+/* Returns the bits of the largest magnitude of n floats: an exponent of all ones shows NaN or infinity. */
+static uint32_t tqkv__largest_bits(const float *x, size_t n)
 {
-    uint32_t bad = 0;
+    uint32_t largest = 0;
     for (size_t i = 0; i < n; i++) {
-        bad |= (tqkv__bits(x[i]) & 0x7f800000u) == 0x7f800000u;
+        const uint32_t bits = tqkv__bits(x[i]) & 0x7fffffffu;
+        largest = bits > largest ? bits : largest;
     }
-    return !bad;
+    return largest;
 }
+
+/* Tests bits, because -ffinite-math-only would remove a test of values. */
+static bool tqkv__all_finite(const float *x, size_t n) { return tqkv__largest_bits(x, n) < 0x7f800000u; }
 
 /* Returns the i-th half or bfloat16, whatever type the caller's compiler has for it. */
 static uint16_t tqkv__half_at(const void *halves, size_t i)
@@ -1926,7 +1936,7 @@ static float tqkv__last_boundary(tqkv_format f)
 {
     const int kind = tqkv__format_of(f)->kind, bits = tqkv__format_of(f)->book_bits;
     if (kind == TQKV__BOOK) return TQKV__BOUNDARIES(bits)[(1 << bits) - 2];
-    return kind == TQKV__HALF ? 65504.0f : kind == TQKV__GRID ? 127.0f : 0.0f;
+    return kind == TQKV__HALF ? 65504.0f : kind == TQKV__GRID ? 127.5f : 0.0f;
 }
 
 #define TQKV__PANEL 256
@@ -2389,6 +2399,7 @@ struct tqkv__row;
 /* The encoding functions of an instruction set; every set gives the same bytes. */
 typedef struct tqkv__codec {
     bool (*rows_finite)(tqkv_type type, const void *x, size_t n); /* n: a multiple of head_dim */
+    uint32_t (*largest_bits)(const float *x, size_t n);           /* likewise: of the largest magnitude */
     bool (*scales_valid)(const float *x, size_t n);               /* likewise */
     void (*invert)(const float *scales, int n, float *inverses);  /* likewise: 1 / scale, rounded once */
     void (*widen)(tqkv_type type, const void *src, const float *center, const float *inverses, int n, float *row);
@@ -2908,9 +2919,9 @@ static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, c
     for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, &rows[i]);
 }
 
-static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__scales_valid, tqkv__invert,
-                                               tqkv__widen_row,     tqkv__narrow_row,   tqkv__rotate_row,
-                                               tqkv__unrotate_row,  tqkv__scale_row,    tqkv__encode_rows};
+static const tqkv__codec tqkv__codec_scalar = {
+    tqkv__values_finite, tqkv__largest_bits, tqkv__scales_valid, tqkv__invert,    tqkv__widen_row,
+    tqkv__narrow_row,    tqkv__rotate_row,   tqkv__unrotate_row, tqkv__scale_row, tqkv__encode_rows};
 
 /* Returns the factor of the centroids or integers that share a norm. */
 static float tqkv__factor(const tqkv__stream *s, float norm)
@@ -3084,17 +3095,59 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *token
     tqkv__fp_restore(mode);
 }
 
+/* How a stream's rows are kept as halves besides: as they came, or as its codes' rows are before they are scaled. */
+enum { TQKV__RAW_HALVES = 1, TQKV__ROTATED_HALVES = 2 };
+
+/* Whether halves hold a row; see TQKV__LEAST_HALF. Less a centre all values may be small. Tests bits, as
+   tqkv__all_finite does. */
+static bool tqkv__in_halves(const float *row, int n, bool centered)
+{
+    const uint32_t largest = tqkv__largest_bits(row, (size_t)n);
+    return largest < tqkv__bits(TQKV__BEYOND_HALVES) &&
+           (centered || largest == 0 || largest >= tqkv__bits(TQKV__LEAST_HALF));
+}
+
+/* Whether halves hold what they keep of n tokens: in any rotation if the largest value is not near their ends, since the
+   rotation of 1024 values makes it at most 32 times as large or small. False for NaN and infinity. */
+static TQKV__NOINLINE bool tqkv__rows_in_halves(const tqkv__stream *s, int halves, const void *src, int n)
+{
+    TQKV__ALIGNED float own[TQKV_MAX_HEAD_DIM];
+    float room[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    const uint32_t least = tqkv__bits(TQKV__LEAST_HALF * 32.0f), beyond = tqkv__bits(TQKV__BEYOND_HALVES / 32.0f);
+    const uint64_t mode = tqkv__fp_exact();
+    const bool widens = s->type != TQKV_TYPE_F32 || s->center || s->channel_scale;
+    bool fit = true;
+    for (int h = 0; h < s->n_kv_heads && fit; h++) {
+        const float *center = tqkv__center_of(s, h), *inverses = tqkv__inverses_of(s, h, 1, room);
+        for (int t = 0; t < n && fit; t++) {
+            const void *row = tqkv__source_row(s, src, (size_t)t, (size_t)h);
+            if (widens) codec->widen(s->type, row, center, inverses, s->head_dim, own);
+            const uint32_t largest = codec->largest_bits(widens ? own : (const float *)row, (size_t)s->head_dim);
+            if (largest - least < beyond - least) continue;
+            if (!widens) memcpy(own, row, (size_t)s->head_dim * sizeof(float));
+            if (halves & TQKV__RAW_HALVES) fit = tqkv__in_halves(own, s->head_dim, center != NULL);
+            if (!(halves & TQKV__ROTATED_HALVES) || !fit) continue;
+            codec->rotate(own, s->head_dim);
+            fit = tqkv__in_halves(own, s->head_dim, center != NULL);
+        }
+    }
+    tqkv__fp_restore(mode);
+    return fit;
+}
+
 /* Encodes the same tokens into some streams, each from its own source: tasks for some tokens of one of them. The hook
-   runs them twice: first they test for NaN and Inf, then they encode. */
+   runs them twice: first they test for NaN and Inf, and for what halves do not hold, then they encode. */
 enum { TQKV__ENCODE_STREAMS = 3, TQKV__ENCODE_TASKS = 16 };
 typedef struct tqkv__encode_job {
     const tqkv__stream *streams[TQKV__ENCODE_STREAMS], *halves[TQKV__ENCODE_STREAMS]; /* see tqkv__encode_tokens */
     const void *src[TQKV__ENCODE_STREAMS];
+    int as_halves[TQKV__ENCODE_STREAMS]; /* what is kept besides */
     tqkv_parallel parallel;
     int n_streams, n_tokens, n_tasks; /* n_tasks: of each stream */
     int64_t position;
     bool encode;
-    bool bad[TQKV__ENCODE_STREAMS * TQKV__ENCODE_TASKS];
+    bool bad[TQKV__ENCODE_STREAMS * TQKV__ENCODE_TASKS], unfit[TQKV__ENCODE_STREAMS * TQKV__ENCODE_TASKS];
 } tqkv__encode_job;
 
 static void tqkv__encode_task(void *context, int index)
@@ -3107,10 +3160,14 @@ static void tqkv__encode_task(void *context, int index)
     const int from = first + (int)((int64_t)(job->n_tokens - first) * share / job->n_tasks);
     const int to = first + (int)((int64_t)(job->n_tokens - first) * (share + 1) / job->n_tasks);
     const tqkv__tokens tokens = {job->halves[stream], src, from, to, job->position, job->position + job->n_tokens};
-    if (job->encode)
+    if (job->encode) {
         tqkv__encode_tokens(s, &tokens);
-    else
-        job->bad[index] = !tqkv__rows_finite(s, tqkv__source_row(s, src, (size_t)from, 0), to - from);
+        return;
+    }
+    const void *rows = tqkv__source_row(s, src, (size_t)from, 0);
+    if (job->as_halves[stream] && tqkv__rows_in_halves(s, job->as_halves[stream], rows, to - from)) return;
+    job->bad[index] = !tqkv__rows_finite(s, rows, to - from);
+    job->unfit[index] = job->as_halves[stream] && !job->bad[index];
 }
 
 static void tqkv__encode_job_open(tqkv__encode_job *job, const tqkv_parallel *parallel, int n_tokens, int64_t position)
@@ -3147,25 +3204,33 @@ static void tqkv__run_encode_tasks(tqkv__encode_job *job)
         tqkv__run_serial(NULL, job->n_streams, tqkv__encode_task, job);
 }
 
-/* Whether no source holds NaN or infinity. Rows that are left out or dropped count, too. */
-static bool tqkv__sources_finite(tqkv__encode_job *job)
+/* Refuses sources that hold NaN or infinity, or what halves do not hold. Rows that are left out or dropped count, too. */
+static tqkv_result tqkv__check_sources(tqkv__encode_job *job)
 {
+    bool bad = false, unfit = false;
     job->encode = false;
     tqkv__run_encode_tasks(job);
-    for (int i = 0; i < job->n_streams * job->n_tasks; i++)
-        if (job->bad[i]) return false;
-    return true;
+    for (int i = 0; i < job->n_streams * job->n_tasks; i++) {
+        bad = bad || job->bad[i];
+        unfit = unfit || job->unfit[i];
+    }
+    if (bad) return TQKV__REFUSE(NOT_FINITE, "the rows to encode hold NaN or infinity");
+    if (unfit)
+        return TQKV__REFUSE(NOT_FINITE, "k or v: a row beyond 65504, or all of it below 2^-17 but not 0: the halves of "
+                                        "calibrate, exact_first and exact_last do not hold it, codes alone do");
+    return TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const void *src, int n_tokens, int64_t position)
 {
     tqkv__stream s;
     tqkv__encode_job job;
-    const tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s);
+    tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s);
     if (r != TQKV_OK) return r;
     tqkv__encode_job_open(&job, &store->parallel, n_tokens, position);
     tqkv__add_stream(&job, &s, src);
-    if (!tqkv__sources_finite(&job)) return TQKV__REFUSE(NOT_FINITE, "the source holds NaN or infinity");
+    r = tqkv__check_sources(&job);
+    if (r != TQKV_OK) return r;
     job.encode = true;
     tqkv__run_encode_tasks(&job);
     return TQKV_OK;
@@ -4490,8 +4555,8 @@ TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, in
         }
 }
 
-/* Does what tqkv__all_finite does for whole rows: the largest magnitude shows an exponent of all ones. */
-TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
+/* Does what tqkv__largest_bits does for whole rows. */
+TQKV__TARGET static uint32_t TQKV__(largest_of)(const float *x, size_t n)
 {
     TQKV__(codes) largest[4];
     uint32_t lanes[4 * TQKV__LANES], all = 0;
@@ -4504,7 +4569,7 @@ TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
     for (; i < n; i += TQKV__LANES) largest[0] = TQKV__(larger_bits)(largest[0], TQKV__(load)(x + i));
     memcpy(lanes, largest, sizeof lanes);
     for (int j = 0; j < 4 * TQKV__LANES; j++) all = lanes[j] > all ? lanes[j] : all;
-    return all < 0x7f800000u;
+    return all;
 }
 
 /* Does what tqkv__values_finite does for whole rows. Two halves, or bfloat16s, in a word: a 1 added at the lowest bit
@@ -4515,7 +4580,7 @@ TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size
     const uint8_t *p = (const uint8_t *)x;
     TQKV__(words) carries, pairs;
     uint32_t lanes[TQKV__LANES], all = 0;
-    if (type == TQKV_TYPE_F32) return TQKV__(floats_finite)((const float *)x, n);
+    if (type == TQKV_TYPE_F32) return TQKV__(largest_of)((const float *)x, n) < 0x7f800000u;
     memset(&carries, 0, sizeof carries);
     for (size_t left = 2 * n, size = sizeof pairs; left; left -= size, p += size) {
         if (left < size) {
@@ -5158,9 +5223,9 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     }
 }
 
-static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(scales_valid), TQKV__(invert),
-                                          TQKV__(widen),       TQKV__(narrow_row),   TQKV__(rotate),
-                                          TQKV__(unrotate),    TQKV__(scale_row),    TQKV__(encode_rows)};
+static const tqkv__codec TQKV__(codec) = {
+    TQKV__(rows_finite), TQKV__(largest_of), TQKV__(scales_valid), TQKV__(invert),    TQKV__(widen),
+    TQKV__(narrow_row),  TQKV__(rotate),     TQKV__(unrotate),     TQKV__(scale_row), TQKV__(encode_rows)};
 #endif
 
 /* >>k-table: the functions of a set. */
@@ -10746,13 +10811,11 @@ struct tqkv_cache {
     uint64_t tag;      /* likewise */
     bool learns;       /* when it is empty it begins to learn; see >>cache-calibrate */
     bool learning;     /* positions are in `raw` alone */
-    int learn_new;     /* it learns when it has so many new positions, */
-    int learn_last;    /* or when it has so many */
+    int learn_from;    /* so many positions */
     int64_t raw_below; /* queries at positions below it read `raw`; INT64_MAX while the cache learns */
     int64_t raw_end;   /* the rows there, when it has learned */
     tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
-    uint8_t *is_new;   /* [raw positions]: whether a position is new, up to n_judged */
-    int64_t n_judged;
+    uint8_t *is_new; /* [learn_from]: whether a position is new; on a GPU for each KV head, where the kernel needs it */
     void *raw_memory; /* that holds them, or NULL: on a GPU they lie in the cache's memory, as long as that */
     size_t raw_size;
     int64_t learnt_at; /* on a GPU the end before the append that learned; -1: none, or positions were edited since */
@@ -11027,10 +11090,11 @@ static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__ca
                 tqkv__reserve(&at->size, TQKV__CHANNELS * channels * sizeof(float), &at->channels);
     for (int i = 0; fits && i < tqkv__stores_within(c); i++)
         if (tqkv__has_store(c, i)) fits = tqkv__reserve_store(TQKV__STORE_AT(c, i), &at->size, &at->stores[i]);
-    return fits && (!c->metal || tqkv__reserve(&at->size, (size_t)c->raw[0].capacity, &at->is_new));
+    return fits &&
+           (!c->metal || tqkv__reserve(&at->size, (size_t)c->learn_from * (size_t)c->keys.n_kv_heads, &at->is_new));
 }
 
-static void tqkv__learn_from(tqkv_cache *c, int n, int last);
+static void tqkv__learn_from(tqkv_cache *c, int n);
 static bool tqkv__raw_fits(const tqkv_cache *c);
 
 /* Returns where the channels of stream i lie. */
@@ -11123,7 +11187,7 @@ static void tqkv__take_given(const tqkv_cache_desc *desc, tqkv_cache *c)
 }
 
 /* Creates a cache that, if it learns, does so from at least as many positions as one that it is made of. */
-static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_new, int learn_last, tqkv_cache **out)
+static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_from, tqkv_cache **out)
 {
     tqkv_cache c;
     tqkv__cache_memory at;
@@ -11133,9 +11197,7 @@ static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_new, int 
     tqkv_result r = tqkv__cache_resolve(desc, &c);
     if (r == TQKV_OK) r = tqkv__check_given(desc, &c);
     if (r != TQKV_OK) return r;
-    if (c.learning && (learn_new > c.learn_new || learn_last > c.learn_last))
-        tqkv__learn_from(&c, learn_new > c.learn_new ? learn_new : c.learn_new,
-                         learn_last > c.learn_last ? learn_last : c.learn_last);
+    if (c.learning && learn_from > c.learn_from) tqkv__learn_from(&c, learn_from);
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
     if (!tqkv__divide_memory(&c, sinks_size, &at) || !tqkv__raw_fits(&c)) return TQKV__INVALID(TQKV__LARGE_CACHE);
     c.size = at.size + 63;
@@ -11160,7 +11222,7 @@ static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_new, int 
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out)
 {
-    return tqkv__create(desc, 0, 0, out);
+    return tqkv__create(desc, 0, out);
 }
 
 TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
@@ -11200,6 +11262,14 @@ typedef struct tqkv__append {
     tqkv__stream streams[TQKV__CACHE_STREAMS], newest[2], first[TQKV__CACHE_STREAMS];
 } tqkv__append;
 
+/* Whether store i keeps rows as halves besides codes. */
+static bool tqkv__keeps_halves(const tqkv_cache *c, int i)
+{
+    const int side = tqkv__stream_kinds[i].side;
+    return i >= TQKV__FIRST_KEYS && side != TQKV__TAIL && tqkv__has_store(c, i) &&
+           TQKV__STORE_AT(c, side)->format != TQKV_F16;
+}
+
 /* Opens stream i for its share of the caller's rows. Rows of k hold those of the tail, too. */
 static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, const void *v, int n_tokens,
                                      tqkv__append *append)
@@ -11215,6 +11285,12 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
     if (r != TQKV_OK) return r;
     if (tqkv__in_cache(c, src, tqkv__rows_size(&store, n_tokens))) return TQKV__INVALID("k or v overlaps the cache");
     if (store.channel_scale) append->streams[i].inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
+    if (i != TQKV__TAIL && !c->metal) {
+        const bool first = left > 0 && tqkv__keeps_halves(c, TQKV__FIRST_KEYS + i);
+        append->job.as_halves[append->job.n_streams] =
+            (c->learning && tqkv__keeps_halves(c, TQKV__RAW + i) ? TQKV__RAW_HALVES : 0) |
+            (first || tqkv__keeps_halves(c, TQKV__LAST_KEYS + i) ? TQKV__ROTATED_HALVES : 0);
+    }
     tqkv__add_stream(&append->job, &append->streams[i], src);
     if (!tqkv__has_store(c, TQKV__FIRST_KEYS + i) || left <= 0) return TQKV_OK;
     tqkv_store first = *TQKV__STORE_AT(c, TQKV__FIRST_KEYS + i);
@@ -11311,8 +11387,7 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
                           c->attention.end);
     for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++)
         if (tqkv__has_store(c, i)) r = tqkv__append_open(c, i, k, v, n_tokens, &append);
-    if (r == TQKV_OK && !tqkv__sources_finite(&append.job))
-        r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
+    if (r == TQKV_OK) r = tqkv__check_sources(&append.job);
     if (r == TQKV_OK) r = tqkv__fit_newest(c, n_tokens);
     if (r != TQKV_OK) return r;
     if (c->metal) {
@@ -11364,7 +11439,8 @@ TQKV_API tqkv_result tqkv_cache_view(const tqkv_cache *c, int n_queries, tqkv_at
     if (!c || !out || n_queries < 0) return TQKV__INVALID("the cache or out is NULL, or n_queries negative");
     const int n_raw = tqkv__raw_queries(c, n_queries);
     if (n_raw && n_raw < n_queries)
-        return TQKV__REFUSE(OUT_OF_RANGE, "n_queries: they stand on both sides of the position at which the cache learned");
+        return TQKV__REFUSE(OUT_OF_RANGE,
+                            "n_queries: they stand on both sides of the position at which the cache learned");
     if (n_raw && !c->raw[0].codes) return TQKV__REFUSE(OUT_OF_RANGE, TQKV__NO_RAW);
     tqkv_attention view = n_raw ? tqkv__raw_attention(c, c->attention.end, n_queries) : tqkv__view_codes(c);
     view.n_queries = n_queries;
@@ -11421,28 +11497,22 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
    all. It learns from positions that tell something: `new` is one whose values differ from those of the position before.
    A text whose positions are all alike, padding or one token again and again, would teach scales that ruin any other. */
 
-/* Positions from which a scale can be learned, and from which it is where most positions are not new. */
+/* Positions from which a scale can be learned, and the new ones that are enough of any number. */
 #define TQKV__LEAST_POSITIONS 16
 #define TQKV__LEAST_NEW       64
-/* A cache learns after so many times the positions that it is to learn from, if few of them are new. */
-#define TQKV__MOST_AWAITED 4
 
-/* Returns the new positions without which a cache takes no centre and no scale. */
+/* Returns the new positions without which a cache learns nothing. */
 static int tqkv__least_new(const tqkv_cache *c)
 {
-    const int half = c->learn_new / 2;
+    const int half = c->learn_from / 2;
     return half > TQKV__LEAST_NEW ? TQKV__LEAST_NEW : half > TQKV__LEAST_POSITIONS ? half : TQKV__LEAST_POSITIONS;
 }
 
-/* Lets a cache learn, from n new positions or when it has `last`, which are no more than it holds. Raw room: see
-   tqkv__fit_raw. */
-static void tqkv__learn_from(tqkv_cache *c, int n, int last)
+/* Lets a cache learn from n positions. It keeps a tile more of them raw: a tree of drafts may be cut there. */
+static void tqkv__learn_from(tqkv_cache *c, int n)
 {
-    const int most = c->keys.capacity;
-    c->learn_last = last < most ? last : most;
-    c->learn_new = n;
-    const int room = c->metal || n > c->learn_last ? c->learn_last : n;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) c->raw[i].capacity = room + TQKV__TILE;
+    c->learn_from = n < c->keys.capacity ? n : c->keys.capacity;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) c->raw[i].capacity = c->learn_from + TQKV__TILE;
 }
 
 /* Finds from how many positions a cache learns, and the shapes of its raw halves; follows tqkv__cache_shapes. */
@@ -11463,7 +11533,6 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (tqkv__gives_channels(desc)) return TQKV_OK;
     c->learns = c->learning = true;
     c->raw_below = INT64_MAX;
-    c->metal = desc->metal;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
@@ -11471,74 +11540,46 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
         if (i < 2) c->raw[i].format = TQKV_F16;
         c->raw[i].ring = false;
     }
-    const int n = desc->calibrate < most ? desc->calibrate : most;
-    tqkv__learn_from(c, n, n > most / TQKV__MOST_AWAITED ? most : TQKV__MOST_AWAITED * n);
+    tqkv__learn_from(c, desc->calibrate < most ? desc->calibrate : most);
     return TQKV_OK;
 }
 
-/* Raw room: stores, flags of their positions, and where they begin in memory. */
+/* Where what is raw begins in memory of its own. */
 typedef struct tqkv__raw_room {
-    tqkv_store stores[TQKV__CACHE_STREAMS];
     tqkv__place at[TQKV__CACHE_STREAMS];
     size_t is_new, size;
 } tqkv__raw_room;
 
-/* Divides the memory of raw room for n positions; false on overflow. */
-static bool tqkv__divide_raw(const tqkv_cache *c, int64_t n, tqkv__raw_room *to)
+/* Divides that memory; false on overflow. */
+static bool tqkv__divide_raw(const tqkv_cache *c, tqkv__raw_room *room)
 {
-    bool fits = n <= INT_MAX;
-    to->size = 0;
-    memcpy(to->stores, c->raw, sizeof to->stores);
-    fits = fits && tqkv__reserve(&to->size, (size_t)n, &to->is_new);
-    for (int i = 0; fits && i < TQKV__CACHE_STREAMS; i++) {
-        to->stores[i].capacity = (int)n;
-        if (c->raw[i].head_dim) fits = tqkv__reserve_store(&to->stores[i], &to->size, &to->at[i]);
-    }
+    room->size = 0;
+    bool fits = tqkv__reserve(&room->size, (size_t)c->learn_from, &room->is_new);
+    for (int i = 0; fits && i < TQKV__CACHE_STREAMS; i++)
+        if (c->raw[i].head_dim) fits = tqkv__reserve_store(&c->raw[i], &room->size, &room->at[i]);
     return fits;
 }
 
 /* Whether there can be memory for all that a cache may keep raw. */
 static bool tqkv__raw_fits(const tqkv_cache *c)
 {
-    tqkv__raw_room most;
-    return c->metal || !c->learning || tqkv__divide_raw(c, (int64_t)c->learn_last + TQKV__TILE, &most);
+    tqkv__raw_room room;
+    return c->metal || !c->learning || tqkv__divide_raw(c, &room);
 }
 
-/* Moves what is raw to other room. */
-static void tqkv__move_raw(tqkv_cache *c, const tqkv__raw_room *room, void *memory)
+/* Gets memory for what is raw, unless there is some. On a GPU there always is. */
+static tqkv_result tqkv__get_raw(tqkv_cache *c)
 {
-    uint8_t *first = tqkv__first_line(memory), *is_new = first + room->is_new;
-    tqkv_store to[TQKV__CACHE_STREAMS];
-    memcpy(to, room->stores, sizeof to);
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        tqkv__stream from, stream;
-        if (!to[i].head_dim) continue;
-        tqkv__place_store(&to[i], first, &room->at[i]);
-        if (c->raw_memory && tqkv__stream_open(&c->raw[i], &from) == TQKV_OK &&
-            tqkv__stream_open(&to[i], &stream) == TQKV_OK)
-            tqkv__move_rows(&from, 0, &stream, 0, c->n_judged);
-    }
-    if (c->n_judged) memcpy(is_new, c->is_new, (size_t)c->n_judged);
-    if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
-    c->raw_memory = memory;
-    c->raw_size = room->size + 63;
-    c->is_new = is_new;
-    memcpy(c->raw, to, sizeof to);
-}
-
-/* Makes raw room for n positions, which are no more than all that the cache may learn from, and for the first of those
-   behind these: a tree of drafts may still be cut there. On a GPU there is always room. */
-static tqkv_result tqkv__fit_raw(tqkv_cache *c, int64_t n)
-{
-    tqkv__raw_room to;
-    const int64_t most = (int64_t)c->learn_last + TQKV__TILE;
-    int64_t room = c->raw[0].capacity;
-    if (c->metal || (c->raw_memory && n + TQKV__TILE <= room)) return TQKV_OK;
-    while (room < n + TQKV__TILE) room *= 2;
-    void *memory = NULL;
-    if (tqkv__divide_raw(c, room < most ? room : most, &to)) memory = c->memory.alloc(c->memory.user, to.size + 63);
-    if (!memory) return TQKV_OUT_OF_MEMORY;
-    tqkv__move_raw(c, &to, memory);
+    tqkv__raw_room room;
+    if (c->metal || c->raw_memory) return TQKV_OK;
+    if (!tqkv__divide_raw(c, &room)) return TQKV_OUT_OF_MEMORY;
+    c->raw_memory = c->memory.alloc(c->memory.user, room.size + 63);
+    if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
+    uint8_t *first = tqkv__first_line(c->raw_memory);
+    c->raw_size = room.size + 63;
+    c->is_new = first + room.is_new;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        if (c->raw[i].head_dim) tqkv__place_store(&c->raw[i], first, &room.at[i]);
     return TQKV_OK;
 }
 
@@ -11548,11 +11589,10 @@ static void tqkv__drop_raw(tqkv_cache *c)
     if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
     c->raw_memory = NULL;
     c->learning = false;
-    c->raw_below = c->raw_end = c->n_judged = 0;
+    c->raw_below = c->raw_end = 0;
     for (int i = 0; i < TQKV__CACHE_STREAMS && !c->metal; i++) { /* their shapes stay: an empty cache learns again */
         c->raw[i].codes = c->raw[i].norms = NULL;
         c->raw[i].codes_size = c->raw[i].norms_size = 0;
-        c->raw[i].capacity = c->learn_new + TQKV__TILE;
     }
 }
 
@@ -11595,73 +11635,87 @@ static TQKV__NOINLINE bool tqkv__judge(const tqkv__stream *raw, int slot)
     return sums[0][0] > sums[1][0] * 0.25f;
 }
 
-/* Finds which of the raw positions before `end` are new. */
-static void tqkv__judge_positions(tqkv_cache *c, int64_t end)
+/* Finds which of the raw positions that the cache learns from are new. */
+static void tqkv__judge_positions(const tqkv_cache *c)
 {
     tqkv__stream values;
-    const uint64_t mode = tqkv__fp_exact();
     (void)tqkv__stream_open(&c->raw[c->shared ? 0 : 1], &values);
-    for (int64_t p = c->n_judged; p < end; p++) c->is_new[p] = tqkv__judge(&values, (int)p);
-    if (c->n_judged < end) c->n_judged = end;
-    tqkv__fp_restore(mode);
+    for (int p = 0; p < c->learn_from; p++) c->is_new[p] = tqkv__judge(&values, p);
 }
 
-static int tqkv__count_new(const tqkv_cache *c, int64_t first, int64_t end)
+static int tqkv__count_new(const tqkv_cache *c, int first)
 {
     int n = 0;
-    for (int64_t p = first; p < end; p++) n += c->is_new[p];
+    for (int p = first; p < c->learn_from; p++) n += c->is_new[p];
     return n;
 }
 
-/* Returns the positions that the cache learns from when it has `end` raw ones; 0: it does not learn yet. */
-static int64_t tqkv__learning_point(tqkv_cache *c, int64_t end)
-{
-    int n = 0;
-    tqkv__judge_positions(c, end);
-    for (int64_t p = 0; p < end; p++)
-        if ((n += c->is_new[p]) == c->learn_new) return p + 1;
-    return end >= c->learn_last ? c->learn_last : 0;
-}
-
-/* Finds the mean over the new positions of [first, end), or that of the squares, of a head's raw halves less a centre,
+/* Finds the mean over the new positions from `first` on, or that of the squares, of a head's raw halves less a centre,
    unless that is NULL, as tqkv__channel_means does. */
-static void tqkv__raw_means(const tqkv_cache *c, const tqkv__stream *raw, int kv_head, int first, int end,
-                            const float *center, bool squared, float *means)
+static void tqkv__raw_means(const tqkv_cache *c, const tqkv__stream *raw, int kv_head, int first, const float *center,
+                            bool squared, float *means)
 {
     float row[TQKV_MAX_HEAD_DIM], less[TQKV_MAX_HEAD_DIM];
     memset(means, 0, (size_t)raw->head_dim * sizeof(float));
-    for (int slot = first; slot < end; slot++) {
+    for (int slot = first; slot < c->learn_from; slot++) {
         if (!c->is_new[slot]) continue;
         tqkv__raw_row(raw, kv_head, slot, row);
         if (center) tqkv__codec_for(raw->head_dim)->widen(TQKV_TYPE_F32, row, center, NULL, raw->head_dim, less);
         tqkv__add_row(center ? less : row, squared, raw->head_dim, means);
     }
-    tqkv__divide_sums(means, raw->head_dim, (float)tqkv__count_new(c, first, end));
+    tqkv__divide_sums(means, raw->head_dim, (float)tqkv__count_new(c, first));
 }
 
-/* Learns centre and scale of the keys from the new ones of n raw positions, without those that stay exact, if enough
-   remain; neither where they are too few. */
-static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
+/* Makes the scales of a head so large, all by one factor, that halves hold its raw rows however they are rotated.
+   largest: [head_dim], for what it finds on the way */
+static TQKV__NOINLINE void tqkv__limit_scales(const tqkv_cache *c, const tqkv__stream *raw, int kv_head,
+                                              const float *center, float *largest, float *scale)
+{
+    float row[TQKV_MAX_HEAD_DIM], factor = 1.0f;
+    memset(largest, 0, (size_t)raw->head_dim * sizeof(float));
+    for (int slot = 0; slot < c->learn_from; slot++) {
+        tqkv__raw_row(raw, kv_head, slot, row);
+        for (int d = 0; d < raw->head_dim; d++) {
+            const float size = fabsf(TQKV__AS_FLOAT(row[d] - center[d]));
+            largest[d] = size > largest[d] ? size : largest[d];
+        }
+    }
+    for (int d = 0; d < raw->head_dim; d++) {
+        const float wanted = TQKV__AS_FLOAT(largest[d] * TQKV__LEAST_LEARNT / scale[d]);
+        factor = wanted > factor ? wanted : factor;
+    }
+    for (int d = 0; d < raw->head_dim; d++) scale[d] = TQKV__AS_FLOAT(scale[d] * factor);
+}
+
+/* Learns centre and scale of the keys from the new positions, without those that stay exact, if enough remain. Where
+   too few are new the centre is 0 and the scale 1: as if there were neither. */
+static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
 {
     tqkv__learnt learnt;
-    const bool few = tqkv__count_new(c, 0, n) < tqkv__least_new(c);
-    const int ends = c->exact_first < n ? c->exact_first : n,
-              first = tqkv__count_new(c, ends, n) >= TQKV__LEAST_POSITIONS ? ends : 0;
-    const size_t dim = (size_t)raw->head_dim;
-    const tqkv__tied tied = {c->pairs, c->keys.rotary_dim ? c->keys.rotary_dim : raw->head_dim};
+    tqkv__stream raw;
+    const uint64_t mode = tqkv__fp_exact();
+    (void)tqkv__stream_open(&c->raw[0], &raw);
+    tqkv__judge_positions(c);
+    const bool few = tqkv__count_new(c, 0) < tqkv__least_new(c);
+    const int first = tqkv__count_new(c, c->exact_first) >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
+    const size_t dim = (size_t)raw.head_dim;
+    const tqkv__tied tied = {c->pairs, c->keys.rotary_dim ? c->keys.rotary_dim : raw.head_dim};
     float *center = tqkv__channel_room(c, TQKV__KEYS, TQKV__CENTERS),
           *scale = tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES);
-    const uint64_t mode = tqkv__fp_exact();
-    for (int h = 0; h < raw->n_kv_heads && !few; h++) {
-        tqkv__raw_means(c, raw, h, first, n, NULL, false, learnt.center);
-        tqkv__raw_means(c, raw, h, first, n, learnt.center, true, learnt.rows);
-        tqkv__deviations(&tied, raw->head_dim, learnt.rows);
-        memcpy(center + (size_t)h * dim, learnt.center, dim * sizeof(float));
-        tqkv__scales_of(learnt.rows, NULL, raw->head_dim, scale + (size_t)h * dim);
+    for (size_t h = 0; h < (size_t)raw.n_kv_heads; h++) {
+        tqkv__raw_means(c, &raw, (int)h, first, NULL, false, learnt.center);
+        tqkv__raw_means(c, &raw, (int)h, first, learnt.center, true, learnt.rows);
+        tqkv__deviations(&tied, raw.head_dim, learnt.rows);
+        tqkv__scales_of(learnt.rows, NULL, raw.head_dim, scale + h * dim);
+        tqkv__limit_scales(c, &raw, (int)h, learnt.center, learnt.rows, scale + h * dim);
+        for (size_t d = 0; d < dim; d++) {
+            center[h * dim + d] = few ? 0.0f : learnt.center[d];
+            if (few) scale[h * dim + d] = 1.0f;
+        }
     }
     tqkv__fp_restore(mode);
-    tqkv__cache_channels(c, TQKV__KEYS, TQKV__CENTERS, few ? NULL : center, dim);
-    tqkv__cache_channels(c, TQKV__KEYS, TQKV__SCALES, few ? NULL : scale, dim);
+    tqkv__cache_channels(c, TQKV__KEYS, TQKV__CENTERS, center, dim);
+    tqkv__cache_channels(c, TQKV__KEYS, TQKV__SCALES, scale, dim);
 }
 
 /* -- Encoding what was raw -- */
@@ -11743,41 +11797,39 @@ static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw,
     return r;
 }
 
-/* What the cache has of n raw positions, of which it learned from those before `point`, when they are encoded for an
-   append up to `end`. */
-static void tqkv__count_settled(tqkv_cache *c, int64_t point, int64_t n, int64_t end)
+/* What the cache has of n raw positions when they are encoded for an append up to `end`. */
+static void tqkv__count_settled(tqkv_cache *c, int64_t n, int64_t end)
 {
     c->learning = false;
-    c->raw_below = point;
+    c->raw_below = c->learn_from;
     c->raw_end = n;
     c->exact_below = n < c->exact_first ? n : c->exact_first;
     c->exact_from = c->exact_held = 0;
     if (end > tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c) < n ? end - tqkv__newest_room(c) : n;
 }
 
-/* Learns from the raw positions before `point`, and encodes n, with what is kept besides of them at `end`. */
-static tqkv_result tqkv__settle(tqkv_cache *c, int64_t point, int64_t n, int64_t end)
+/* Learns, and encodes n raw positions, with what is kept besides of them at `end`. */
+static tqkv_result tqkv__settle(tqkv_cache *c, int64_t n, int64_t end)
 {
     tqkv__raw_job job;
     const int sides = c->shared ? 1 : 2;
     const tqkv_parallel *parallel = &c->attention.parallel;
     memset(&job, 0, sizeof job);
-    (void)tqkv__stream_open(&c->raw[0], &job.raw[0]);
-    tqkv__learn(c, &job.raw[0], (int)point);
+    tqkv__learn(c);
     for (int side = 0; side < sides; side++) tqkv__open_raw_side(c, c->raw, side, &job);
     job.n = (int)n;
     job.n_heads = c->keys.n_kv_heads;
     job.end = end;
     parallel->run(parallel->user, sides * job.n_heads, tqkv__raw_task, &job);
-    tqkv__count_settled(c, point, n, end);
+    tqkv__count_settled(c, n, end);
     return tqkv__settle_tail(c, c->raw, (int)n); /* rows of the same format are copied */
 }
 
 /* Learns and encodes all if the positions suffice, after an edit. */
 static void tqkv__settle_edited(tqkv_cache *c)
 {
-    const int64_t end = c->attention.end, point = c->learning ? tqkv__learning_point(c, end) : 0;
-    if (point) (void)tqkv__settle(c, point, end, end);
+    const int64_t end = c->attention.end;
+    if (c->learning && end >= c->learn_from) (void)tqkv__settle(c, end, end);
 }
 
 /* -- Appending -- */
@@ -11827,27 +11879,16 @@ static void tqkv__take_raw(const tqkv_cache *c, tqkv__append *append, int n)
     tqkv__skip_tokens(&append->first_job, n);
 }
 
-/* Appends to a cache that learns: raw halves, no more at a time than may all be needed, then codes. A failure leaves
-   the cache as it was. */
+/* Appends to a cache that learns: raw halves as far as it learns from them, then codes. A failure leaves the cache as it
+   was. */
 static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
 {
-    int64_t at = c->attention.end, point;
-    const int64_t begin = at, end = at + append->job.n_tokens;
-    point = tqkv__learning_point(c, at);
-    for (int64_t n; at < end && !point; at += n) {
-        const int64_t missing = c->learn_new - tqkv__count_new(c, 0, at), left = c->learn_last - at;
-        n = missing < left ? missing : left;
-        if (n > end - at) n = end - at;
-        const tqkv_result r = tqkv__fit_raw(c, at + n);
-        if (r != TQKV_OK) {
-            c->n_judged = begin;
-            return r;
-        }
-        tqkv__take_raw(c, append, (int)n);
-        point = tqkv__learning_point(c, at + n);
-    }
-    if (!point) return TQKV_OK;
-    (void)tqkv__settle(c, point, at, end); /* rows of the same format are copied */
+    const int64_t end = c->attention.end + append->job.n_tokens, at = end < c->learn_from ? end : c->learn_from;
+    const tqkv_result r = tqkv__get_raw(c);
+    if (r != TQKV_OK) return r;
+    tqkv__take_raw(c, append, (int)(at - c->attention.end));
+    if (at < c->learn_from) return TQKV_OK;
+    (void)tqkv__settle(c, at, end); /* rows of the same format are copied */
     if (append->job.n_tokens) tqkv__append_raw(c, append, TQKV__TILE);
     c->raw_end = end - at < TQKV__TILE ? end : at + TQKV__TILE;
     if (c->attention.non_causal) tqkv__drop_raw(c); /* all queries see what is encoded */
@@ -11862,10 +11903,10 @@ static void tqkv__count_append(tqkv_cache *c, int n_tokens)
 {
     const int64_t end = c->attention.end + n_tokens;
     if (!c->learning && n_tokens) tqkv__drop_raw(c);
-    if (c->learning && end >= c->learn_new) {
+    if (c->learning && end >= c->learn_from) {
         c->learnt_at = c->attention.end;
-        tqkv__count_settled(c, c->learn_new, c->learn_new, end);
-        c->raw_end = end < c->learn_new + TQKV__TILE ? end : c->learn_new + TQKV__TILE;
+        tqkv__count_settled(c, c->learn_from, end);
+        c->raw_end = end < c->learn_from + TQKV__TILE ? end : c->learn_from + TQKV__TILE;
         tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, true);
         tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, true);
         if (c->attention.non_causal) tqkv__drop_raw(c);
@@ -12012,7 +12053,6 @@ static void tqkv__begin_edit(tqkv_cache *c, int64_t first)
 {
     c->learnt_at = -1;
     if (!c->learning && first < c->raw_below) tqkv__drop_raw(c);
-    if (c->n_judged > first) c->n_judged = first;
     if (c->raw_end > first) c->raw_end = first;
 }
 
@@ -12023,7 +12063,6 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
         return TQKV__REFUSE(OUT_OF_RANGE, "end: negative, behind the cache's end, or gone from its ring");
     if (end < c->attention.end) c->learnt_at = -1;
     if (tqkv__takes_learnt(c, end) || (end == 0 && c->learns && !c->learning)) tqkv__unlearn(c);
-    if (c->n_judged > end) c->n_judged = end;
     if (c->raw_end > end) c->raw_end = end;
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
@@ -12234,7 +12273,7 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
 /* Copies what a cache holds to a new one of its shape. */
 static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
 {
-    tqkv_result r = c->learning && c->attention.end ? tqkv__fit_raw(copy, c->attention.end) : TQKV_OK;
+    tqkv_result r = c->learning && c->attention.end ? tqkv__get_raw(copy) : TQKV_OK;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *from = tqkv__store_of(c, i);
         if (!from) continue;
@@ -12275,7 +12314,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
     if (copied.capacity > 0 && copied.capacity < least)
         return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident or for the first positions");
     if (!c->learning) copied.calibrate = 0;
-    tqkv_result r = tqkv__create(&copied, c->learn_new, c->learn_last, &copy);
+    tqkv_result r = tqkv__create(&copied, c->learn_from, &copy);
     if (r != TQKV_OK) return r;
     if ((r = tqkv__copy_cache(c, copy, &copied.parallel)) == TQKV_OK)
         *out = copy;
@@ -12527,8 +12566,8 @@ static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
                                                   (uint32_t)c->asked_last,
                                                   (uint32_t)tqkv__range_of(c, TQKV__FIRST_KEYS).to,
                                                   c->learning ? 0 : (uint32_t)c->raw_below,
-                                                  c->learning ? (uint32_t)c->learn_new : 0,
-                                                  c->learning ? (uint32_t)c->learn_last : 0,
+                                                  c->learning ? (uint32_t)c->learn_from : 0,
+                                                  0,
                                                   (uint32_t)c->pairs,
                                                   (uint32_t)keys->rotary_dim};
     tqkv__put_name(tqkv__magic, TQKV__HEADER_SIZE, header);
@@ -12556,8 +12595,8 @@ typedef struct tqkv__header {
     tqkv_cache_desc desc;
     uint32_t centers, scales; /* a bit a stream */
     bool learning;
-    int learn_new, learn_last; /* 0 unless it learns */
-    int64_t raw_below;         /* 0 while it does */
+    int learn_from;    /* 0 unless it learns */
+    int64_t raw_below; /* 0 while it does */
     int64_t first, end, exact_below, exact_from;
 } tqkv__header;
 
@@ -12568,7 +12607,8 @@ static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_c
         if (fields[i] > (uint32_t)INT_MAX && i != 13 && i != 14) return false; /* scale and softcap are floats */
     for (int i = 7; i < 10; i++) /* formats; in C++ the enum takes 4 bits */
         if (fields[i] > 15 || (!tqkv__format_known((tqkv_format)fields[i]) && (i < 9 || fields[i]))) return false;
-    if (fields[10] || !fields[2] || !fields[5] || !fields[3] != !fields[9] || fields[22] > 2) return false;
+    if (fields[10] || fields[21] || !fields[2] || !fields[5] || !fields[3] != !fields[9] || fields[22] > 2)
+        return false;
     d->head_dim = (int)fields[1];
     d->value_dim = (int)fields[2];
     d->tail_dim = (int)fields[3];
@@ -12600,11 +12640,10 @@ static bool tqkv__check_positions_of(const tqkv__header *h)
     if (h->exact_from < 0 || h->exact_from > h->end || (h->exact_from && !d->exact_last)) return false;
     if (h->exact_below > h->end || h->exact_below > d->exact_first || h->exact_below > d->capacity) return false;
     if (h->raw_below > (d->calibrate ? d->capacity : 0)) return false;
-    if (!h->learning) return !h->learn_new && !h->learn_last;
+    if (!h->learning) return !h->learn_from;
     return d->calibrate && !h->centers && !h->scales && !h->exact_below && !h->exact_from && !h->first &&
-           !h->raw_below && h->learn_new >= TQKV__LEAST_POSITIONS && h->learn_new <= d->calibrate &&
-           h->learn_last <= d->capacity && h->learn_last >= TQKV__LEAST_POSITIONS &&
-           h->learn_last <= (int64_t)TQKV__MOST_AWAITED * d->calibrate && h->end <= h->learn_last;
+           !h->raw_below && h->learn_from >= TQKV__LEAST_POSITIONS && h->learn_from <= d->calibrate &&
+           h->learn_from <= d->capacity && h->learn_from <= INT_MAX / 4 && h->end < h->learn_from;
 }
 
 /* Takes what a header says; false if no cache can have written it. */
@@ -12623,8 +12662,7 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
     if (fields[11] != ((fields[11] & 7) | h->centers << 8 | h->scales << 16)) return false;
     h->exact_below = fields[18];
     h->raw_below = fields[19];
-    h->learn_new = (int)fields[20];
-    h->learn_last = (int)fields[21];
+    h->learn_from = (int)fields[20];
     h->first = (int64_t)tqkv__get(header + 120, 8);
     h->end = (int64_t)tqkv__get(header + 128, 8);
     h->exact_from = (int64_t)tqkv__get(header + 136, 8);
@@ -12737,12 +12775,12 @@ static tqkv_result tqkv__create_found(const tqkv__header *found, tqkv_cache **ou
 {
     tqkv_cache_desc desc = found->desc;
     if (!found->learning) desc.calibrate = 0;
-    tqkv_result r = tqkv__create(&desc, found->learn_new, found->learn_last, out);
+    tqkv_result r = tqkv__create(&desc, found->learn_from, out);
     if (r != TQKV_OK) return r;
     (*out)->calibrate = found->desc.calibrate;
     tqkv__set_range(*out, found);
     tqkv__open_channels(*out, found->centers, found->scales);
-    if (found->learning && found->end) r = tqkv__fit_raw(*out, found->end);
+    if (found->learning && found->end) r = tqkv__get_raw(*out);
     if (r != TQKV_OK) tqkv_cache_destroy(*out);
     return r;
 }
@@ -13073,7 +13111,8 @@ typedef struct tqkv__rows_args {
     int32_t page_size;  /* read if TQKV_FC_PAGES, and n_pages: of the store */
     int32_t n_pages;
     uint32_t token_stride, head_stride; /* of source or destination, in values */
-    int32_t has_flag;                   /* not_finite is there to be written */
+    int32_t
+        has_flag; /* not_finite is there to be written: by rows that are not finite, or (2) that halves do not hold */
 } tqkv__rows_args;
 
 typedef struct tqkv__rotate_args {
@@ -13185,6 +13224,11 @@ typedef struct tqkv__calibrate_args {
     int32_t pairs;                                                             /* tqkv_pairs, of the first */
     int32_t rotary_dim;                                                        /* channels */
     uint32_t token_stride, head_stride, query_token_stride, query_head_stride; /* in values */
+    /* Of a cache that learns: it takes the rows of new positions, which its values show. value_dim 0: all rows */
+    int32_t value_dim;
+    int32_t n_exact, least_rest; /* the first n_exact are left out if at least least_rest new ones remain */
+    int32_t least_new;           /* of fewer the centre is 0 and the scale 1 */
+    uint32_t value_token_stride, value_head_stride;
 } tqkv__calibrate_args;
 
 /* The structs that C and the shaders share. */
@@ -13209,7 +13253,7 @@ TQKV__ASSERT_SIZE(tqkv__merge_args, 44);
 TQKV__ASSERT_SIZE(tqkv__batch_item, 332);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 232);
-TQKV__ASSERT_SIZE(tqkv__calibrate_args, 44);
+TQKV__ASSERT_SIZE(tqkv__calibrate_args, 68);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4736);
 
 /* >>metal-host: numbers that tqkv_metal.m and the tests share with >>metal-code, visible with TQKV_SHARED */
@@ -13582,9 +13626,9 @@ static TQKV__NOINLINE tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n
 }
 
 /* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory. What encodes has bound its
-   flag before, as its first buffer. */
+   flag before, as its first buffer; besides: rows that halves do not hold raise it, too. */
 static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slot_list, int n_tokens,
-                                   int64_t position)
+                                   int64_t position, bool besides)
 {
     if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
     const size_t tokens = (size_t)n_tokens, heads = (size_t)s->n_kv_heads,
@@ -13599,7 +13643,7 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
     args.n_pages = s->n_pages ? slot_list / s->page_size : 0;
     args.token_stride = (uint32_t)s->strides.token;
     args.head_stride = (uint32_t)s->strides.head;
-    args.has_flag = d->n_bindings > 0 && d->bindings[0].size > 0;
+    args.has_flag = d->n_bindings > 0 && d->bindings[0].size > 0 ? besides ? 2 : 1 : 0;
     tqkv__plan_args(d, &args, sizeof args);
     if (d->kernel.family == TQKV_METAL_DECODE)
         tqkv__plan_simdgroups(d, tokens * heads * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
@@ -13615,6 +13659,7 @@ typedef struct tqkv__mapping {
     bool by_slots;
     tqkv_metal_buffer slot_list;
     const int32_t *known; /* [n_tokens] or NULL */
+    bool besides[2];      /* each stream has halves that are kept besides codes */
 } tqkv__mapping;
 
 /* What an encode call takes of one stream. */
@@ -13683,7 +13728,9 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
     r = tqkv__plan_extent(s, n_tokens - skipped, &kept);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, s, slot_list, n_tokens - skipped, mapping->position + skipped);
+    if (r == TQKV_OK)
+        r = tqkv__plan_rows(d, s, slot_list, n_tokens - skipped, mapping->position + skipped,
+                            mapping->besides[index > 0]);
     if (r != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
@@ -13772,7 +13819,7 @@ static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_
 
 static tqkv__mapping tqkv__mapping_from(int n_tokens, int64_t position)
 {
-    const tqkv__mapping mapping = {n_tokens, position, false, {NULL, 0}, NULL};
+    const tqkv__mapping mapping = {n_tokens, position, false, {NULL, 0}, NULL, {false, false}};
     return mapping;
 }
 
@@ -13788,7 +13835,7 @@ TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store,
                                                   tqkv_metal_buffer slot_list, const int32_t *known,
                                                   tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known};
+    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known, {false, false}};
     if (!tqkv__open_plan(plan, "encode_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_encode(store, src, &mapping, not_finite, plan));
 }
@@ -13807,7 +13854,7 @@ TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *key
                                                      tqkv_metal_buffer slot_list, const int32_t *known,
                                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known};
+    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known, {false, false}};
     if (!tqkv__open_plan(plan, "encode_kv_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &mapping, not_finite, plan));
 }
@@ -13825,7 +13872,7 @@ static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buf
     tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 3, not_finite);
     r = tqkv__plan_extent(&s, n_tokens, &bytes);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, s.capacity, n_tokens, 0);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, s.capacity, n_tokens, 0, false);
     if (r != TQKV_OK) return r;
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated);
@@ -13865,7 +13912,7 @@ static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t posit
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
     r = tqkv__plan_extent(&s, n_positions, &bytes);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slot_list, n_positions, position);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slot_list, n_positions, position, false);
     if (r != TQKV_OK) return r;
     if (!tqkv__rows_distinct(s.strides, n_positions, s.n_kv_heads, s.head_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
@@ -13916,11 +13963,20 @@ TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, 
     return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, unrotate, plan));
 }
 
+/* How a cache tells which of its rows are new. */
+typedef struct tqkv__judged_rows {
+    tqkv_metal_buffer values, is_new; /* halves; room for a byte a KV head and position */
+    tqkv_strides strides;             /* of the values */
+    size_t values_size;
+    int value_dim, n_exact, least_rest, least_new;
+} tqkv__judged_rows;
+
 static void tqkv__plan_calibrate_args(tqkv_metal_dispatch *d, const tqkv__stream *s, int n_tokens, int n_heads,
-                                      int n_queries, const tqkv__tied *tied)
+                                      int n_queries, const tqkv__tied *tied, const tqkv__judged_rows *judged)
 {
     const uint32_t dim = (uint32_t)s->head_dim;
     tqkv__calibrate_args args;
+    memset(&args, 0, sizeof args);
     args.head_dim = s->head_dim;
     args.n_tokens = n_tokens;
     args.n_queries = n_queries;
@@ -13932,13 +13988,24 @@ static void tqkv__plan_calibrate_args(tqkv_metal_dispatch *d, const tqkv__stream
     args.head_stride = (uint32_t)s->strides.head;
     args.query_token_stride = (uint32_t)n_heads * dim;
     args.query_head_stride = dim;
+    if (judged) {
+        args.value_dim = judged->value_dim;
+        args.n_exact = judged->n_exact;
+        args.least_rest = judged->least_rest;
+        args.least_new = judged->least_new;
+        args.value_token_stride = (uint32_t)judged->strides.token;
+        args.value_head_stride = (uint32_t)judged->strides.head;
+    }
     tqkv__plan_args(d, &args, sizeof args);
 }
 
+/* Adds the kernel that learns; judged: NULL, all rows count. */
 static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
                                          tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
-                                         const tqkv_metal_buffer results[2], tqkv_metal_plan *plan)
+                                         const tqkv__judged_rows *judged, const tqkv_metal_buffer results[2],
+                                         tqkv_metal_plan *plan)
 {
+    const tqkv_metal_buffer nowhere = {NULL, 0};
     tqkv__stream s;
     tqkv__tied tied;
     size_t bytes, q_bytes;
@@ -13958,11 +14025,14 @@ static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_met
     const size_t value = tqkv__type_size(s.type), size = (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float);
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_CALIBRATE, 0, 0);
-    tqkv__plan_calibrate_args(d, &s, n_tokens, n_heads, n_queries, &tied);
+    tqkv__plan_calibrate_args(d, &s, n_tokens, n_heads, n_queries, &tied, judged);
     tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
     tqkv__plan_bind_rows(d, "q", 2, q, TQKV_FC_VALUE_TYPE, s.type, q_bytes / sizeof(float) * value, false);
     tqkv__plan_bind(d, "center", 3, results[0], size, true);
     tqkv__plan_bind(d, "channel_scale", 4, results[1], size, true);
+    tqkv__plan_bind(d, "values", 5, judged ? judged->values : nowhere, judged ? judged->values_size : 0, false);
+    tqkv__plan_bind(d, "is_new", 6, judged ? judged->is_new : nowhere,
+                    judged ? (size_t)s.n_kv_heads * (size_t)n_tokens : 0, true);
     d->memory[0] = 2 * (size_t)s.head_dim * sizeof(float);
     d->grid[0] = (size_t)s.n_kv_heads;
     d->n_simdgroups = (s.head_dim + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
@@ -13976,8 +14046,8 @@ TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tq
 {
     const tqkv_metal_buffer results[2] = {center, channel_scale};
     if (!tqkv__open_plan(plan, "calibrate")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan,
-                            tqkv__add_calibration(shape, src, n_tokens, q, n_heads, n_queries, pairs, results, plan));
+    return tqkv__close_plan(
+        plan, tqkv__add_calibration(shape, src, n_tokens, q, n_heads, n_queries, pairs, NULL, results, plan));
 }
 
 /* >>plan-split: how the threadgroups share attention. */
@@ -15861,7 +15931,7 @@ static void tqkv__take_learnt_buffers(const tqkv_cache *c, tqkv_metal_buffer mem
 static tqkv_cache_strides tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_strides *given)
 {
     const tqkv_cache_strides own = {c->keys.strides, c->values.strides, c->attention.query_strides,
-                                   c->attention.output_strides};
+                                    c->attention.output_strides};
     return given ? *given : own;
 }
 
@@ -15891,13 +15961,15 @@ static tqkv_metal_store tqkv__target_of_rows(const tqkv_cache *c, tqkv_metal_buf
 static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
                                   int one, int other, tqkv_metal_plan *plan)
 {
-    const tqkv__mapping mapping = tqkv__mapping_from(rows->n_tokens, rows->n_tokens ? rows->position : 0);
+    tqkv__mapping mapping = tqkv__mapping_from(rows->n_tokens, rows->n_tokens ? rows->position : 0);
     const bool has_one = tqkv__has_store(c, one), has_other = other != one && tqkv__has_store(c, other);
     const tqkv_metal_buffer of_one = rows->at[tqkv__stream_kinds[one].side],
                             of_other = rows->at[tqkv__stream_kinds[other].side];
     tqkv_metal_store stores[2];
     if (has_one) stores[0] = tqkv__target_of_rows(c, memory, rows, one);
     if (has_other) stores[1] = tqkv__target_of_rows(c, memory, rows, other);
+    mapping.besides[0] = tqkv__keeps_halves(c, has_one ? one : other);
+    mapping.besides[1] = tqkv__keeps_halves(c, other);
     if (has_one && has_other)
         return tqkv__add_encode_kv(&stores[0], &stores[1], of_one, of_other, &mapping, rows->not_finite, plan);
     if (has_one) return tqkv__add_encode(&stores[0], of_one, &mapping, rows->not_finite, plan);
@@ -15959,12 +16031,13 @@ static tqkv_result tqkv__add_coded(const tqkv_cache *c, tqkv_metal_buffer memory
 }
 
 /* Returns the raw halves of keys and values as rows to encode. */
-static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buffer memory)
+static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer not_finite)
 {
     tqkv__rows_in_buffers rows;
     memset(&rows, 0, sizeof rows);
+    rows.not_finite = not_finite;
     rows.type = TQKV_TYPE_F16;
-    rows.n_tokens = c->learn_new;
+    rows.n_tokens = c->learn_from;
     rows.learnt = true;
     for (int i = TQKV__KEYS; i <= TQKV__VALUES; i++) {
         const tqkv_store *raw = &c->raw[i];
@@ -15980,18 +16053,28 @@ static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buff
 static tqkv_result tqkv__add_learning(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_plan *plan)
 {
     const tqkv_metal_buffer none = {NULL, 0};
-    const tqkv__rows_in_buffers all = tqkv__raw_rows(c, memory);
-    const int n = all.n_tokens, first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
-    const tqkv__rows_in_buffers rows = tqkv__rows_after(c, &all, first);
+    const int side = c->shared ? TQKV__KEYS : TQKV__VALUES;
+    const tqkv__rows_in_buffers rows = tqkv__raw_rows(c, memory, none);
     tqkv_metal_store keys = tqkv__target_of_rows(c, memory, &rows, TQKV__KEYS);
     const tqkv_metal_buffer results[2] = {keys.center, keys.channel_scale};
-    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, c->pairs, results, plan);
+    tqkv__judged_rows judged;
+    judged.values = rows.at[side];
+    judged.values_size = c->raw[side].codes_size;
+    judged.is_new = tqkv__buffer_within(c, memory, c->is_new);
+    judged.strides = rows.strides[side];
+    judged.value_dim = c->raw[side].head_dim;
+    judged.n_exact = c->exact_first < rows.n_tokens ? c->exact_first : rows.n_tokens;
+    judged.least_rest = TQKV__LEAST_POSITIONS;
+    judged.least_new = tqkv__least_new(c);
+    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, c->pairs, &judged, results,
+                                 plan);
 }
 
 /* Encodes the raw halves, and of the newest those that their rings hold at `end`: as tqkv__settle. */
-static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer memory, int64_t end, tqkv_metal_plan *plan)
+static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer memory, int64_t end,
+                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__rows_in_buffers rows = tqkv__raw_rows(c, memory);
+    const tqkv__rows_in_buffers rows = tqkv__raw_rows(c, memory, not_finite);
     const int64_t oldest = end - tqkv__newest_room(c);
     tqkv_metal_dispatch *learns = &plan->d[plan->n];
     tqkv_result r = tqkv__add_learning(c, memory, plan);
@@ -16011,14 +16094,14 @@ static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer mem
 static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
                                  tqkv_metal_plan *plan)
 {
-    const int left = (int)(c->learn_new - rows->position);
+    const int left = (int)(c->learn_from - rows->position);
     const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left),
-                                raw = tqkv__rows_until(rows, left + TQKV__TILE); /* see tqkv__fit_raw */
+                                raw = tqkv__rows_until(rows, left + TQKV__TILE); /* see tqkv__learn_from */
     tqkv_result r = tqkv__add_streams(c, memory, &raw, TQKV__RAW, plan);
     if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &now, TQKV__TAIL, TQKV__TAIL, plan);
     if (r == TQKV_OK) r = tqkv__add_first(c, memory, &now, true, plan);
     if (r != TQKV_OK || now.n_tokens < left) return r;
-    r = tqkv__add_settling(c, memory, rows->position + rows->n_tokens, plan);
+    r = tqkv__add_settling(c, memory, rows->position + rows->n_tokens, rows->not_finite, plan);
     if (r != TQKV_OK || rows->n_tokens == left) return r;
     tqkv__rows_in_buffers rest = tqkv__rows_after(c, rows, left);
     rest.learnt = true;
@@ -16495,7 +16578,7 @@ static tqkv_result tqkv__visit_append(const tqkv_cache *c, tqkv_metal_buffer mem
     (void)tqkv__open_plan(&v->plan, "cache_append");
     r = tqkv__visit(v, tqkv__close_plan(&v->plan, tqkv__add_coded(c, memory, &rows, &v->plan)));
     if (r != TQKV_OK || !c->learning) return r;
-    rows.position = c->learn_new - 1;
+    rows.position = c->learn_from - 1;
     rows.n_tokens = 1;
     rows.learnt = false;
     (void)tqkv__open_plan(&v->plan, "cache_append");

@@ -954,20 +954,23 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
                           second = {&of_k, value, tail_row, n_tokens, keys->n_kv_heads},
                           third = {&of_v, value, value_row, n_tokens, keys->n_kv_heads};
     const size_t rows = tqkv__copied_rows(&first), k_size = rows * key_row,
-                 sizes[] = {k_size + rows * tail_row, rows * value_row};
-    const tqkv_metal_buffer none = {nil, 0};
-    tqkv_metal_buffer memory, staged[2];
+                 sizes[] = {k_size + rows * tail_row, rows * value_row, sizeof(uint32_t)};
+    tqkv_metal_buffer memory, staged[3];
     if (!n_tokens) return TQKV_OK;
     tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    tqkv__memory *block = tqkv__take_staging(m, 2, sizes, staged);
+    tqkv__memory *block = tqkv__take_staging(m, 3, sizes, staged);
     if (!block) return TQKV_OUT_OF_MEMORY;
+    uint32_t *unfit = (uint32_t *)(void *)(block->begin + staged[2].offset);
+    *unfit = 0;
     tqkv__copy_in(&first, k, block->begin);
     if (tail) tqkv__copy_in(&second, (const char *)k + key_row, block->begin + k_size);
     if (v) tqkv__copy_in(&third, v, block->begin + staged[1].offset);
     if (!v) staged[1].offset = k_size; /* a shared cache takes the tail as v */
-    tqkv_metal_plan_cache_append(c, memory, &tqkv__no_gaps, staged[0], staged[1], n_tokens, none, &plan);
+    tqkv_metal_plan_cache_append(c, memory, &tqkv__no_gaps, staged[0], staged[1], n_tokens, staged[2], &plan);
     r = tqkv__run_plan(m, &plan);
+    if (r == TQKV_OK && *unfit) /* of NaN and infinity tqkv_cache_append has looked */
+        r = tqkv__fail(m, TQKV_NOT_FINITE, "append: halves, which calibrate and exact ends keep, do not hold a row");
     tqkv__give_back(m, block);
     return r;
 }
@@ -1057,9 +1060,8 @@ static tqkv_result tqkv__trial_differs(const tqkv__trial *t, const char *what, d
     const tqkv_store *tail = view.tail;
     return tqkv__fail(t->m, TQKV_METAL_ERROR,
                       "self-test: %s of head_dim %d, %s/%s%s%s differ from the processor's by %.3g%s", what,
-                      t->desc.head_dim, tqkv_format_name(view.keys->format),
-                      tqkv_format_name(view.values->format), tail ? " and " : "",
-                      tail ? tqkv_format_name(tail->format) : "", by, unit);
+                      t->desc.head_dim, tqkv_format_name(view.keys->format), tqkv_format_name(view.values->format),
+                      tail ? " and " : "", tail ? tqkv_format_name(tail->format) : "", by, unit);
 }
 
 static tqkv_result tqkv__trial_bytes(const tqkv__trial *t, const char *what, const void *gpu, const void *own,
@@ -1083,8 +1085,7 @@ static double tqkv__trial_limit(const tqkv__trial *t, tqkv_type type)
     const tqkv_store *keys = view.keys, *tail = view.tail;
     const double root = sqrt((double)(keys->head_dim + (tail ? tail->head_dim : 0)));
     const double deviation = t->desc.scale != 0.0f ? 1.4 * fabs((double)t->desc.scale) * root : 1.4; /* of scores */
-    const bool rounds =
-        tqkv__trial_rounds(keys) || tqkv__trial_rounds(view.values) || tqkv__trial_rounds(tail);
+    const bool rounds = tqkv__trial_rounds(keys) || tqkv__trial_rounds(view.values) || tqkv__trial_rounds(tail);
     const double of_type = type == TQKV_TYPE_F32 ? 0.0 : type == TQKV_TYPE_F16 ? 1e-3 : 8e-3;
     return of_type + (rounds ? 0.015 : 3e-4) * (1.0 + deviation);
 }
@@ -1146,8 +1147,9 @@ static tqkv_result tqkv__try_stores(tqkv__trial *t)
     static const char *const names[3][2] = {
         {"keys", "decoded keys"}, {"values", "decoded values"}, {"tails", "decoded tails"}};
     const tqkv_attention of_gpu = tqkv__stores_of(t->gpu), of_own = tqkv__stores_of(t->own);
-    const tqkv_store *const gpu[] = {of_gpu.keys, of_gpu.values, of_gpu.tail},
-                            *const own[] = {of_own.keys, of_own.values, of_own.tail};
+    const tqkv_store *const gpu[] = {of_gpu.keys, of_gpu.values, of_gpu.tail}, *const own[] = {of_own.keys,
+                                                                                               of_own.values,
+                                                                                               of_own.tail};
     tqkv_result r = TQKV_OK;
     for (int i = 0; i < 3 && r == TQKV_OK; i++)
         if (own[i] && (i != 1 || !t->desc.shared)) r = tqkv__try_store(t, gpu[i], own[i], names[i]);

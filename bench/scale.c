@@ -60,11 +60,11 @@ static tqkv_store make_store(tqkv_format format)
 static void open_work(scale_work *work, const pair *p, int way, const float *rows)
 {
     tqkv_cache_desc desc = {.head_dim = SCALE_DIM,
-                                  .n_kv_heads = BENCH_KV_HEADS,
-                                  .n_heads = BENCH_KV_HEADS,
-                                  .capacity = SCALE_TOKENS,
-                                  .key_format = p->keys,
-                                  .value_format = p->values};
+                            .n_kv_heads = BENCH_KV_HEADS,
+                            .n_heads = BENCH_KV_HEADS,
+                            .capacity = SCALE_TOKENS,
+                            .key_format = p->keys,
+                            .value_format = p->values};
     work->rows = rows;
     work->keys = make_store(p->keys);
     work->values = make_store(p->values);

@@ -111,8 +111,12 @@ typedef enum tqkv_type {
 #endif
 
 /* 1e-10 as a float. A row whose norm is not above this is stored as zeros. */
-#define TQKV__MIN_NORM  1.00000001335143196001808973960578441619873046875e-10f
-#define TQKV__NEXT_NORM 1.00000008274037092e-10f /* the next float: the least norm that is above */
+#define TQKV__MIN_NORM 1.00000001335143196001808973960578441619873046875e-10f
+/* Halves kept besides of codes: a value of this size is beyond them, and a row of which all are below the least, about
+   where a half loses more than the codes of 8 bits, is better off in codes. */
+#define TQKV__BEYOND_HALVES 65520.0f
+#define TQKV__LEAST_HALF    (1.0f / 131072.0f)
+#define TQKV__NEXT_NORM     1.00000008274037092e-10f /* the next float: the least norm that is above */
 
 /* One row a format, in the order of tqkv_format. C, the kernels and the shaders derive everything else from these rows.
 
@@ -529,7 +533,8 @@ typedef struct tqkv__rows_args {
     int32_t page_size;  /* read if TQKV_FC_PAGES, and n_pages: of the store */
     int32_t n_pages;
     uint32_t token_stride, head_stride; /* of source or destination, in values */
-    int32_t has_flag;                   /* not_finite is there to be written */
+    int32_t
+        has_flag; /* not_finite is there to be written: by rows that are not finite, or (2) that halves do not hold */
 } tqkv__rows_args;
 
 typedef struct tqkv__rotate_args {
@@ -641,6 +646,11 @@ typedef struct tqkv__calibrate_args {
     int32_t pairs;                                                             /* tqkv_pairs, of the first */
     int32_t rotary_dim;                                                        /* channels */
     uint32_t token_stride, head_stride, query_token_stride, query_head_stride; /* in values */
+    /* Of a cache that learns: it takes the rows of new positions, which its values show. value_dim 0: all rows */
+    int32_t value_dim;
+    int32_t n_exact, least_rest; /* the first n_exact are left out if at least least_rest new ones remain */
+    int32_t least_new;           /* of fewer the centre is 0 and the scale 1 */
+    uint32_t value_token_stride, value_head_stride;
 } tqkv__calibrate_args;
 
 /* The structs that C and the shaders share. */
@@ -665,7 +675,7 @@ TQKV__ASSERT_SIZE(tqkv__merge_args, 44);
 TQKV__ASSERT_SIZE(tqkv__batch_item, 332);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 232);
-TQKV__ASSERT_SIZE(tqkv__calibrate_args, 44);
+TQKV__ASSERT_SIZE(tqkv__calibrate_args, 68);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4736);
 
 // ---- shaders/common.h ----
@@ -6802,6 +6812,25 @@ inline bool clear_if_not_finite(thread float *x)
     return not_finite != 0;
 }
 
+// Whether halves, which are kept besides codes, do not hold a row that is ready for them: tqkv_cache_append refuses
+// such rows. All lanes of the row come here.
+template <int D>
+inline bool beyond_halves(bool centered, thread const float *x)
+{
+    const uint BEYOND = 1, ENOUGH = 2, ANY = 4;
+    uint found = centered ? ENOUGH : 0u;
+    TQKV_UNROLL
+    for (int i = 0; i < ENCODE_VALUES(D); i++) {
+        float size = fabs(x[i]);
+        found |= (size < TQKV__BEYOND_HALVES ? 0u : BEYOND) | (size >= TQKV__LEAST_HALF ? ENOUGH : 0u) |
+                 (size > 0.0f ? ANY : 0u);
+    }
+    TQKV_UNROLL
+    for (int distance = 1; distance < ENCODE_LANES(D); distance *= 2)
+        found |= simd_shuffle_xor(found, ushort(distance));
+    return (found & BEYOND) != 0 || (found & (ENOUGH | ANY)) == ANY;
+}
+
 // ---- Norms ----
 
 // Values that share a norm: of formats with a codebook, where it is a root of squares, and of the 8-bit grid, where it
@@ -7362,7 +7391,7 @@ struct encode_source {
     device const float *center;     // [n_kv_heads][D]
     device const float *scale;      // the same, of the channels
     threadgroup float *space;       // space_of_simdgroup
-    device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf, with has_flag
+    device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf, with has_flag; see beyond_halves, too
 };
 
 // Whether the rotation, or a codebook, leaves or needs a value of each subrow in a lane.
@@ -7549,6 +7578,8 @@ inline void encode_rows(constant tqkv__rows_args &args, thread const encode_sour
         TQKV_UNROLL
         for (int i = 0; i < N; i++) x[i] = next[i];
         prepare_row<D>(source, signs, own, range.head, lane, channels, x);
+        if (!has_norms(format) && args.has_flag == 2 && beyond_halves<D>(source.centered, x) && at.lane == 0)
+            atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
         from = source_offset(args, min(at.token + uint(ROWS), last), range.head);
         if (HOLDS_ROWS(D)) load_source<D>(source, from, at.lane, next);
         uint slot = target.paged ? paged_slot_of(args, target.pages, min(at.token, last)) : slot_of(args, at.token);
@@ -8547,6 +8578,10 @@ struct channel_rows {
     device const uchar *rows;
     uint type, n_tokens, n_heads, token_stride, head_stride;
     ulong first; // value of the first row
+    uint begin;  // the first row that counts
+    bool judged; // only those that are new
+    device const uchar *is_new;
+    uint n; // rows that count
 };
 
 inline float value_of_row(thread const channel_rows &from, uint row, uint channel)
@@ -8558,22 +8593,83 @@ inline float value_of_row(thread const channel_rows &from, uint row, uint channe
     return widened(from.type, uint(((device const ushort *)rows)[at]));
 }
 
-// The mean of a channel over the rows, in their order, or that of the squared distances from its centre;
+// Whether the values of a position, of all KV heads, differ from those of the one before by more than a quarter of their
+// squared length: the sums are those of tqkv_cache_append.
+inline bool is_new_position(constant tqkv__calibrate_args &args, device const ushort *values, uint position)
+{
+    float apart[16], length[16];
+    if (position == 0u) return true;
+    TQKV_UNROLL
+    for (int k = 0; k < 16; k++) apart[k] = length[k] = 0.0f;
+    for (uint h = 0; h < uint(args.n_kv_heads); h++) {
+        device const ushort *row =
+            values + row_offset(position, args.value_token_stride) + row_offset(h, args.value_head_stride);
+        for (uint d = 0; d < uint(args.value_dim); d += 16u) {
+            TQKV_UNROLL
+            for (int k = 0; k < 16; k++) {
+                float v = widened(TQKV_TYPE_F16, uint(row[d + uint(k)]));
+                float x = v - widened(TQKV_TYPE_F16, uint((row - args.value_token_stride)[d + uint(k)]));
+                apart[k] = apart[k] + x * x;
+                length[k] = length[k] + v * v;
+            }
+        }
+    }
+    TQKV_UNROLL
+    for (int half = 8; half > 0; half /= 2) {
+        TQKV_UNROLL
+        for (int k = 0; k < half; k++) {
+            apart[k] = apart[k] + apart[k + half];
+            length[k] = length[k] + length[k + half];
+        }
+    }
+    return apart[0] > length[0] * 0.25f;
+}
+
+// Chooses the rows that a cache learns from; returns whether they are too few. Every thread of the group comes here.
+inline bool choose_rows(constant tqkv__calibrate_args &args, device const uchar *values, device uchar *is_new,
+                        uint thread_index, uint n_threads, thread channel_rows &rows)
+{
+    uint n = uint(args.n_tokens), all = 0, rest = 0;
+    if (args.value_dim == 0) return false;
+    for (uint p = thread_index; p < n; p += n_threads)
+        is_new[p] = is_new_position(args, (device const ushort *)values, p) ? uchar(1) : uchar(0);
+    threadgroup_barrier(mem_flags::mem_device);
+    for (uint p = 0; p < n; p++) {
+        all += uint(is_new[p]);
+        if (p >= uint(args.n_exact)) rest += uint(is_new[p]);
+    }
+    rows.begin = rest >= uint(args.least_rest) ? uint(args.n_exact) : 0u;
+    rows.n = rest >= uint(args.least_rest) ? rest : all;
+    rows.judged = true;
+    return all < uint(args.least_new);
+}
+
+// The mean of a channel over the rows that count, in their order, or that of the squared distances from its centre;
 // 0 without rows.
 inline float mean_of_channel(thread const channel_rows &from, uint channel, bool squared, float center)
 {
     const int ROWS = 8; // whose loads are under way at a time
     uint n_rows = from.n_tokens * from.n_heads;
-    float sum = 0.0f, n = float(from.n_tokens) * float(from.n_heads);
-    for (uint first = 0; first < n_rows; first += uint(ROWS)) {
+    float sum = 0.0f, n = from.judged ? float(from.n) : float(from.n_tokens) * float(from.n_heads);
+    for (uint first = from.begin; first < n_rows; first += uint(ROWS)) {
         float x[ROWS];
         TQKV_UNROLL
         for (int i = 0; i < ROWS; i++) x[i] = value_of_row(from, min(first + uint(i), n_rows - 1u), channel) - center;
         TQKV_UNROLL
         for (int i = 0; i < ROWS; i++)
-            if (first + uint(i) < n_rows) sum = sum + (squared ? x[i] * x[i] : x[i]);
+            if (first + uint(i) < n_rows && (!from.judged || from.is_new[first + uint(i)] != 0))
+                sum = sum + (squared ? x[i] * x[i] : x[i]);
     }
     return sum / (n > 0.0f ? n : 1.0f);
+}
+
+// The largest distance of a channel's rows from its centre: of all rows, new or not.
+inline float largest_of_channel(thread const channel_rows &from, uint channel, float center)
+{
+    float largest = 0.0f;
+    for (uint row = 0; row < from.n_tokens; row++)
+        largest = max(largest, fabs(value_of_row(from, row, channel) - center));
+    return largest;
 }
 
 // Gives the two channels of each rotary pair the mean of theirs. values: [head_dim]. A barrier must precede and follow.
@@ -8613,7 +8709,7 @@ inline void find_deviations(constant tqkv__calibrate_args &args, threadgroup flo
 // Deviations to scales: g = sqrt(s / r), divided by its root mean square. values: [2][head_dim], s and r.
 // A barrier must precede.
 inline void store_scales(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
-                         uint n_threads, device float *scale)
+                         uint n_threads, bool few, device float *scale)
 {
     uint n = uint(args.head_dim);
     float sum = 0.0f;
@@ -8624,17 +8720,29 @@ inline void store_scales(constant tqkv__calibrate_args &args, threadgroup float 
     float root = precise::sqrt(sum / float(n));
     for (uint d = thread_index; d < n; d += n_threads) {
         float g = values[d] / root;
-        scale[d] = g < 1.0f / 1024.0f ? 1.0f / 1024.0f : g > 1024.0f ? 1024.0f : g;
+        scale[d] = few ? 1.0f : g < 1.0f / 1024.0f ? 1.0f / 1024.0f : g > 1024.0f ? 1024.0f : g;
     }
+}
+
+// Multiplies the scales by the largest of [head_dim] factors, if that is above 1: then halves hold all rows less the
+// centre, however they are rotated.
+inline void enlarge_scales(threadgroup const float *factors, uint thread_index, uint n_threads, uint n,
+                           device float *scale)
+{
+    float factor = 1.0f;
+    for (uint d = 0; d < n; d++) factor = max(factor, factors[d]);
+    for (uint d = thread_index; d < n; d += n_threads) scale[d] = scale[d] * factor;
 }
 
 // rows: [n_tokens][n_kv_heads][head_dim] and q: [n_queries][n_kv_heads * group][head_dim], with strides;
 // center, channel_scale:
-// [n_kv_heads][head_dim]; values: [2][head_dim]
+// [n_kv_heads][head_dim]; value_rows: halves [n_tokens][n_kv_heads][value_dim], with strides; is_new:
+// [n_kv_heads][n_tokens]; values: [2][head_dim]
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_learn_scales)
 kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]], device const uchar *rows [[buffer(1)]],
                               device const uchar *q [[buffer(2)]], device float *center [[buffer(3)]],
-                              device float *channel_scale [[buffer(4)]], threadgroup float *values [[threadgroup(0)]],
+                              device float *channel_scale [[buffer(4)]], device const uchar *value_rows [[buffer(5)]],
+                              device uchar *is_new [[buffer(6)]], threadgroup float *values [[threadgroup(0)]],
                               uint3 group [[threadgroup_position_in_grid]],
                               uint thread_index [[thread_index_in_threadgroup]],
                               uint n_simdgroups [[simdgroups_per_threadgroup]])
@@ -8646,18 +8754,28 @@ kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]],
                          1u,
                          args.token_stride,
                          args.head_stride,
-                         row_offset(group.x, args.head_stride)};
+                         row_offset(group.x, args.head_stride),
+                         0u,
+                         false,
+                         is_new + row_offset(group.x, uint(args.n_tokens)),
+                         0u};
     channel_rows queries = {q,
                             query_type,
                             uint(args.n_queries),
                             heads,
                             args.query_token_stride,
                             args.query_head_stride,
-                            row_offset(group.x * heads, args.query_head_stride)};
+                            row_offset(group.x * heads, args.query_head_stride),
+                            0u,
+                            false,
+                            is_new,
+                            0u};
+    bool few =
+        choose_rows(args, value_rows, is_new + row_offset(group.x, uint(args.n_tokens)), thread_index, n_threads, keys);
     center += row_offset(group.x, n);
     for (uint d = thread_index; d < n; d += n_threads) {
         float mean = mean_of_channel(keys, d, false, 0.0f);
-        center[d] = mean;
+        center[d] = few ? 0.0f : mean;
         values[d] = mean_of_channel(keys, d, true, mean);
         if (args.n_queries != 0) values[n + d] = mean_of_channel(queries, d, true, 0.0f);
     }
@@ -8665,7 +8783,14 @@ kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]],
     find_deviations(args, values, thread_index, n_threads);
     if (args.n_queries != 0) find_deviations(args, values + n, thread_index, n_threads);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    store_scales(args, values, thread_index, n_threads, channel_scale + row_offset(group.x, n));
+    channel_scale += row_offset(group.x, n);
+    store_scales(args, values, thread_index, n_threads, few, channel_scale);
+    if (!keys.judged || few) return;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint d = thread_index; d < n; d += n_threads)
+        values[d] = largest_of_channel(keys, d, center[d]) * (1.0f / 1024.0f) / channel_scale[d];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    enlarge_scales(values, thread_index, n_threads, n, channel_scale);
 }
 #endif
 

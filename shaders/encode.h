@@ -51,6 +51,25 @@ inline bool clear_if_not_finite(thread float *x)
     return not_finite != 0;
 }
 
+// Whether halves, which are kept besides codes, do not hold a row that is ready for them: tqkv_cache_append refuses
+// such rows. All lanes of the row come here.
+template <int D>
+inline bool beyond_halves(bool centered, thread const float *x)
+{
+    const uint BEYOND = 1, ENOUGH = 2, ANY = 4;
+    uint found = centered ? ENOUGH : 0u;
+    TQKV_UNROLL
+    for (int i = 0; i < ENCODE_VALUES(D); i++) {
+        float size = fabs(x[i]);
+        found |= (size < TQKV__BEYOND_HALVES ? 0u : BEYOND) | (size >= TQKV__LEAST_HALF ? ENOUGH : 0u) |
+                 (size > 0.0f ? ANY : 0u);
+    }
+    TQKV_UNROLL
+    for (int distance = 1; distance < ENCODE_LANES(D); distance *= 2)
+        found |= simd_shuffle_xor(found, ushort(distance));
+    return (found & BEYOND) != 0 || (found & (ENOUGH | ANY)) == ANY;
+}
+
 // ---- Norms ----
 
 // Values that share a norm: of formats with a codebook, where it is a root of squares, and of the 8-bit grid, where it
@@ -611,7 +630,7 @@ struct encode_source {
     device const float *center;     // [n_kv_heads][D]
     device const float *scale;      // the same, of the channels
     threadgroup float *space;       // space_of_simdgroup
-    device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf, with has_flag
+    device atomic_uint *not_finite; // becomes 1 if a row has a NaN or Inf, with has_flag; see beyond_halves, too
 };
 
 // Whether the rotation, or a codebook, leaves or needs a value of each subrow in a lane.
@@ -798,6 +817,8 @@ inline void encode_rows(constant tqkv__rows_args &args, thread const encode_sour
         TQKV_UNROLL
         for (int i = 0; i < N; i++) x[i] = next[i];
         prepare_row<D>(source, signs, own, range.head, lane, channels, x);
+        if (!has_norms(format) && args.has_flag == 2 && beyond_halves<D>(source.centered, x) && at.lane == 0)
+            atomic_store_explicit(source.not_finite, 1u, memory_order_relaxed);
         from = source_offset(args, min(at.token + uint(ROWS), last), range.head);
         if (HOLDS_ROWS(D)) load_source<D>(source, from, at.lane, next);
         uint slot = target.paged ? paged_slot_of(args, target.pages, min(at.token, last)) : slot_of(args, at.token);

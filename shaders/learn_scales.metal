@@ -12,6 +12,10 @@ struct channel_rows {
     device const uchar *rows;
     uint type, n_tokens, n_heads, token_stride, head_stride;
     ulong first; // value of the first row
+    uint begin;  // the first row that counts
+    bool judged; // only those that are new
+    device const uchar *is_new;
+    uint n; // rows that count
 };
 
 inline float value_of_row(thread const channel_rows &from, uint row, uint channel)
@@ -23,22 +27,83 @@ inline float value_of_row(thread const channel_rows &from, uint row, uint channe
     return widened(from.type, uint(((device const ushort *)rows)[at]));
 }
 
-// The mean of a channel over the rows, in their order, or that of the squared distances from its centre;
+// Whether the values of a position, of all KV heads, differ from those of the one before by more than a quarter of their
+// squared length: the sums are those of tqkv_cache_append.
+inline bool is_new_position(constant tqkv__calibrate_args &args, device const ushort *values, uint position)
+{
+    float apart[16], length[16];
+    if (position == 0u) return true;
+    TQKV_UNROLL
+    for (int k = 0; k < 16; k++) apart[k] = length[k] = 0.0f;
+    for (uint h = 0; h < uint(args.n_kv_heads); h++) {
+        device const ushort *row =
+            values + row_offset(position, args.value_token_stride) + row_offset(h, args.value_head_stride);
+        for (uint d = 0; d < uint(args.value_dim); d += 16u) {
+            TQKV_UNROLL
+            for (int k = 0; k < 16; k++) {
+                float v = widened(TQKV_TYPE_F16, uint(row[d + uint(k)]));
+                float x = v - widened(TQKV_TYPE_F16, uint((row - args.value_token_stride)[d + uint(k)]));
+                apart[k] = apart[k] + x * x;
+                length[k] = length[k] + v * v;
+            }
+        }
+    }
+    TQKV_UNROLL
+    for (int half = 8; half > 0; half /= 2) {
+        TQKV_UNROLL
+        for (int k = 0; k < half; k++) {
+            apart[k] = apart[k] + apart[k + half];
+            length[k] = length[k] + length[k + half];
+        }
+    }
+    return apart[0] > length[0] * 0.25f;
+}
+
+// Chooses the rows that a cache learns from; returns whether they are too few. Every thread of the group comes here.
+inline bool choose_rows(constant tqkv__calibrate_args &args, device const uchar *values, device uchar *is_new,
+                        uint thread_index, uint n_threads, thread channel_rows &rows)
+{
+    uint n = uint(args.n_tokens), all = 0, rest = 0;
+    if (args.value_dim == 0) return false;
+    for (uint p = thread_index; p < n; p += n_threads)
+        is_new[p] = is_new_position(args, (device const ushort *)values, p) ? uchar(1) : uchar(0);
+    threadgroup_barrier(mem_flags::mem_device);
+    for (uint p = 0; p < n; p++) {
+        all += uint(is_new[p]);
+        if (p >= uint(args.n_exact)) rest += uint(is_new[p]);
+    }
+    rows.begin = rest >= uint(args.least_rest) ? uint(args.n_exact) : 0u;
+    rows.n = rest >= uint(args.least_rest) ? rest : all;
+    rows.judged = true;
+    return all < uint(args.least_new);
+}
+
+// The mean of a channel over the rows that count, in their order, or that of the squared distances from its centre;
 // 0 without rows.
 inline float mean_of_channel(thread const channel_rows &from, uint channel, bool squared, float center)
 {
     const int ROWS = 8; // whose loads are under way at a time
     uint n_rows = from.n_tokens * from.n_heads;
-    float sum = 0.0f, n = float(from.n_tokens) * float(from.n_heads);
-    for (uint first = 0; first < n_rows; first += uint(ROWS)) {
+    float sum = 0.0f, n = from.judged ? float(from.n) : float(from.n_tokens) * float(from.n_heads);
+    for (uint first = from.begin; first < n_rows; first += uint(ROWS)) {
         float x[ROWS];
         TQKV_UNROLL
         for (int i = 0; i < ROWS; i++) x[i] = value_of_row(from, min(first + uint(i), n_rows - 1u), channel) - center;
         TQKV_UNROLL
         for (int i = 0; i < ROWS; i++)
-            if (first + uint(i) < n_rows) sum = sum + (squared ? x[i] * x[i] : x[i]);
+            if (first + uint(i) < n_rows && (!from.judged || from.is_new[first + uint(i)] != 0))
+                sum = sum + (squared ? x[i] * x[i] : x[i]);
     }
     return sum / (n > 0.0f ? n : 1.0f);
+}
+
+// The largest distance of a channel's rows from its centre: of all rows, new or not.
+inline float largest_of_channel(thread const channel_rows &from, uint channel, float center)
+{
+    float largest = 0.0f;
+    for (uint row = 0; row < from.n_tokens; row++)
+        largest = max(largest, fabs(value_of_row(from, row, channel) - center));
+    return largest;
 }
 
 // Gives the two channels of each rotary pair the mean of theirs. values: [head_dim]. A barrier must precede and follow.
@@ -78,7 +143,7 @@ inline void find_deviations(constant tqkv__calibrate_args &args, threadgroup flo
 // Deviations to scales: g = sqrt(s / r), divided by its root mean square. values: [2][head_dim], s and r.
 // A barrier must precede.
 inline void store_scales(constant tqkv__calibrate_args &args, threadgroup float *values, uint thread_index,
-                         uint n_threads, device float *scale)
+                         uint n_threads, bool few, device float *scale)
 {
     uint n = uint(args.head_dim);
     float sum = 0.0f;
@@ -89,16 +154,28 @@ inline void store_scales(constant tqkv__calibrate_args &args, threadgroup float 
     float root = precise::sqrt(sum / float(n));
     for (uint d = thread_index; d < n; d += n_threads) {
         float g = values[d] / root;
-        scale[d] = g < 1.0f / 1024.0f ? 1.0f / 1024.0f : g > 1024.0f ? 1024.0f : g;
+        scale[d] = few ? 1.0f : g < 1.0f / 1024.0f ? 1.0f / 1024.0f : g > 1024.0f ? 1024.0f : g;
     }
+}
+
+// Multiplies the scales by the largest of [head_dim] factors, if that is above 1: then halves hold all rows less the
+// centre, however they are rotated.
+inline void enlarge_scales(threadgroup const float *factors, uint thread_index, uint n_threads, uint n,
+                           device float *scale)
+{
+    float factor = 1.0f;
+    for (uint d = 0; d < n; d++) factor = max(factor, factors[d]);
+    for (uint d = thread_index; d < n; d += n_threads) scale[d] = scale[d] * factor;
 }
 
 // rows: [n_tokens][n_kv_heads][head_dim] and q: [n_queries][n_kv_heads * group][head_dim], with strides;
 // center, channel_scale:
-// [n_kv_heads][head_dim]; values: [2][head_dim]
+// [n_kv_heads][head_dim]; value_rows: halves [n_tokens][n_kv_heads][value_dim], with strides; is_new:
+// [n_kv_heads][n_tokens]; values: [2][head_dim]
 kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]], device const uchar *rows [[buffer(1)]],
                               device const uchar *q [[buffer(2)]], device float *center [[buffer(3)]],
-                              device float *channel_scale [[buffer(4)]], threadgroup float *values [[threadgroup(0)]],
+                              device float *channel_scale [[buffer(4)]], device const uchar *value_rows [[buffer(5)]],
+                              device uchar *is_new [[buffer(6)]], threadgroup float *values [[threadgroup(0)]],
                               uint3 group [[threadgroup_position_in_grid]],
                               uint thread_index [[thread_index_in_threadgroup]],
                               uint n_simdgroups [[simdgroups_per_threadgroup]])
@@ -110,18 +187,28 @@ kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]],
                          1u,
                          args.token_stride,
                          args.head_stride,
-                         row_offset(group.x, args.head_stride)};
+                         row_offset(group.x, args.head_stride),
+                         0u,
+                         false,
+                         is_new + row_offset(group.x, uint(args.n_tokens)),
+                         0u};
     channel_rows queries = {q,
                             query_type,
                             uint(args.n_queries),
                             heads,
                             args.query_token_stride,
                             args.query_head_stride,
-                            row_offset(group.x * heads, args.query_head_stride)};
+                            row_offset(group.x * heads, args.query_head_stride),
+                            0u,
+                            false,
+                            is_new,
+                            0u};
+    bool few =
+        choose_rows(args, value_rows, is_new + row_offset(group.x, uint(args.n_tokens)), thread_index, n_threads, keys);
     center += row_offset(group.x, n);
     for (uint d = thread_index; d < n; d += n_threads) {
         float mean = mean_of_channel(keys, d, false, 0.0f);
-        center[d] = mean;
+        center[d] = few ? 0.0f : mean;
         values[d] = mean_of_channel(keys, d, true, mean);
         if (args.n_queries != 0) values[n + d] = mean_of_channel(queries, d, true, 0.0f);
     }
@@ -129,5 +216,12 @@ kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]],
     find_deviations(args, values, thread_index, n_threads);
     if (args.n_queries != 0) find_deviations(args, values + n, thread_index, n_threads);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    store_scales(args, values, thread_index, n_threads, channel_scale + row_offset(group.x, n));
+    channel_scale += row_offset(group.x, n);
+    store_scales(args, values, thread_index, n_threads, few, channel_scale);
+    if (!keys.judged || few) return;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint d = thread_index; d < n; d += n_threads)
+        values[d] = largest_of_channel(keys, d, center[d]) * (1.0f / 1024.0f) / channel_scale[d];
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    enlarge_scales(values, thread_index, n_threads, n, channel_scale);
 }

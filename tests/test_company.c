@@ -479,8 +479,8 @@ static void check_lost_lists(tqkv_cache *cache, const company_data *data)
         some.list.length = 1;
         some.list.block = 4;
         some.list.newest = cases[i].newest;
-        CHECK(test_attend_some(cache, &some, data->q, 6, out) == cases[i].result, "block %d, %d newest",
-              cases[i].block, cases[i].newest);
+        CHECK(test_attend_some(cache, &some, data->q, 6, out) == cases[i].result, "block %d, %d newest", cases[i].block,
+              cases[i].newest);
     }
 }
 

@@ -434,8 +434,78 @@ static void check_pages(const void *parameters)
     CHECK(!memcmp(outs[0], outs[1], sizeof outs[0]), "pages change bits");
 }
 
+/* Rows that halves cannot hold are refused where a cache keeps halves, and nothing is appended; as codes alone they are
+ * as good as any. */
+static void check_range(const void *parameters)
+{
+    enum { D = 64, N = 20 };
+    static const struct {
+        float size;        /* of the row's one value that is not 0; 64 of an eighth of that when it is rotated */
+        bool raw, rotated; /* halves hold it */
+    } rows[] = {{1e-9f, false, false}, {7e-6f, false, false},  {8e-6f, true, false},    {7e-5f, true, true},
+                {1.0f, true, true},    {65519.0f, true, true}, {65520.0f, false, true}, {6e5f, false, false},
+                {1e30f, false, false}, {0.0f, true, true}};
+    const int kind = *(const int *)parameters; /* 0: codes alone; 1: calibrate; 2: exact_first; 3: exact_last */
+    for (int i = 0; i < (int)(sizeof rows / sizeof *rows); i++)
+        for (int side = 0; side < 2; side++) {
+            const cache_row row = {TQKV_I8, TQKV_TQ4, D, 100, false, 0, -1};
+            tqkv_cache_desc desc = cache_desc(&row, NULL);
+            tqkv_cache *cache = NULL;
+            float *k = test_rows(1, DATA_GAUSSIAN, N * CACHE_HEADS, D), odd[CACHE_HEADS * D] = {0};
+            for (int h = 0; h < CACHE_HEADS; h++) odd[h * D] = rows[i].size;
+            desc.calibrate = kind == 1 ? 25 : 0;
+            desc.exact_first = kind == 2 ? N + 1 : 0;
+            desc.exact_last = kind == 3 ? 2 : 0;
+            CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+            CHECK_RESULT(tqkv_cache_append(cache, k, k, N), TQKV_OK);
+            stream before = stream_of_cache(cache);
+            test_explained = "";
+            const bool refused = kind && !(kind == 1 ? rows[i].raw : rows[i].rotated);
+            CHECK_RESULT(tqkv_cache_append(cache, side ? k : odd, side ? odd : k, 1),
+                         refused ? TQKV_NOT_FINITE : TQKV_OK);
+            CHECK(!refused || strstr(test_explained, "halves"), "%g: %s", (double)rows[i].size, test_explained);
+            stream after = stream_of_cache(cache);
+            CHECK(stream_is_equal(&before, &after) == refused, "%g: %s", (double)rows[i].size,
+                  refused ? "something was appended" : "nothing was");
+            stream_free(&before);
+            stream_free(&after);
+            tqkv_cache_destroy(cache);
+            free(k);
+        }
+}
+
+/* A channel that hardly moves but for the first position, which is not learned from: the scale is so large that the
+ * first position's halves hold it, and channels that share a scale still do. */
+static void check_first_half(const void *parameters)
+{
+    (void)parameters;
+    enum { D = 64, N = 41 }; /* the last row gives the halves of the others back */
+    const cache_row row = {TQKV_I8, TQKV_TQ4, D, 200, false, 0, -1};
+    tqkv_cache_desc desc = cache_desc(&row, NULL);
+    tqkv_cache *cache = NULL;
+    float *k = test_rows(1, DATA_GAUSSIAN, N * CACHE_HEADS, D), found[CACHE_HEADS * D];
+    for (int t = 0; t < N; t++) k[t * CACHE_HEADS * D] = t ? 1.0f : 6e4f;
+    desc.calibrate = 40;
+    desc.exact_first = 4;
+    desc.pairs = TQKV_PAIRS_HALVES;
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    for (int t = 0; t < N; t++)
+        CHECK_RESULT(tqkv_cache_append(cache, k + t * CACHE_HEADS * D, k + t * CACHE_HEADS * D, 1), TQKV_OK);
+    const tqkv_attention view = test_view(cache, 1);
+    const float *scale = test_keys(cache)->channel_scale;
+    REQUIRE(scale && view.first.keys, "nothing was learned");
+    for (int i = 0; i < CACHE_HEADS * D; i++)
+        CHECK(scale[i] == scale[i / D * D + (i + D / 2) % D], "channel %d has a scale of its own", i);
+    CHECK_RESULT(tqkv_decode(view.first.keys, 0, 1, TQKV_ORIGINAL, found), TQKV_OK);
+    CHECK(fabsf(found[0] - 6e4f) < 60.0f, "%g", (double)found[0]);
+    tqkv_cache_destroy(cache);
+    free(k);
+}
+
 void test_ends_cases(void)
 {
+    for (int i = 0; i < 4; i++) test_add(check_range, &i, sizeof i, "ends/range/%d", i);
+    test_add(check_first_half, NULL, 0, "ends/first_half");
     static const int page_sizes[3] = {64, 48, 1};
     static const char *const ways[3] = {"as_it_is", "loaded", "forked"};
     for (int i = 0; i < 3; i++)

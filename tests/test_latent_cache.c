@@ -242,8 +242,8 @@ static void check_cache(const void *parameters)
     append(other, row, 0, row->ring ? 33 : 17, 1);
     check_same(cache, other, "one by one");
     const size_t values = row->shared ? 0 : store_bytes(test_values(cache));
-    CHECK(tqkv_cache_bytes(cache) == store_bytes(test_keys(cache)) + values + store_bytes(test_tail(cache)),
-          "%d bytes", (int)tqkv_cache_bytes(cache));
+    CHECK(tqkv_cache_bytes(cache) == store_bytes(test_keys(cache)) + values + store_bytes(test_tail(cache)), "%d bytes",
+          (int)tqkv_cache_bytes(cache));
     check_answer(cache, row);
     check_forks(cache, row, &counter);
     check_snapshot(cache, row, &counter);

@@ -415,8 +415,8 @@ static void *call_all(void *argument)
     good = good && tqkv_decode(test_keys(cache), 0, 24, TQKV_ORIGINAL, t->out) == TQKV_OK;
     good = good && tqkv_probe(test_keys(cache), t->rows, 24, t->out) == TQKV_OK;
     good = good && tqkv_measure(test_keys(cache), t->rows, 24, (tqkv_quality *)(void *)t->out) == TQKV_OK;
-    good = good && tqkv_calibrate(test_keys(cache), t->rows, 24, t->q, 2 * CACHE_HEADS, 12, TQKV_PAIRS_NONE,
-                                  t->out, NULL) == TQKV_OK;
+    good = good && tqkv_calibrate(test_keys(cache), t->rows, 24, t->q, 2 * CACHE_HEADS, 12, TQKV_PAIRS_NONE, t->out,
+                                  NULL) == TQKV_OK;
     good = good && tqkv_logit_noise(test_keys(cache), t->rows, 24, t->q, 2 * CACHE_HEADS, 12,
                                     (double *)(void *)t->out) == TQKV_OK;
     tqkv_cache_destroy(cache);

@@ -767,8 +767,7 @@ static stream filled_snapshot(int capacity, int resident, int n_kv_heads, bool c
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
     desc.n_kv_heads = desc.n_heads = n_kv_heads;
     float *center = test_rows(7, DATA_GAUSSIAN, n_kv_heads, shape.head_dim);
-    tqkv_cache *filled =
-        centers ? cache_given(&desc, center, NULL, center, NULL) : cache_make(&shape, &desc);
+    tqkv_cache *filled = centers ? cache_given(&desc, center, NULL, center, NULL) : cache_make(&shape, &desc);
     free(center);
     if (!filled) return stream_empty();
     stream s = stream_of_cache(filled);

@@ -265,8 +265,7 @@ static void check_type_of_snapshot(tqkv_type type, const stream *floats, const s
         desc.type = rows[i].asked;
         file.at = 0;
         CHECK_RESULT(tqkv_cache_load(&desc, stream_read, &file, &cache), rows[i].result);
-        CHECK(!cache || test_keys(cache)->type == rows[i].wanted, "case %d: type %d", i,
-              (int)test_keys(cache)->type);
+        CHECK(!cache || test_keys(cache)->type == rows[i].wanted, "case %d: type %d", i, (int)test_keys(cache)->type);
         tqkv_cache_destroy(cache);
     }
 }

@@ -22,6 +22,10 @@ The cache `plan` has them. With --layers CACHE also what each layer loses where 
 
 share: of the sum of all these lines' kl.
 
+With --recall N in place of all these, by depth of the text in which the numbers stand (recall.py says more):
+
+    recall NAME depth X-Y items N right N same N loss X
+
 bits: of a cached value, without what is kept exactly beside the codes; kl: KL(floats || cache), nats a token, mean over
 the positions, then the median, the 99th percentile and the 99.9th; ppl: perplexity; flips: the share of positions whose likeliest
 token is another. A table for people comes last.
@@ -35,11 +39,14 @@ import warnings
 for library in ("OPENBLAS", "OMP", "MKL", "VECLIB_MAXIMUM"):
     os.environ.setdefault(f"{library}_NUM_THREADS", "1")
 
+import numpy as np
+
 import caches
 import forward
 import library
 import plans
 import profiles
+import recall
 import run
 import tokens as tokeniser
 
@@ -52,6 +59,8 @@ def arguments():
     parser.add_argument("model", help="a GGUF file: " + ", ".join(forward.ARCHITECTURES))
     parser.add_argument("--text", required=True, help="a file of plain text")
     parser.add_argument("--tokens", type=int, default=1024, help="so many of its first tokens (default: 1024)")
+    parser.add_argument("--behind", type=int, default=0, metavar="N",
+                        help="put the first token N times before the text, as a warm-up or padding would; it is not judged")
     parser.add_argument("--caches", default="", help="names with commas between them; see below")
     parser.add_argument("--layers", metavar="CACHE", help="the keys, and the values, of one layer at a time through this cache")
     parser.add_argument("--plan", type=float, metavar="BITS", help="choose formats by layer; --profile writes them, too")
@@ -61,21 +70,31 @@ def arguments():
     parser.add_argument("--profile", metavar="OUT.gguf", help="write centre and scale of each layer's keys, learned from the text")
     parser.add_argument("--use", metavar="PROFILE.gguf", help="give these to the caches, which then learn nothing themselves")
     parser.add_argument("--chunk", type=int, default=512, help="tokens appended and attended at a time (default: 512)")
+    parser.add_argument("--recall", type=int, metavar="N", help="ask at the end of the text for N numbers that stand in it")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="judge each Nth prediction only (default: 1)")
     parser.add_argument("--library", default=DEFAULT_LIBRARY, help=f"the shared object (default: {DEFAULT_LIBRARY})")
     return parser.parse_args()
 
 
-def read_tokens(model, path, n_tokens, least=2):
-    if n_tokens < least:
-        raise forward.Unfit(f"--tokens {n_tokens}: at least {least} are needed")
+def judged(options):
+    """Of each --every predictions of the text the last."""
+    return np.arange(options.every - 1, options.tokens - 1, options.every) + options.behind
+
+
+def read_text(path):
     try:
         with open(path, encoding="utf-8") as file:
-            text = file.read()
+            return file.read()
     except OSError as error:
         raise forward.Unfit(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise forward.Unfit(f"{path}: not a text in UTF-8") from None
+
+
+def read_tokens(model, path, n_tokens, least=2):
+    if n_tokens < least:
+        raise forward.Unfit(f"--tokens {n_tokens}: at least {least} are needed")
+    text = read_text(path)
     found = tokeniser.tokenize(model.fields, text[:16 * n_tokens + 4096])
     if len(found) < n_tokens:
         found = tokeniser.tokenize(model.fields, text)
@@ -161,7 +180,7 @@ def measure_streams(options, model, shared, tokens):
         errors[layer, "values"] = {name: shared.error(name, rows[2]) for name in formats}
 
     variants = run.layer_by_layer(caches.parse(plans.REFERENCE), model.n_layers)
-    one = run.Run(model, tokens, shared, None, options.chunk, Progress(), options.every)
+    one = run.Run(model, tokens, shared, None, options.chunk, Progress(), judged(options))
     _, scores = one.measure(variants, look)
     sizes = [stream_bytes(options, model, shared, one.shape(layer)) for layer in range(model.n_layers)]
     parts = [(layer, kind.part) for v in variants for layer, kind in v.kinds.items()]
@@ -210,7 +229,10 @@ def main():
         raise forward.Unfit("--bytes: a --context of at least 1 is needed, and no --plan")
     shared = library.Library(options.library)
     model = forward.Model(options.model)
-    tokens = read_tokens(model, options.text, options.tokens, 1 + max(1, options.every))
+    tokens, task = read_tokens(model, options.text, options.tokens, 1 + max(1, options.every)), None
+    if options.recall is not None:
+        task = recall.make(model.fields, read_text(options.text), options.tokens, options.recall)
+        tokens = task.tokens
     for name in ("chunk", "every"):
         if getattr(options, name) < 1:
             raise forward.Unfit(f"--{name} {getattr(options, name)}: at least 1 is needed")
@@ -219,13 +241,19 @@ def main():
     if options.plan or options.bytes:
         plan = make_plan(options, model, shared)
     variants, layers = open_variants(options, model.n_layers, plan)
-    one = run.Run(model, tokens, shared, used, options.chunk, Progress(), options.every)
+    if options.behind < 0 or (options.behind and task):
+        raise forward.Unfit(f"--behind {options.behind}: negative, or beside --recall")
+    tokens = [tokens[0]] * options.behind + list(tokens)
+    one = run.Run(model, tokens, shared, used, options.chunk, Progress(), judged(options) if task is None else task.judged)
     learned = {}
     perplexity, scores = one.measure(variants + layers, lambda layer, rows: learned.update({layer: shared.learn(*rows[:2])})
                                      if options.profile else None)
     if options.profile:
         profiles.write(options.profile, os.path.basename(model.path), [learned[i] for i in range(model.n_layers)],
                        shared.hash, plan)
+    if task is not None:
+        recall.report(task, [v.name for v in variants], one.found)
+        return
     print_lines(model, perplexity, variants, scores)
     print_layers(layers, scores[len(variants):])
     if variants:

@@ -26,6 +26,7 @@ TRELLIS = {"trellis3": (3, 9), "trellis2": (2, 8)}  # bits a value, bits of the 
 GROUP, KIVI_CHANNELS = 128, 32
 ROTATED = 64  # llama.cpp's rotation of values; that of keys is the largest power of two that divides head_dim
 SINKHORN_STEPS = 16
+PATH_ROWS = 256  # whose costs stay in a core's cache
 TRAINING_ROWS, TRAINING_VALUES, TRAINING_STEPS = 64, 1024, 16
 
 
@@ -171,20 +172,31 @@ def quantise_tiles(tiles, bits):
 def best_path(x, book, bits):
     """Codes of rows x [n][dim]: the windows whose values in the book are nearest to x (Viterbi). The first window begins with
     zeros. A window follows one whose lower bits are its upper ones."""
-    n, dim = x.shape
-    n_kept = len(book) >> bits  # upper parts of a window, which the next one keeps
-    cost = np.full((n, len(book)), np.inf, np.float32)
-    cost[:, 0] = 0
-    came_from = np.empty((dim, n, n_kept), np.uint8)
+    parts = [find_path(np.ascontiguousarray(x[at:at + PATH_ROWS].T, np.float32), book, bits) for at in range(0, len(x), PATH_ROWS)]
+    return np.concatenate(parts)
+
+
+def find_path(x, book, bits):
+    """x: [dim][n]. The lowest bits of a cost say from which window it came: one minimum finds both."""
+    dim, n = x.shape
+    n_codes, n_kept = 1 << bits, len(book) >> bits  # n_kept: upper parts of a window, which the next one keeps
+    values, codes = book.astype(np.float32)[:, None], np.arange(n_codes, dtype=np.uint32)[:, None, None]
+    cost = np.full((len(book), n), np.inf, np.float32)
+    cost[0] = 0
+    came_from, added = np.empty((dim, n_kept, n), np.uint8), np.empty_like(cost)
     for d in range(dim):
-        before = cost.reshape(n, 1 << bits, n_kept)
-        came_from[d] = before.argmin(1)
-        cost = np.repeat(before.min(1), 1 << bits, axis=1) + (x[:, d, None] - book)**2
-    windows, row = np.empty((n, dim), np.int64), np.arange(n)
-    window = cost.argmin(1)
+        before = cost.view(np.uint32).reshape(n_codes, n_kept, n)
+        before &= ~np.uint32(n_codes - 1)
+        before |= codes
+        least = before.min(0)
+        np.bitwise_and(least, n_codes - 1, out=came_from[d], casting="unsafe")
+        np.square(np.subtract(x[d], values, out=added), out=added)
+        np.add(least.view(np.float32)[:, None], added.reshape(n_kept, n_codes, n), out=cost.reshape(n_kept, n_codes, n))
+    windows, row, window = np.empty((n, dim), np.int64), np.arange(n), cost.argmin(0)
     for d in range(dim - 1, -1, -1):
         windows[:, d] = window
-        window = window >> bits | came_from[d, row, window >> bits].astype(np.int64) * n_kept
+        kept = window >> bits
+        window = kept | came_from[d, kept, row].astype(np.int64) * n_kept
     return windows
 
 
@@ -208,6 +220,6 @@ def by_window(rows, bits, window):
     turned = rotate(rows).reshape(-1, rows.shape[-1])
     norms = np.linalg.norm(turned, axis=-1, keepdims=True)
     scaled = turned / np.maximum(norms, 1e-30) * np.float32(np.sqrt(turned.shape[-1]))
-    kept = np.concatenate([book[best_path(part, book, bits)] for part in np.array_split(scaled, max(1, len(scaled) // 1024))])
+    kept = book[best_path(scaled, book, bits)]
     kept *= norms / np.maximum(np.linalg.norm(kept, axis=-1, keepdims=True), 1e-30)
     return rotate(kept.reshape(rows.shape)).astype(np.float32)

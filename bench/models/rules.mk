@@ -65,12 +65,12 @@ TEXT_FILE = $(if $(filter $(TEXT_NAMES),$(TEXT)),$(TEXTS)/$(TEXT).txt,$(TEXT))
 MODEL_FILE = $(if $(filter smollm2 gemma3,$(MODEL)),$(PYTHON)/models/$(MODEL).gguf,$(MODEL))
 
 .PHONY: models
-models: $(MODELS_BUILD)/tqkv.so ## measure caches on a pretrained model: MODEL=smollm2|gemma3|FILE TEXT=prose|french|code|FILE TOKENS= CACHES=
+models: $(MODELS_BUILD)/tqkv.so ## measure caches on a pretrained model: MODEL=smollm2|gemma3|FILE TEXT=prose|french|code|FILE TOKENS= CACHES= RECALL=1
 	@test -e $(if $(filter $(PYTHON)/%,$(MODEL_FILE)),$(MODELS_READY),$(PYTHON_READY)) || \
 		{ echo "make models: first run make deps-models"; exit 1; }
 	@test -e "$(TEXT_FILE)" || { echo "make models: $(TEXT_FILE) is missing$(if $(filter $(TEXT_NAMES),$(TEXT)),: first run make deps-texts)"; exit 1; }
 	@$(PYTHON)/bin/python bench/models/measure.py "$(MODEL_FILE)" --library $< --text "$(TEXT_FILE)" --tokens $(TOKENS) \
-		--caches "$(CACHES)" $(MODELS_FLAGS)
+		--caches "$(CACHES)" $(if $(RECALL),--recall $(if $(filter 1,$(RECALL)),16,$(RECALL))) $(MODELS_FLAGS)
 
 # Without a download: on a tiny model that the test writes.
 .PHONY: test-models
@@ -84,7 +84,8 @@ TEST_TARGETS += test-models
 # ---- docs/quality.md ----
 
 RESULTS := bench/models/results
-QUALITY_RUNS := smollm2-prose gemma3-prose smollm2-code gemma3-code smollm2-prose-formats smollm2-prose-default gemma3-prose-default
+QUALITY_RUNS := smollm2-prose gemma3-prose smollm2-code gemma3-code smollm2-prose-formats smollm2-prose-default gemma3-prose-default \
+	smollm2-prose-behind
 empty :=
 comma := ,
 commas = $(subst $(empty) $(empty),$(comma),$(strip $(1)))
@@ -95,6 +96,8 @@ PAIRS := i8/i8 tq8/tq8 tq6/tq6 tq5/tq5 i8/tq4 tq6/tq4 tq5/tq4 tq4/tq4 tq5/tq3 tq
 # Of a run's name: what follows MODEL and TEXT, if anything.
 CACHES_OF_ := safe small tiny tq4/tq4$(LIKE_PRESETS) tq6/tq6$(LIKE_PRESETS) tq4/tq4 $(PEERS)
 CACHES_OF_default := i8/tq4
+CACHES_OF_behind := safe i8/tq4 small tq5/tq3 tiny tq3/tq2
+FLAGS_OF_behind := --tokens 1600 --behind 520
 CACHES_OF_formats := $(PAIRS:%=%$(LIKE_PRESETS)) i8/tq4 tq5/tq3 tq3/tq2 \
 	tq5/tq3:calibrate=512 tq5/tq3$(ENDS) small:exact=0+128 small:exact=4+0 small:exact=4+64
 
@@ -104,7 +107,8 @@ quality-runs: $(QUALITY_RUNS:%=quality-run-%) ## measure what docs/quality.md sh
 quality-run-%: run_parts = $(subst -, ,$*)
 quality-run-%: $(MODELS_BUILD)/tqkv.so $(TEXT_NAMES:%=$(TEXTS)/%.txt)
 	@$(MAKE) --no-print-directory models MODEL=$(word 1,$(run_parts)) TEXT=$(word 2,$(run_parts)) TOKENS=4096 \
-		CACHES=$(call commas,$(CACHES_OF_$(word 3,$(run_parts)))) >$(MODELS_BUILD)/$*.txt
+		CACHES=$(call commas,$(CACHES_OF_$(word 3,$(run_parts)))) MODELS_FLAGS="$(FLAGS_OF_$(word 3,$(run_parts)))" \
+		>$(MODELS_BUILD)/$*.txt
 	@{ sed 's/^/text /' $(TEXTS)/packages; grep -E '^(model|cache|layer) ' $(MODELS_BUILD)/$*.txt; } >$(RESULTS)/$*.txt
 
 $(BUILD)/bytes: bench/models/bytes.c $(BUILD)/tqkv.o

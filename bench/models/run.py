@@ -27,12 +27,13 @@ Score = collections.namedtuple("Score", "kl median p99 p999 perplexity flips")
 
 
 class Run:
-    def __init__(self, model, tokens, library, profile=None, chunk=512, progress=lambda done, all: None, every=1):
+    def __init__(self, model, tokens, library, profile=None, chunk=512, progress=lambda done, all: None, judged=None):
         """profile: centre and scale of each layer's keys, and, with a plan, its formats; or None. progress(done, all) hears of each
-        step. every: of so many predictions the last is judged."""
+        step. judged: the tokens whose successor's prediction is judged; None: all."""
         self.model, self.tokens, self.library, self.profile = model, np.asarray(tokens), library, profile
         self.chunk, self.progress = chunk, progress
-        self.judged = np.arange(every - 1, len(self.tokens) - 1, every)
+        self.judged = np.arange(len(self.tokens) - 1) if judged is None else judged
+        self.found = []  # of floats, then of each variant: divergence, log-probability of the next token and likeliest token
         self.n_done = self.n_steps = 0
 
     def shape(self, layer):
@@ -85,27 +86,27 @@ class Run:
         variant.hidden = layer.finish(variant.hidden, attended)
 
     def compare(self, base, variants, part):
-        """Of the positions of a part: the log-probability of the next token by floats, and for each variant the KL divergence,
-        that log-probability, and whether the likeliest token is another."""
+        """Of the positions of a part, for floats and for each variant: the KL divergence, the log-probability of the next token,
+        and the likeliest token."""
         following = self.tokens[part + 1, None]
         exact = log_softmax(self.model.logits(base.hidden[part]))
-        shares, likeliest = np.exp(exact), exact.argmax(-1)
-        found = [np.take_along_axis(exact, following, 1)[:, 0]]
+        shares = np.exp(exact)
+        found = [(np.zeros(len(part)), np.take_along_axis(exact, following, 1)[:, 0], exact.argmax(-1))]
         for v in variants:
             other = log_softmax(self.model.logits(v.hidden[part]))
             said = np.take_along_axis(other, following, 1)[:, 0]
-            flips = other.argmax(-1) != likeliest
+            likeliest = other.argmax(-1)
             np.subtract(exact, other, out=other)
-            found.append((np.einsum("ij,ij->i", shares, other), said, flips))
+            found.append((np.einsum("ij,ij->i", shares, other), said, likeliest))
         return found
 
     def scores(self, variants, parts):
-        floats, *rest = zip(*parts)
+        self.found = [[np.concatenate(x) for x in zip(*blocks)] for blocks in zip(*parts)]
         scores = []
-        for v, blocks in zip(variants, rest):
-            kl, said, flips = (np.concatenate(x).astype(np.float64) for x in zip(*blocks))
+        for kl, said, likeliest in self.found[1:]:
+            kl, flips = kl.astype(np.float64), likeliest != self.found[0][2]
             scores.append(Score(kl.mean(), np.median(kl), np.quantile(kl, 0.99), np.quantile(kl, 0.999), perplexity(said), flips.mean()))
-        of_floats = perplexity(np.concatenate(floats).astype(np.float64))
+        of_floats = perplexity(self.found[0][1])
         if not np.isfinite(of_floats):
             raise forward.Unfit(f"{self.model.path}: its predictions are no numbers, so weights are damaged")
         for v, score in zip(variants, scores):
@@ -115,7 +116,7 @@ class Run:
 
 
 def perplexity(log_probabilities):
-    return float(np.exp(-log_probabilities.mean()))
+    return float(np.exp(-log_probabilities.astype(np.float64).mean()))
 
 
 def log_softmax(logits):

@@ -18,6 +18,7 @@ import forward
 import library
 import peers
 import plans
+import recall
 import run
 import tiny
 import tokens as tokeniser
@@ -69,7 +70,7 @@ def test_architecture(lib, folder, arch):
     tokens = np.array(tokeniser.tokenize(loaded.fields, TEXT)[:40])
     plain = model.log_probabilities(tokens)
     names, every = ["f16/f16", "q4_0"], 1 + (arch == "llama")
-    perplexity, scores = run.Run(loaded, tokens, lib, chunk=7, every=every).measure(
+    perplexity, scores = run.Run(loaded, tokens, lib, chunk=7, judged=np.arange(every - 1, 39, every)).measure(
         [run.everywhere(caches.parse(n), loaded.n_layers) for n in names])
     expected = divergence(plain, plain, tokens, every)[4]
     check(abs(perplexity / expected - 1) < 1e-5, f"{arch}: perplexity {perplexity}, not {expected}")
@@ -313,6 +314,42 @@ def test_plan_of_bytes(lib, shared, model, options):
     refused(command(shared, model, *options, "--bytes", "2 pounds", "--context", "9"), "2G or 512M", "no number")
 
 
+def text_of(fields, tokens):
+    names = fields["tokenizer.ggml.tokens"]
+    return "".join(names[t] for t in tokens).replace("\u0120", " ").replace("\u010a", "\n")
+
+
+def test_recall(lib, shared, folder):
+    """Each number stands once at its depth and once behind its question; what is right, the same and lost is counted by hand."""
+    path, text = folder / "recall.gguf", folder / "lines.txt"
+    text.write_text("".join(f"line {i} of the thing\n" for i in range(400)), encoding="utf-8")
+    tiny.Tiny("llama", seed=6).write(path)
+    model = forward.Model(path)
+    task = recall.make(model.fields, text.read_text(encoding="utf-8"), 1500, 6)
+    told = text_of(model.fields, task.tokens)
+    found = re.findall(r"The access code of the (\w+ \w+) is (\d{5})\.\n", told)
+    check(len(task.tokens) == 1500 and len(found) == 12 and len(set(found)) == 6, f"each number twice: {found}")
+    check(sorted(found[:6]) == sorted(found[6:]) and found[:6] != found[6:], "questions in another order")
+    places = [told.index(f"{name} is") / told.rindex(f"{found[6][0]} is") for name, _ in found[:6]]
+    check(near(places, task.depths, 0.06), f"depths: {places}")
+    for item in range(6):
+        answer = [task.tokens[i + 1] for i, owner in zip(task.judged, task.items) if owner == item]
+        check(text_of(model.fields, answer) == " " + found[item][1], f"the answer of item {item}")
+    truth, other = np.array([5, 6, 7, 8, 9, 9]), np.array([5, 6, 7, 8, 9, 1])
+    hand = recall.Task([0, *truth], np.arange(6), np.array([0, 0, 1, 1, 2, 2]), np.array([0.1, 0.3, 0.3]))
+    rows = recall.bins(hand, truth, (None, None, other), (None, np.full(6, -0.5), np.array([5, 6, 7, 1, 9, 1])))
+    check(rows == [(1, 1, 1, 0.5), (2, 0, 1, 0.5), (0, 0, 0, 0.0), (0, 0, 0, 0.0)], f"by hand: {rows}")
+    options = ("--text", text, "--tokens", "900", "--caches", "f16/f16,tq2/tq2")
+    result = command(shared, path, *options, "--recall", "4")
+    lines = [line.split() for line in result.stdout.splitlines() if line.startswith("recall ")]
+    check([l[1] for l in lines] == ["floats"] * 4 + ["f16/f16"] * 4 + ["tq2/tq2"] * 4, f"lines: {result.stdout} {result.stderr}")
+    same = {name: sum(int(l[9]) for l in lines if l[1] == name) for name in ("floats", "f16/f16", "tq2/tq2")}
+    check(same["floats"] == same["f16/f16"] == 4 and same["tq2/tq2"] < 4, f"same answers: {same}")
+    refused(command(shared, path, *options, "--recall", "0"), "items are possible", "no items")
+    refused(command(shared, path, *options, "--recall", "40"), "no room", "too many items")
+    refused(command(shared, path, *options[:3], "20000", "--recall", "4"), "20000", "a short text for items")
+
+
 # ---- Tokenisers ----
 
 def test_tokenisers(folder):
@@ -356,6 +393,9 @@ def test_output(shared, folder):
                            rf"flips {number}", line), f"a cache's line: {line}")
     check(len([line for line in lines[4:] if line.startswith("tq4/tq4 ")]) == 1, "the table")
     check(result.stderr.split()[-1] == "100%", f"progress: {result.stderr}")
+    behind = command(shared, model, "--text", text, "--tokens", "60", "--behind", "30", "--caches", "safe,tq4/tq4")
+    check(behind.returncode == 0 and "cache safe bits" in behind.stdout and "cache tq4/tq4 bits" in behind.stdout,
+          f"a text behind one token: {behind.stdout} {behind.stderr}")
 
 
 def test_profile(lib, shared, folder):
@@ -406,6 +446,7 @@ def test_refusals(shared, folder):
     refused(command(shared, model, "--text", text, "--tokens", "5000"), "has", "a short text")
     refused(command(shared, model, "--text", folder / "none.txt"), "No such file", "no text")
     refused(command(shared, model, *options[:2], "--tokens", "1"), "at least 2", "one token")
+    refused(command(shared, model, *options, "--behind", "-1"), "--behind", "a negative number of tokens")
     (folder / "binary.txt").write_bytes(bytes(range(256)))
     refused(command(shared, model, "--text", folder / "binary.txt"), "UTF-8", "a text that is none")
     refused(command(folder / "no.so", model, *options), "the library", "no library")
@@ -453,6 +494,7 @@ def main():
         test_output(shared, folder)
         test_profile(lib, shared, folder)
         test_plans(lib, shared, folder)
+        test_recall(lib, shared, folder)
         test_refusals(shared, folder)
     print(f"{passed} passed, {failed} failed")
     return failed != 0

@@ -50,15 +50,20 @@ def scores_tokenizer(fields, pieces):
 
 def tokenize(fields, text):
     """The text's token numbers, with the first one that the model expects before any text."""
+    return tokenize_all(fields, [text])[0]
+
+
+def tokenize_all(fields, texts):
+    """The same of texts that follow each other."""
     try:
-        return all_tokens(fields, text)
+        return all_tokens(fields, texts)
     except (Unfit, KeyboardInterrupt):
         raise
     except BaseException as error:  # the package checks little, and its panics are no Exception
         raise Unfit(f"the file's tokeniser is damaged: {' '.join(str(error).split()) or type(error).__name__}") from None
 
 
-def all_tokens(fields, text):
+def all_tokens(fields, texts):
     from tokenizers import AddedToken
     kind, names = field(fields, "model"), field(fields, "tokens")
     pieces = {piece: i for i, piece in enumerate(names)}
@@ -68,8 +73,8 @@ def all_tokens(fields, text):
     types = fields.get("tokenizer.ggml.token_type", [])
     own = [piece for piece, t in zip(names, types) if t == USER_DEFINED]
     tokenizer.add_tokens([AddedToken(piece, normalized=False, special=False) for piece in own])
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
     first = fields.get("tokenizer.ggml.bos_token_id")
     if fields.get("tokenizer.ggml.add_bos_token", kind == "llama") and first is not None:
-        ids.insert(0, first)
+        ids[0].insert(0, first)
     return ids

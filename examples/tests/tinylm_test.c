@@ -169,6 +169,43 @@ static void test_scores(model *m, unsigned char *text)
     free(job.logits);
 }
 
+/* Nats a byte that a cache loses against floats on a text behind WARM_UP equal bytes; forgets: these are taken back
+ * before the text. */
+enum { WARM_UP = 520, BEHIND = 1200 };
+static double loss_behind(model *m, const unsigned char *text, const char *keys, const char *values, int warm_up,
+                          bool forgets)
+{
+    static unsigned char before[WARM_UP];
+    static float logits[2][BEHIND * VOCABULARY], skipped[WARM_UP * VOCABULARY];
+    const char *formats_of[2][2] = {{"f32", "f32"}, {keys, values}};
+    double means[3];
+    for (int i = 0; i < 2; i++) {
+        session s;
+        session_create(&s, m, find_format(formats_of[i][0]), find_format(formats_of[i][1]), MAX_CONTEXT);
+        memset(before, ' ', sizeof before);
+        if (warm_up) forward(&s, before, warm_up, skipped);
+        if (forgets) session_truncate(&s, 0);
+        forward(&s, text, BEHIND, logits[i]);
+        for (int t = 0; t < BEHIND; t++) log_softmax(logits[i] + t * VOCABULARY);
+        session_destroy(&s);
+    }
+    compare(logits[1], logits[0], text, BEHIND, means);
+    return means[1];
+}
+
+/* What a preset has seen of one byte, again and again, does no harm: taken back it leaves nothing, and in front of the
+ * text the preset loses no more than its formats without one. */
+static void test_warm_up(model *m, const unsigned char *text, const char *preset, const char *keys, const char *values)
+{
+    char name[64];
+    const double fresh = loss_behind(m, text, preset, preset, 0, false);
+    snprintf(name, sizeof name, "warm_up/%s/taken back", preset);
+    report_limit(loss_behind(m, text, preset, preset, WARM_UP, true), 0, 2 * fresh, name);
+    snprintf(name, sizeof name, "warm_up/%s/in front", preset);
+    report_limit(loss_behind(m, text, preset, preset, WARM_UP, false), 0,
+                 loss_behind(m, text, keys, values, WARM_UP, false), name);
+}
+
 /* A bias in all keys drowns what four bits keep of them, and a centre takes it away. */
 static void test_bias(model *m, unsigned char *text)
 {
@@ -201,6 +238,9 @@ int main(void)
     test_tree(&m, text.bytes, "i8", "i8", 0.01);
     test_tree(&m, text.bytes, "safe", "safe", 0.02); /* a guess reads other positions as halves than the text */
     test_scores(&m, text.bytes);
+    test_warm_up(&m, text.bytes, "safe", "i8", "tq4");
+    test_warm_up(&m, text.bytes, "small", "tq5", "tq3");
+    test_warm_up(&m, text.bytes, "tiny", "tq3", "tq2");
     test_bias(&m, text.bytes); /* last: the bias stays */
     free(text.bytes);
     model_free(&m);

@@ -20,17 +20,18 @@ typedef struct tqkv_cache_desc {
        recent window), are kept in fp16, too, and read from there: most of the weight is there. More than the
        capacity counts as the capacity; F16 streams and the tail need none. The halves of the newest are room for 64
        queries of one call; an append of more tokens makes more room, for as many. After truncate, remove and keep the
-       newest may be left as codes until new ones come. */
+       newest may be left as codes until new ones come.
+       Halves hold no value beyond 65504, and of a row that is all below 2^-17 less than codes do: here and while a cache
+       learns (see calibrate) an append of such a row is TQKV_NOT_FINITE, and nothing is appended. */
     int exact_first, exact_last;
     /* Make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512. */
     int exact_batch;
-    /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from so many
-       new positions, without the exact_first. 0: not; else at least 16. A position is new if its values (of a shared
-       stream its row) differ from those of the position before by more than a quarter of their squared length: one
-       token again and again, padding and blanks teach nothing. The cache learns when it has that many, at the latest at
-       four times as many positions; both are at most a quarter of the capacity, or 16, and a ring
-       refuses to be asked for more. With fewer than 64 new ones there (of a `calibrate` below 128, fewer than half, or
-       16) it takes no centre and no scale.
+    /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from so many of
+       its first positions, without the exact_first. 0: not; else at least 16. It takes no more than a quarter of the
+       capacity, or 16, and a ring refuses to be asked for more. Only new positions count, whose values (of a shared
+       stream the row) differ from those of the position before by more than a quarter of their squared length: one
+       token again and again, padding and blanks teach nothing. With fewer than 64 new ones (of a `calibrate` below 128,
+       fewer than half, or 16) the centre is 0 and the scale 1, as if there were neither.
        Until the append that learns keys and values are halves as they came, and attention is exact. That append
        encodes them; queries at the positions before the point of learning still read the halves, until the next append
        gives their memory back (with non_causal, until this one). What it has learned counts from that append on:
@@ -51,9 +52,9 @@ typedef struct tqkv_cache_desc {
     /* Attention, as the fields of tqkv_attention. */
     int window;
     float scale, softcap;
-    const float *sinks; /* [n_heads] or NULL; copied */
-    bool non_causal;    /* every query sees all resident positions: for cross-attention */
-    tqkv_type type;     /* of k, v, q and out */
+    const float *sinks;         /* [n_heads] or NULL; copied */
+    bool non_causal;            /* every query sees all resident positions: for cross-attention */
+    tqkv_type type;             /* of k, v, q and out */
     tqkv_cache_strides strides; /* of the same rows */
 
     /* Resources. */

@@ -230,7 +230,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, t
    command buffer fails, tqkv_metal_cache_failed takes back what it had. The processor sees the codes, and with
    `calibrate` the centre and the scale, after the buffer has completed: nothing waits for these. Rows of a tail lie
    apart from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of
-   the keys. */
+   the keys. not_finite is raised by rows that tqkv_cache_append refuses, too: then
+   the append is taken back by tqkv_cache_truncate or tqkv_metal_cache_failed. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
                                                    tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                    tqkv_metal_buffer not_finite);

@@ -100,15 +100,19 @@ static float tqkv__float(uint32_t bits)
     return x;
 }
 
-/* Tests bits, because -ffinite-math-only would remove a test of values. */
-static bool tqkv__all_finite(const float *x, size_t n)
+/* Returns the bits of the largest magnitude of n floats: an exponent of all ones shows NaN or infinity. */
+static uint32_t tqkv__largest_bits(const float *x, size_t n)
 {
-    uint32_t bad = 0;
+    uint32_t largest = 0;
     for (size_t i = 0; i < n; i++) {
-        bad |= (tqkv__bits(x[i]) & 0x7f800000u) == 0x7f800000u;
+        const uint32_t bits = tqkv__bits(x[i]) & 0x7fffffffu;
+        largest = bits > largest ? bits : largest;
     }
-    return !bad;
+    return largest;
 }
+
+/* Tests bits, because -ffinite-math-only would remove a test of values. */
+static bool tqkv__all_finite(const float *x, size_t n) { return tqkv__largest_bits(x, n) < 0x7f800000u; }
 
 /* Returns the i-th half or bfloat16, whatever type the caller's compiler has for it. */
 static uint16_t tqkv__half_at(const void *halves, size_t i)

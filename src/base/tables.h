@@ -60,8 +60,12 @@
 #endif
 
 /* 1e-10 as a float. A row whose norm is not above this is stored as zeros. */
-#define TQKV__MIN_NORM  1.00000001335143196001808973960578441619873046875e-10f
-#define TQKV__NEXT_NORM 1.00000008274037092e-10f /* the next float: the least norm that is above */
+#define TQKV__MIN_NORM 1.00000001335143196001808973960578441619873046875e-10f
+/* Halves kept besides of codes: a value of this size is beyond them, and a row of which all are below the least, about
+   where a half loses more than the codes of 8 bits, is better off in codes. */
+#define TQKV__BEYOND_HALVES 65520.0f
+#define TQKV__LEAST_HALF    (1.0f / 131072.0f)
+#define TQKV__NEXT_NORM     1.00000008274037092e-10f /* the next float: the least norm that is above */
 
 /* One row a format, in the order of tqkv_format. C, the kernels and the shaders derive everything else from these rows.
 

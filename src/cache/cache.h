@@ -25,13 +25,11 @@ struct tqkv_cache {
     uint64_t tag;      /* likewise */
     bool learns;       /* when it is empty it begins to learn; see >>cache-calibrate */
     bool learning;     /* positions are in `raw` alone */
-    int learn_new;     /* it learns when it has so many new positions, */
-    int learn_last;    /* or when it has so many */
+    int learn_from;    /* so many positions */
     int64_t raw_below; /* queries at positions below it read `raw`; INT64_MAX while the cache learns */
     int64_t raw_end;   /* the rows there, when it has learned */
     tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
-    uint8_t *is_new;   /* [raw positions]: whether a position is new, up to n_judged */
-    int64_t n_judged;
+    uint8_t *is_new; /* [learn_from]: whether a position is new; on a GPU for each KV head, where the kernel needs it */
     void *raw_memory; /* that holds them, or NULL: on a GPU they lie in the cache's memory, as long as that */
     size_t raw_size;
     int64_t learnt_at; /* on a GPU the end before the append that learned; -1: none, or positions were edited since */
@@ -306,10 +304,11 @@ static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__ca
                 tqkv__reserve(&at->size, TQKV__CHANNELS * channels * sizeof(float), &at->channels);
     for (int i = 0; fits && i < tqkv__stores_within(c); i++)
         if (tqkv__has_store(c, i)) fits = tqkv__reserve_store(TQKV__STORE_AT(c, i), &at->size, &at->stores[i]);
-    return fits && (!c->metal || tqkv__reserve(&at->size, (size_t)c->raw[0].capacity, &at->is_new));
+    return fits &&
+           (!c->metal || tqkv__reserve(&at->size, (size_t)c->learn_from * (size_t)c->keys.n_kv_heads, &at->is_new));
 }
 
-static void tqkv__learn_from(tqkv_cache *c, int n, int last);
+static void tqkv__learn_from(tqkv_cache *c, int n);
 static bool tqkv__raw_fits(const tqkv_cache *c);
 
 /* Returns where the channels of stream i lie. */
@@ -402,7 +401,7 @@ static void tqkv__take_given(const tqkv_cache_desc *desc, tqkv_cache *c)
 }
 
 /* Creates a cache that, if it learns, does so from at least as many positions as one that it is made of. */
-static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_new, int learn_last, tqkv_cache **out)
+static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_from, tqkv_cache **out)
 {
     tqkv_cache c;
     tqkv__cache_memory at;
@@ -412,9 +411,7 @@ static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_new, int 
     tqkv_result r = tqkv__cache_resolve(desc, &c);
     if (r == TQKV_OK) r = tqkv__check_given(desc, &c);
     if (r != TQKV_OK) return r;
-    if (c.learning && (learn_new > c.learn_new || learn_last > c.learn_last))
-        tqkv__learn_from(&c, learn_new > c.learn_new ? learn_new : c.learn_new,
-                         learn_last > c.learn_last ? learn_last : c.learn_last);
+    if (c.learning && learn_from > c.learn_from) tqkv__learn_from(&c, learn_from);
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
     if (!tqkv__divide_memory(&c, sinks_size, &at) || !tqkv__raw_fits(&c)) return TQKV__INVALID(TQKV__LARGE_CACHE);
     c.size = at.size + 63;
@@ -439,7 +436,7 @@ static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_new, int 
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_create(const tqkv_cache_desc *desc, tqkv_cache **out)
 {
-    return tqkv__create(desc, 0, 0, out);
+    return tqkv__create(desc, 0, out);
 }
 
 TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
@@ -479,6 +476,14 @@ typedef struct tqkv__append {
     tqkv__stream streams[TQKV__CACHE_STREAMS], newest[2], first[TQKV__CACHE_STREAMS];
 } tqkv__append;
 
+/* Whether store i keeps rows as halves besides codes. */
+static bool tqkv__keeps_halves(const tqkv_cache *c, int i)
+{
+    const int side = tqkv__stream_kinds[i].side;
+    return i >= TQKV__FIRST_KEYS && side != TQKV__TAIL && tqkv__has_store(c, i) &&
+           TQKV__STORE_AT(c, side)->format != TQKV_F16;
+}
+
 /* Opens stream i for its share of the caller's rows. Rows of k hold those of the tail, too. */
 static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, const void *v, int n_tokens,
                                      tqkv__append *append)
@@ -494,6 +499,12 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
     if (r != TQKV_OK) return r;
     if (tqkv__in_cache(c, src, tqkv__rows_size(&store, n_tokens))) return TQKV__INVALID("k or v overlaps the cache");
     if (store.channel_scale) append->streams[i].inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
+    if (i != TQKV__TAIL && !c->metal) {
+        const bool first = left > 0 && tqkv__keeps_halves(c, TQKV__FIRST_KEYS + i);
+        append->job.as_halves[append->job.n_streams] =
+            (c->learning && tqkv__keeps_halves(c, TQKV__RAW + i) ? TQKV__RAW_HALVES : 0) |
+            (first || tqkv__keeps_halves(c, TQKV__LAST_KEYS + i) ? TQKV__ROTATED_HALVES : 0);
+    }
     tqkv__add_stream(&append->job, &append->streams[i], src);
     if (!tqkv__has_store(c, TQKV__FIRST_KEYS + i) || left <= 0) return TQKV_OK;
     tqkv_store first = *TQKV__STORE_AT(c, TQKV__FIRST_KEYS + i);
@@ -590,8 +601,7 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
                           c->attention.end);
     for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++)
         if (tqkv__has_store(c, i)) r = tqkv__append_open(c, i, k, v, n_tokens, &append);
-    if (r == TQKV_OK && !tqkv__sources_finite(&append.job))
-        r = TQKV__REFUSE(NOT_FINITE, "k or v holds NaN or infinity");
+    if (r == TQKV_OK) r = tqkv__check_sources(&append.job);
     if (r == TQKV_OK) r = tqkv__fit_newest(c, n_tokens);
     if (r != TQKV_OK) return r;
     if (c->metal) {
@@ -643,7 +653,8 @@ TQKV_API tqkv_result tqkv_cache_view(const tqkv_cache *c, int n_queries, tqkv_at
     if (!c || !out || n_queries < 0) return TQKV__INVALID("the cache or out is NULL, or n_queries negative");
     const int n_raw = tqkv__raw_queries(c, n_queries);
     if (n_raw && n_raw < n_queries)
-        return TQKV__REFUSE(OUT_OF_RANGE, "n_queries: they stand on both sides of the position at which the cache learned");
+        return TQKV__REFUSE(OUT_OF_RANGE,
+                            "n_queries: they stand on both sides of the position at which the cache learned");
     if (n_raw && !c->raw[0].codes) return TQKV__REFUSE(OUT_OF_RANGE, TQKV__NO_RAW);
     tqkv_attention view = n_raw ? tqkv__raw_attention(c, c->attention.end, n_queries) : tqkv__view_codes(c);
     view.n_queries = n_queries;

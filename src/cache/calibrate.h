@@ -3,28 +3,22 @@
    all. It learns from positions that tell something: `new` is one whose values differ from those of the position before.
    A text whose positions are all alike, padding or one token again and again, would teach scales that ruin any other. */
 
-/* Positions from which a scale can be learned, and from which it is where most positions are not new. */
+/* Positions from which a scale can be learned, and the new ones that are enough of any number. */
 #define TQKV__LEAST_POSITIONS 16
 #define TQKV__LEAST_NEW       64
-/* A cache learns after so many times the positions that it is to learn from, if few of them are new. */
-#define TQKV__MOST_AWAITED 4
 
-/* Returns the new positions without which a cache takes no centre and no scale. */
+/* Returns the new positions without which a cache learns nothing. */
 static int tqkv__least_new(const tqkv_cache *c)
 {
-    const int half = c->learn_new / 2;
+    const int half = c->learn_from / 2;
     return half > TQKV__LEAST_NEW ? TQKV__LEAST_NEW : half > TQKV__LEAST_POSITIONS ? half : TQKV__LEAST_POSITIONS;
 }
 
-/* Lets a cache learn, from n new positions or when it has `last`, which are no more than it holds. Raw room: see
-   tqkv__fit_raw. */
-static void tqkv__learn_from(tqkv_cache *c, int n, int last)
+/* Lets a cache learn from n positions. It keeps a tile more of them raw: a tree of drafts may be cut there. */
+static void tqkv__learn_from(tqkv_cache *c, int n)
 {
-    const int most = c->keys.capacity;
-    c->learn_last = last < most ? last : most;
-    c->learn_new = n;
-    const int room = c->metal || n > c->learn_last ? c->learn_last : n;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) c->raw[i].capacity = room + TQKV__TILE;
+    c->learn_from = n < c->keys.capacity ? n : c->keys.capacity;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) c->raw[i].capacity = c->learn_from + TQKV__TILE;
 }
 
 /* Finds from how many positions a cache learns, and the shapes of its raw halves; follows tqkv__cache_shapes. */
@@ -45,7 +39,6 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (tqkv__gives_channels(desc)) return TQKV_OK;
     c->learns = c->learning = true;
     c->raw_below = INT64_MAX;
-    c->metal = desc->metal;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
         if (!s) continue;
@@ -53,74 +46,46 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
         if (i < 2) c->raw[i].format = TQKV_F16;
         c->raw[i].ring = false;
     }
-    const int n = desc->calibrate < most ? desc->calibrate : most;
-    tqkv__learn_from(c, n, n > most / TQKV__MOST_AWAITED ? most : TQKV__MOST_AWAITED * n);
+    tqkv__learn_from(c, desc->calibrate < most ? desc->calibrate : most);
     return TQKV_OK;
 }
 
-/* Raw room: stores, flags of their positions, and where they begin in memory. */
+/* Where what is raw begins in memory of its own. */
 typedef struct tqkv__raw_room {
-    tqkv_store stores[TQKV__CACHE_STREAMS];
     tqkv__place at[TQKV__CACHE_STREAMS];
     size_t is_new, size;
 } tqkv__raw_room;
 
-/* Divides the memory of raw room for n positions; false on overflow. */
-static bool tqkv__divide_raw(const tqkv_cache *c, int64_t n, tqkv__raw_room *to)
+/* Divides that memory; false on overflow. */
+static bool tqkv__divide_raw(const tqkv_cache *c, tqkv__raw_room *room)
 {
-    bool fits = n <= INT_MAX;
-    to->size = 0;
-    memcpy(to->stores, c->raw, sizeof to->stores);
-    fits = fits && tqkv__reserve(&to->size, (size_t)n, &to->is_new);
-    for (int i = 0; fits && i < TQKV__CACHE_STREAMS; i++) {
-        to->stores[i].capacity = (int)n;
-        if (c->raw[i].head_dim) fits = tqkv__reserve_store(&to->stores[i], &to->size, &to->at[i]);
-    }
+    room->size = 0;
+    bool fits = tqkv__reserve(&room->size, (size_t)c->learn_from, &room->is_new);
+    for (int i = 0; fits && i < TQKV__CACHE_STREAMS; i++)
+        if (c->raw[i].head_dim) fits = tqkv__reserve_store(&c->raw[i], &room->size, &room->at[i]);
     return fits;
 }
 
 /* Whether there can be memory for all that a cache may keep raw. */
 static bool tqkv__raw_fits(const tqkv_cache *c)
 {
-    tqkv__raw_room most;
-    return c->metal || !c->learning || tqkv__divide_raw(c, (int64_t)c->learn_last + TQKV__TILE, &most);
+    tqkv__raw_room room;
+    return c->metal || !c->learning || tqkv__divide_raw(c, &room);
 }
 
-/* Moves what is raw to other room. */
-static void tqkv__move_raw(tqkv_cache *c, const tqkv__raw_room *room, void *memory)
+/* Gets memory for what is raw, unless there is some. On a GPU there always is. */
+static tqkv_result tqkv__get_raw(tqkv_cache *c)
 {
-    uint8_t *first = tqkv__first_line(memory), *is_new = first + room->is_new;
-    tqkv_store to[TQKV__CACHE_STREAMS];
-    memcpy(to, room->stores, sizeof to);
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        tqkv__stream from, stream;
-        if (!to[i].head_dim) continue;
-        tqkv__place_store(&to[i], first, &room->at[i]);
-        if (c->raw_memory && tqkv__stream_open(&c->raw[i], &from) == TQKV_OK &&
-            tqkv__stream_open(&to[i], &stream) == TQKV_OK)
-            tqkv__move_rows(&from, 0, &stream, 0, c->n_judged);
-    }
-    if (c->n_judged) memcpy(is_new, c->is_new, (size_t)c->n_judged);
-    if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
-    c->raw_memory = memory;
-    c->raw_size = room->size + 63;
-    c->is_new = is_new;
-    memcpy(c->raw, to, sizeof to);
-}
-
-/* Makes raw room for n positions, which are no more than all that the cache may learn from, and for the first of those
-   behind these: a tree of drafts may still be cut there. On a GPU there is always room. */
-static tqkv_result tqkv__fit_raw(tqkv_cache *c, int64_t n)
-{
-    tqkv__raw_room to;
-    const int64_t most = (int64_t)c->learn_last + TQKV__TILE;
-    int64_t room = c->raw[0].capacity;
-    if (c->metal || (c->raw_memory && n + TQKV__TILE <= room)) return TQKV_OK;
-    while (room < n + TQKV__TILE) room *= 2;
-    void *memory = NULL;
-    if (tqkv__divide_raw(c, room < most ? room : most, &to)) memory = c->memory.alloc(c->memory.user, to.size + 63);
-    if (!memory) return TQKV_OUT_OF_MEMORY;
-    tqkv__move_raw(c, &to, memory);
+    tqkv__raw_room room;
+    if (c->metal || c->raw_memory) return TQKV_OK;
+    if (!tqkv__divide_raw(c, &room)) return TQKV_OUT_OF_MEMORY;
+    c->raw_memory = c->memory.alloc(c->memory.user, room.size + 63);
+    if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
+    uint8_t *first = tqkv__first_line(c->raw_memory);
+    c->raw_size = room.size + 63;
+    c->is_new = first + room.is_new;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        if (c->raw[i].head_dim) tqkv__place_store(&c->raw[i], first, &room.at[i]);
     return TQKV_OK;
 }
 
@@ -130,11 +95,10 @@ static void tqkv__drop_raw(tqkv_cache *c)
     if (c->raw_memory) c->memory.free(c->memory.user, c->raw_memory, c->raw_size);
     c->raw_memory = NULL;
     c->learning = false;
-    c->raw_below = c->raw_end = c->n_judged = 0;
+    c->raw_below = c->raw_end = 0;
     for (int i = 0; i < TQKV__CACHE_STREAMS && !c->metal; i++) { /* their shapes stay: an empty cache learns again */
         c->raw[i].codes = c->raw[i].norms = NULL;
         c->raw[i].codes_size = c->raw[i].norms_size = 0;
-        c->raw[i].capacity = c->learn_new + TQKV__TILE;
     }
 }
 
@@ -177,73 +141,87 @@ static TQKV__NOINLINE bool tqkv__judge(const tqkv__stream *raw, int slot)
     return sums[0][0] > sums[1][0] * 0.25f;
 }
 
-/* Finds which of the raw positions before `end` are new. */
-static void tqkv__judge_positions(tqkv_cache *c, int64_t end)
+/* Finds which of the raw positions that the cache learns from are new. */
+static void tqkv__judge_positions(const tqkv_cache *c)
 {
     tqkv__stream values;
-    const uint64_t mode = tqkv__fp_exact();
     (void)tqkv__stream_open(&c->raw[c->shared ? 0 : 1], &values);
-    for (int64_t p = c->n_judged; p < end; p++) c->is_new[p] = tqkv__judge(&values, (int)p);
-    if (c->n_judged < end) c->n_judged = end;
-    tqkv__fp_restore(mode);
+    for (int p = 0; p < c->learn_from; p++) c->is_new[p] = tqkv__judge(&values, p);
 }
 
-static int tqkv__count_new(const tqkv_cache *c, int64_t first, int64_t end)
+static int tqkv__count_new(const tqkv_cache *c, int first)
 {
     int n = 0;
-    for (int64_t p = first; p < end; p++) n += c->is_new[p];
+    for (int p = first; p < c->learn_from; p++) n += c->is_new[p];
     return n;
 }
 
-/* Returns the positions that the cache learns from when it has `end` raw ones; 0: it does not learn yet. */
-static int64_t tqkv__learning_point(tqkv_cache *c, int64_t end)
-{
-    int n = 0;
-    tqkv__judge_positions(c, end);
-    for (int64_t p = 0; p < end; p++)
-        if ((n += c->is_new[p]) == c->learn_new) return p + 1;
-    return end >= c->learn_last ? c->learn_last : 0;
-}
-
-/* Finds the mean over the new positions of [first, end), or that of the squares, of a head's raw halves less a centre,
+/* Finds the mean over the new positions from `first` on, or that of the squares, of a head's raw halves less a centre,
    unless that is NULL, as tqkv__channel_means does. */
-static void tqkv__raw_means(const tqkv_cache *c, const tqkv__stream *raw, int kv_head, int first, int end,
-                            const float *center, bool squared, float *means)
+static void tqkv__raw_means(const tqkv_cache *c, const tqkv__stream *raw, int kv_head, int first, const float *center,
+                            bool squared, float *means)
 {
     float row[TQKV_MAX_HEAD_DIM], less[TQKV_MAX_HEAD_DIM];
     memset(means, 0, (size_t)raw->head_dim * sizeof(float));
-    for (int slot = first; slot < end; slot++) {
+    for (int slot = first; slot < c->learn_from; slot++) {
         if (!c->is_new[slot]) continue;
         tqkv__raw_row(raw, kv_head, slot, row);
         if (center) tqkv__codec_for(raw->head_dim)->widen(TQKV_TYPE_F32, row, center, NULL, raw->head_dim, less);
         tqkv__add_row(center ? less : row, squared, raw->head_dim, means);
     }
-    tqkv__divide_sums(means, raw->head_dim, (float)tqkv__count_new(c, first, end));
+    tqkv__divide_sums(means, raw->head_dim, (float)tqkv__count_new(c, first));
 }
 
-/* Learns centre and scale of the keys from the new ones of n raw positions, without those that stay exact, if enough
-   remain; neither where they are too few. */
-static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c, const tqkv__stream *raw, int n)
+/* Makes the scales of a head so large, all by one factor, that halves hold its raw rows however they are rotated.
+   largest: [head_dim], for what it finds on the way */
+static TQKV__NOINLINE void tqkv__limit_scales(const tqkv_cache *c, const tqkv__stream *raw, int kv_head,
+                                              const float *center, float *largest, float *scale)
+{
+    float row[TQKV_MAX_HEAD_DIM], factor = 1.0f;
+    memset(largest, 0, (size_t)raw->head_dim * sizeof(float));
+    for (int slot = 0; slot < c->learn_from; slot++) {
+        tqkv__raw_row(raw, kv_head, slot, row);
+        for (int d = 0; d < raw->head_dim; d++) {
+            const float size = fabsf(TQKV__AS_FLOAT(row[d] - center[d]));
+            largest[d] = size > largest[d] ? size : largest[d];
+        }
+    }
+    for (int d = 0; d < raw->head_dim; d++) {
+        const float wanted = TQKV__AS_FLOAT(largest[d] * TQKV__LEAST_LEARNT / scale[d]);
+        factor = wanted > factor ? wanted : factor;
+    }
+    for (int d = 0; d < raw->head_dim; d++) scale[d] = TQKV__AS_FLOAT(scale[d] * factor);
+}
+
+/* Learns centre and scale of the keys from the new positions, without those that stay exact, if enough remain. Where
+   too few are new the centre is 0 and the scale 1: as if there were neither. */
+static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
 {
     tqkv__learnt learnt;
-    const bool few = tqkv__count_new(c, 0, n) < tqkv__least_new(c);
-    const int ends = c->exact_first < n ? c->exact_first : n,
-              first = tqkv__count_new(c, ends, n) >= TQKV__LEAST_POSITIONS ? ends : 0;
-    const size_t dim = (size_t)raw->head_dim;
-    const tqkv__tied tied = {c->pairs, c->keys.rotary_dim ? c->keys.rotary_dim : raw->head_dim};
+    tqkv__stream raw;
+    const uint64_t mode = tqkv__fp_exact();
+    (void)tqkv__stream_open(&c->raw[0], &raw);
+    tqkv__judge_positions(c);
+    const bool few = tqkv__count_new(c, 0) < tqkv__least_new(c);
+    const int first = tqkv__count_new(c, c->exact_first) >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
+    const size_t dim = (size_t)raw.head_dim;
+    const tqkv__tied tied = {c->pairs, c->keys.rotary_dim ? c->keys.rotary_dim : raw.head_dim};
     float *center = tqkv__channel_room(c, TQKV__KEYS, TQKV__CENTERS),
           *scale = tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES);
-    const uint64_t mode = tqkv__fp_exact();
-    for (int h = 0; h < raw->n_kv_heads && !few; h++) {
-        tqkv__raw_means(c, raw, h, first, n, NULL, false, learnt.center);
-        tqkv__raw_means(c, raw, h, first, n, learnt.center, true, learnt.rows);
-        tqkv__deviations(&tied, raw->head_dim, learnt.rows);
-        memcpy(center + (size_t)h * dim, learnt.center, dim * sizeof(float));
-        tqkv__scales_of(learnt.rows, NULL, raw->head_dim, scale + (size_t)h * dim);
+    for (size_t h = 0; h < (size_t)raw.n_kv_heads; h++) {
+        tqkv__raw_means(c, &raw, (int)h, first, NULL, false, learnt.center);
+        tqkv__raw_means(c, &raw, (int)h, first, learnt.center, true, learnt.rows);
+        tqkv__deviations(&tied, raw.head_dim, learnt.rows);
+        tqkv__scales_of(learnt.rows, NULL, raw.head_dim, scale + h * dim);
+        tqkv__limit_scales(c, &raw, (int)h, learnt.center, learnt.rows, scale + h * dim);
+        for (size_t d = 0; d < dim; d++) {
+            center[h * dim + d] = few ? 0.0f : learnt.center[d];
+            if (few) scale[h * dim + d] = 1.0f;
+        }
     }
     tqkv__fp_restore(mode);
-    tqkv__cache_channels(c, TQKV__KEYS, TQKV__CENTERS, few ? NULL : center, dim);
-    tqkv__cache_channels(c, TQKV__KEYS, TQKV__SCALES, few ? NULL : scale, dim);
+    tqkv__cache_channels(c, TQKV__KEYS, TQKV__CENTERS, center, dim);
+    tqkv__cache_channels(c, TQKV__KEYS, TQKV__SCALES, scale, dim);
 }
 
 /* -- Encoding what was raw -- */
@@ -325,41 +303,39 @@ static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw,
     return r;
 }
 
-/* What the cache has of n raw positions, of which it learned from those before `point`, when they are encoded for an
-   append up to `end`. */
-static void tqkv__count_settled(tqkv_cache *c, int64_t point, int64_t n, int64_t end)
+/* What the cache has of n raw positions when they are encoded for an append up to `end`. */
+static void tqkv__count_settled(tqkv_cache *c, int64_t n, int64_t end)
 {
     c->learning = false;
-    c->raw_below = point;
+    c->raw_below = c->learn_from;
     c->raw_end = n;
     c->exact_below = n < c->exact_first ? n : c->exact_first;
     c->exact_from = c->exact_held = 0;
     if (end > tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c) < n ? end - tqkv__newest_room(c) : n;
 }
 
-/* Learns from the raw positions before `point`, and encodes n, with what is kept besides of them at `end`. */
-static tqkv_result tqkv__settle(tqkv_cache *c, int64_t point, int64_t n, int64_t end)
+/* Learns, and encodes n raw positions, with what is kept besides of them at `end`. */
+static tqkv_result tqkv__settle(tqkv_cache *c, int64_t n, int64_t end)
 {
     tqkv__raw_job job;
     const int sides = c->shared ? 1 : 2;
     const tqkv_parallel *parallel = &c->attention.parallel;
     memset(&job, 0, sizeof job);
-    (void)tqkv__stream_open(&c->raw[0], &job.raw[0]);
-    tqkv__learn(c, &job.raw[0], (int)point);
+    tqkv__learn(c);
     for (int side = 0; side < sides; side++) tqkv__open_raw_side(c, c->raw, side, &job);
     job.n = (int)n;
     job.n_heads = c->keys.n_kv_heads;
     job.end = end;
     parallel->run(parallel->user, sides * job.n_heads, tqkv__raw_task, &job);
-    tqkv__count_settled(c, point, n, end);
+    tqkv__count_settled(c, n, end);
     return tqkv__settle_tail(c, c->raw, (int)n); /* rows of the same format are copied */
 }
 
 /* Learns and encodes all if the positions suffice, after an edit. */
 static void tqkv__settle_edited(tqkv_cache *c)
 {
-    const int64_t end = c->attention.end, point = c->learning ? tqkv__learning_point(c, end) : 0;
-    if (point) (void)tqkv__settle(c, point, end, end);
+    const int64_t end = c->attention.end;
+    if (c->learning && end >= c->learn_from) (void)tqkv__settle(c, end, end);
 }
 
 /* -- Appending -- */
@@ -409,27 +385,16 @@ static void tqkv__take_raw(const tqkv_cache *c, tqkv__append *append, int n)
     tqkv__skip_tokens(&append->first_job, n);
 }
 
-/* Appends to a cache that learns: raw halves, no more at a time than may all be needed, then codes. A failure leaves
-   the cache as it was. */
+/* Appends to a cache that learns: raw halves as far as it learns from them, then codes. A failure leaves the cache as it
+   was. */
 static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
 {
-    int64_t at = c->attention.end, point;
-    const int64_t begin = at, end = at + append->job.n_tokens;
-    point = tqkv__learning_point(c, at);
-    for (int64_t n; at < end && !point; at += n) {
-        const int64_t missing = c->learn_new - tqkv__count_new(c, 0, at), left = c->learn_last - at;
-        n = missing < left ? missing : left;
-        if (n > end - at) n = end - at;
-        const tqkv_result r = tqkv__fit_raw(c, at + n);
-        if (r != TQKV_OK) {
-            c->n_judged = begin;
-            return r;
-        }
-        tqkv__take_raw(c, append, (int)n);
-        point = tqkv__learning_point(c, at + n);
-    }
-    if (!point) return TQKV_OK;
-    (void)tqkv__settle(c, point, at, end); /* rows of the same format are copied */
+    const int64_t end = c->attention.end + append->job.n_tokens, at = end < c->learn_from ? end : c->learn_from;
+    const tqkv_result r = tqkv__get_raw(c);
+    if (r != TQKV_OK) return r;
+    tqkv__take_raw(c, append, (int)(at - c->attention.end));
+    if (at < c->learn_from) return TQKV_OK;
+    (void)tqkv__settle(c, at, end); /* rows of the same format are copied */
     if (append->job.n_tokens) tqkv__append_raw(c, append, TQKV__TILE);
     c->raw_end = end - at < TQKV__TILE ? end : at + TQKV__TILE;
     if (c->attention.non_causal) tqkv__drop_raw(c); /* all queries see what is encoded */
@@ -444,10 +409,10 @@ static void tqkv__count_append(tqkv_cache *c, int n_tokens)
 {
     const int64_t end = c->attention.end + n_tokens;
     if (!c->learning && n_tokens) tqkv__drop_raw(c);
-    if (c->learning && end >= c->learn_new) {
+    if (c->learning && end >= c->learn_from) {
         c->learnt_at = c->attention.end;
-        tqkv__count_settled(c, c->learn_new, c->learn_new, end);
-        c->raw_end = end < c->learn_new + TQKV__TILE ? end : c->learn_new + TQKV__TILE;
+        tqkv__count_settled(c, c->learn_from, end);
+        c->raw_end = end < c->learn_from + TQKV__TILE ? end : c->learn_from + TQKV__TILE;
         tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, true);
         tqkv__name_channels(c, TQKV__KEYS, TQKV__SCALES, true);
         if (c->attention.non_causal) tqkv__drop_raw(c);

@@ -29,7 +29,6 @@ static void tqkv__begin_edit(tqkv_cache *c, int64_t first)
 {
     c->learnt_at = -1;
     if (!c->learning && first < c->raw_below) tqkv__drop_raw(c);
-    if (c->n_judged > first) c->n_judged = first;
     if (c->raw_end > first) c->raw_end = first;
 }
 
@@ -40,7 +39,6 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
         return TQKV__REFUSE(OUT_OF_RANGE, "end: negative, behind the cache's end, or gone from its ring");
     if (end < c->attention.end) c->learnt_at = -1;
     if (tqkv__takes_learnt(c, end) || (end == 0 && c->learns && !c->learning)) tqkv__unlearn(c);
-    if (c->n_judged > end) c->n_judged = end;
     if (c->raw_end > end) c->raw_end = end;
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;
@@ -251,7 +249,7 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
 /* Copies what a cache holds to a new one of its shape. */
 static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
 {
-    tqkv_result r = c->learning && c->attention.end ? tqkv__fit_raw(copy, c->attention.end) : TQKV_OK;
+    tqkv_result r = c->learning && c->attention.end ? tqkv__get_raw(copy) : TQKV_OK;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *from = tqkv__store_of(c, i);
         if (!from) continue;
@@ -292,7 +290,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
     if (copied.capacity > 0 && copied.capacity < least)
         return TQKV__REFUSE(OUT_OF_RANGE, "capacity: too small for the resident or for the first positions");
     if (!c->learning) copied.calibrate = 0;
-    tqkv_result r = tqkv__create(&copied, c->learn_new, c->learn_last, &copy);
+    tqkv_result r = tqkv__create(&copied, c->learn_from, &copy);
     if (r != TQKV_OK) return r;
     if ((r = tqkv__copy_cache(c, copy, &copied.parallel)) == TQKV_OK)
         *out = copy;

@@ -241,8 +241,8 @@ static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
                                                   (uint32_t)c->asked_last,
                                                   (uint32_t)tqkv__range_of(c, TQKV__FIRST_KEYS).to,
                                                   c->learning ? 0 : (uint32_t)c->raw_below,
-                                                  c->learning ? (uint32_t)c->learn_new : 0,
-                                                  c->learning ? (uint32_t)c->learn_last : 0,
+                                                  c->learning ? (uint32_t)c->learn_from : 0,
+                                                  0,
                                                   (uint32_t)c->pairs,
                                                   (uint32_t)keys->rotary_dim};
     tqkv__put_name(tqkv__magic, TQKV__HEADER_SIZE, header);
@@ -270,8 +270,8 @@ typedef struct tqkv__header {
     tqkv_cache_desc desc;
     uint32_t centers, scales; /* a bit a stream */
     bool learning;
-    int learn_new, learn_last; /* 0 unless it learns */
-    int64_t raw_below;         /* 0 while it does */
+    int learn_from;    /* 0 unless it learns */
+    int64_t raw_below; /* 0 while it does */
     int64_t first, end, exact_below, exact_from;
 } tqkv__header;
 
@@ -282,7 +282,8 @@ static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_c
         if (fields[i] > (uint32_t)INT_MAX && i != 13 && i != 14) return false; /* scale and softcap are floats */
     for (int i = 7; i < 10; i++) /* formats; in C++ the enum takes 4 bits */
         if (fields[i] > 15 || (!tqkv__format_known((tqkv_format)fields[i]) && (i < 9 || fields[i]))) return false;
-    if (fields[10] || !fields[2] || !fields[5] || !fields[3] != !fields[9] || fields[22] > 2) return false;
+    if (fields[10] || fields[21] || !fields[2] || !fields[5] || !fields[3] != !fields[9] || fields[22] > 2)
+        return false;
     d->head_dim = (int)fields[1];
     d->value_dim = (int)fields[2];
     d->tail_dim = (int)fields[3];
@@ -314,11 +315,10 @@ static bool tqkv__check_positions_of(const tqkv__header *h)
     if (h->exact_from < 0 || h->exact_from > h->end || (h->exact_from && !d->exact_last)) return false;
     if (h->exact_below > h->end || h->exact_below > d->exact_first || h->exact_below > d->capacity) return false;
     if (h->raw_below > (d->calibrate ? d->capacity : 0)) return false;
-    if (!h->learning) return !h->learn_new && !h->learn_last;
+    if (!h->learning) return !h->learn_from;
     return d->calibrate && !h->centers && !h->scales && !h->exact_below && !h->exact_from && !h->first &&
-           !h->raw_below && h->learn_new >= TQKV__LEAST_POSITIONS && h->learn_new <= d->calibrate &&
-           h->learn_last <= d->capacity && h->learn_last >= TQKV__LEAST_POSITIONS &&
-           h->learn_last <= (int64_t)TQKV__MOST_AWAITED * d->calibrate && h->end <= h->learn_last;
+           !h->raw_below && h->learn_from >= TQKV__LEAST_POSITIONS && h->learn_from <= d->calibrate &&
+           h->learn_from <= d->capacity && h->learn_from <= INT_MAX / 4 && h->end < h->learn_from;
 }
 
 /* Takes what a header says; false if no cache can have written it. */
@@ -337,8 +337,7 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
     if (fields[11] != ((fields[11] & 7) | h->centers << 8 | h->scales << 16)) return false;
     h->exact_below = fields[18];
     h->raw_below = fields[19];
-    h->learn_new = (int)fields[20];
-    h->learn_last = (int)fields[21];
+    h->learn_from = (int)fields[20];
     h->first = (int64_t)tqkv__get(header + 120, 8);
     h->end = (int64_t)tqkv__get(header + 128, 8);
     h->exact_from = (int64_t)tqkv__get(header + 136, 8);
@@ -451,12 +450,12 @@ static tqkv_result tqkv__create_found(const tqkv__header *found, tqkv_cache **ou
 {
     tqkv_cache_desc desc = found->desc;
     if (!found->learning) desc.calibrate = 0;
-    tqkv_result r = tqkv__create(&desc, found->learn_new, found->learn_last, out);
+    tqkv_result r = tqkv__create(&desc, found->learn_from, out);
     if (r != TQKV_OK) return r;
     (*out)->calibrate = found->desc.calibrate;
     tqkv__set_range(*out, found);
     tqkv__open_channels(*out, found->centers, found->scales);
-    if (found->learning && found->end) r = tqkv__fit_raw(*out, found->end);
+    if (found->learning && found->end) r = tqkv__get_raw(*out);
     if (r != TQKV_OK) tqkv_cache_destroy(*out);
     return r;
 }

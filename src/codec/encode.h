@@ -117,17 +117,59 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *token
     tqkv__fp_restore(mode);
 }
 
+/* How a stream's rows are kept as halves besides: as they came, or as its codes' rows are before they are scaled. */
+enum { TQKV__RAW_HALVES = 1, TQKV__ROTATED_HALVES = 2 };
+
+/* Whether halves hold a row; see TQKV__LEAST_HALF. Less a centre all values may be small. Tests bits, as
+   tqkv__all_finite does. */
+static bool tqkv__in_halves(const float *row, int n, bool centered)
+{
+    const uint32_t largest = tqkv__largest_bits(row, (size_t)n);
+    return largest < tqkv__bits(TQKV__BEYOND_HALVES) &&
+           (centered || largest == 0 || largest >= tqkv__bits(TQKV__LEAST_HALF));
+}
+
+/* Whether halves hold what they keep of n tokens: in any rotation if the largest value is not near their ends, since the
+   rotation of 1024 values makes it at most 32 times as large or small. False for NaN and infinity. */
+static TQKV__NOINLINE bool tqkv__rows_in_halves(const tqkv__stream *s, int halves, const void *src, int n)
+{
+    TQKV__ALIGNED float own[TQKV_MAX_HEAD_DIM];
+    float room[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    const uint32_t least = tqkv__bits(TQKV__LEAST_HALF * 32.0f), beyond = tqkv__bits(TQKV__BEYOND_HALVES / 32.0f);
+    const uint64_t mode = tqkv__fp_exact();
+    const bool widens = s->type != TQKV_TYPE_F32 || s->center || s->channel_scale;
+    bool fit = true;
+    for (int h = 0; h < s->n_kv_heads && fit; h++) {
+        const float *center = tqkv__center_of(s, h), *inverses = tqkv__inverses_of(s, h, 1, room);
+        for (int t = 0; t < n && fit; t++) {
+            const void *row = tqkv__source_row(s, src, (size_t)t, (size_t)h);
+            if (widens) codec->widen(s->type, row, center, inverses, s->head_dim, own);
+            const uint32_t largest = codec->largest_bits(widens ? own : (const float *)row, (size_t)s->head_dim);
+            if (largest - least < beyond - least) continue;
+            if (!widens) memcpy(own, row, (size_t)s->head_dim * sizeof(float));
+            if (halves & TQKV__RAW_HALVES) fit = tqkv__in_halves(own, s->head_dim, center != NULL);
+            if (!(halves & TQKV__ROTATED_HALVES) || !fit) continue;
+            codec->rotate(own, s->head_dim);
+            fit = tqkv__in_halves(own, s->head_dim, center != NULL);
+        }
+    }
+    tqkv__fp_restore(mode);
+    return fit;
+}
+
 /* Encodes the same tokens into some streams, each from its own source: tasks for some tokens of one of them. The hook
-   runs them twice: first they test for NaN and Inf, then they encode. */
+   runs them twice: first they test for NaN and Inf, and for what halves do not hold, then they encode. */
 enum { TQKV__ENCODE_STREAMS = 3, TQKV__ENCODE_TASKS = 16 };
 typedef struct tqkv__encode_job {
     const tqkv__stream *streams[TQKV__ENCODE_STREAMS], *halves[TQKV__ENCODE_STREAMS]; /* see tqkv__encode_tokens */
     const void *src[TQKV__ENCODE_STREAMS];
+    int as_halves[TQKV__ENCODE_STREAMS]; /* what is kept besides */
     tqkv_parallel parallel;
     int n_streams, n_tokens, n_tasks; /* n_tasks: of each stream */
     int64_t position;
     bool encode;
-    bool bad[TQKV__ENCODE_STREAMS * TQKV__ENCODE_TASKS];
+    bool bad[TQKV__ENCODE_STREAMS * TQKV__ENCODE_TASKS], unfit[TQKV__ENCODE_STREAMS * TQKV__ENCODE_TASKS];
 } tqkv__encode_job;
 
 static void tqkv__encode_task(void *context, int index)
@@ -140,10 +182,14 @@ static void tqkv__encode_task(void *context, int index)
     const int from = first + (int)((int64_t)(job->n_tokens - first) * share / job->n_tasks);
     const int to = first + (int)((int64_t)(job->n_tokens - first) * (share + 1) / job->n_tasks);
     const tqkv__tokens tokens = {job->halves[stream], src, from, to, job->position, job->position + job->n_tokens};
-    if (job->encode)
+    if (job->encode) {
         tqkv__encode_tokens(s, &tokens);
-    else
-        job->bad[index] = !tqkv__rows_finite(s, tqkv__source_row(s, src, (size_t)from, 0), to - from);
+        return;
+    }
+    const void *rows = tqkv__source_row(s, src, (size_t)from, 0);
+    if (job->as_halves[stream] && tqkv__rows_in_halves(s, job->as_halves[stream], rows, to - from)) return;
+    job->bad[index] = !tqkv__rows_finite(s, rows, to - from);
+    job->unfit[index] = job->as_halves[stream] && !job->bad[index];
 }
 
 static void tqkv__encode_job_open(tqkv__encode_job *job, const tqkv_parallel *parallel, int n_tokens, int64_t position)
@@ -180,25 +226,33 @@ static void tqkv__run_encode_tasks(tqkv__encode_job *job)
         tqkv__run_serial(NULL, job->n_streams, tqkv__encode_task, job);
 }
 
-/* Whether no source holds NaN or infinity. Rows that are left out or dropped count, too. */
-static bool tqkv__sources_finite(tqkv__encode_job *job)
+/* Refuses sources that hold NaN or infinity, or what halves do not hold. Rows that are left out or dropped count, too. */
+static tqkv_result tqkv__check_sources(tqkv__encode_job *job)
 {
+    bool bad = false, unfit = false;
     job->encode = false;
     tqkv__run_encode_tasks(job);
-    for (int i = 0; i < job->n_streams * job->n_tasks; i++)
-        if (job->bad[i]) return false;
-    return true;
+    for (int i = 0; i < job->n_streams * job->n_tasks; i++) {
+        bad = bad || job->bad[i];
+        unfit = unfit || job->unfit[i];
+    }
+    if (bad) return TQKV__REFUSE(NOT_FINITE, "the rows to encode hold NaN or infinity");
+    if (unfit)
+        return TQKV__REFUSE(NOT_FINITE, "k or v: a row beyond 65504, or all of it below 2^-17 but not 0: the halves of "
+                                        "calibrate, exact_first and exact_last do not hold it, codes alone do");
+    return TQKV_OK;
 }
 
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const void *src, int n_tokens, int64_t position)
 {
     tqkv__stream s;
     tqkv__encode_job job;
-    const tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s);
+    tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s);
     if (r != TQKV_OK) return r;
     tqkv__encode_job_open(&job, &store->parallel, n_tokens, position);
     tqkv__add_stream(&job, &s, src);
-    if (!tqkv__sources_finite(&job)) return TQKV__REFUSE(NOT_FINITE, "the source holds NaN or infinity");
+    r = tqkv__check_sources(&job);
+    if (r != TQKV_OK) return r;
     job.encode = true;
     tqkv__run_encode_tasks(&job);
     return TQKV_OK;

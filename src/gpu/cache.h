@@ -31,7 +31,7 @@ static void tqkv__take_learnt_buffers(const tqkv_cache *c, tqkv_metal_buffer mem
 static tqkv_cache_strides tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_strides *given)
 {
     const tqkv_cache_strides own = {c->keys.strides, c->values.strides, c->attention.query_strides,
-                                   c->attention.output_strides};
+                                    c->attention.output_strides};
     return given ? *given : own;
 }
 
@@ -61,13 +61,15 @@ static tqkv_metal_store tqkv__target_of_rows(const tqkv_cache *c, tqkv_metal_buf
 static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
                                   int one, int other, tqkv_metal_plan *plan)
 {
-    const tqkv__mapping mapping = tqkv__mapping_from(rows->n_tokens, rows->n_tokens ? rows->position : 0);
+    tqkv__mapping mapping = tqkv__mapping_from(rows->n_tokens, rows->n_tokens ? rows->position : 0);
     const bool has_one = tqkv__has_store(c, one), has_other = other != one && tqkv__has_store(c, other);
     const tqkv_metal_buffer of_one = rows->at[tqkv__stream_kinds[one].side],
                             of_other = rows->at[tqkv__stream_kinds[other].side];
     tqkv_metal_store stores[2];
     if (has_one) stores[0] = tqkv__target_of_rows(c, memory, rows, one);
     if (has_other) stores[1] = tqkv__target_of_rows(c, memory, rows, other);
+    mapping.besides[0] = tqkv__keeps_halves(c, has_one ? one : other);
+    mapping.besides[1] = tqkv__keeps_halves(c, other);
     if (has_one && has_other)
         return tqkv__add_encode_kv(&stores[0], &stores[1], of_one, of_other, &mapping, rows->not_finite, plan);
     if (has_one) return tqkv__add_encode(&stores[0], of_one, &mapping, rows->not_finite, plan);
@@ -129,12 +131,13 @@ static tqkv_result tqkv__add_coded(const tqkv_cache *c, tqkv_metal_buffer memory
 }
 
 /* Returns the raw halves of keys and values as rows to encode. */
-static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buffer memory)
+static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer not_finite)
 {
     tqkv__rows_in_buffers rows;
     memset(&rows, 0, sizeof rows);
+    rows.not_finite = not_finite;
     rows.type = TQKV_TYPE_F16;
-    rows.n_tokens = c->learn_new;
+    rows.n_tokens = c->learn_from;
     rows.learnt = true;
     for (int i = TQKV__KEYS; i <= TQKV__VALUES; i++) {
         const tqkv_store *raw = &c->raw[i];
@@ -150,18 +153,28 @@ static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buff
 static tqkv_result tqkv__add_learning(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_plan *plan)
 {
     const tqkv_metal_buffer none = {NULL, 0};
-    const tqkv__rows_in_buffers all = tqkv__raw_rows(c, memory);
-    const int n = all.n_tokens, first = n - c->exact_first >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
-    const tqkv__rows_in_buffers rows = tqkv__rows_after(c, &all, first);
+    const int side = c->shared ? TQKV__KEYS : TQKV__VALUES;
+    const tqkv__rows_in_buffers rows = tqkv__raw_rows(c, memory, none);
     tqkv_metal_store keys = tqkv__target_of_rows(c, memory, &rows, TQKV__KEYS);
     const tqkv_metal_buffer results[2] = {keys.center, keys.channel_scale};
-    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, c->pairs, results, plan);
+    tqkv__judged_rows judged;
+    judged.values = rows.at[side];
+    judged.values_size = c->raw[side].codes_size;
+    judged.is_new = tqkv__buffer_within(c, memory, c->is_new);
+    judged.strides = rows.strides[side];
+    judged.value_dim = c->raw[side].head_dim;
+    judged.n_exact = c->exact_first < rows.n_tokens ? c->exact_first : rows.n_tokens;
+    judged.least_rest = TQKV__LEAST_POSITIONS;
+    judged.least_new = tqkv__least_new(c);
+    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, c->pairs, &judged, results,
+                                 plan);
 }
 
 /* Encodes the raw halves, and of the newest those that their rings hold at `end`: as tqkv__settle. */
-static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer memory, int64_t end, tqkv_metal_plan *plan)
+static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer memory, int64_t end,
+                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__rows_in_buffers rows = tqkv__raw_rows(c, memory);
+    const tqkv__rows_in_buffers rows = tqkv__raw_rows(c, memory, not_finite);
     const int64_t oldest = end - tqkv__newest_room(c);
     tqkv_metal_dispatch *learns = &plan->d[plan->n];
     tqkv_result r = tqkv__add_learning(c, memory, plan);
@@ -181,14 +194,14 @@ static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer mem
 static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
                                  tqkv_metal_plan *plan)
 {
-    const int left = (int)(c->learn_new - rows->position);
+    const int left = (int)(c->learn_from - rows->position);
     const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left),
-                                raw = tqkv__rows_until(rows, left + TQKV__TILE); /* see tqkv__fit_raw */
+                                raw = tqkv__rows_until(rows, left + TQKV__TILE); /* see tqkv__learn_from */
     tqkv_result r = tqkv__add_streams(c, memory, &raw, TQKV__RAW, plan);
     if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &now, TQKV__TAIL, TQKV__TAIL, plan);
     if (r == TQKV_OK) r = tqkv__add_first(c, memory, &now, true, plan);
     if (r != TQKV_OK || now.n_tokens < left) return r;
-    r = tqkv__add_settling(c, memory, rows->position + rows->n_tokens, plan);
+    r = tqkv__add_settling(c, memory, rows->position + rows->n_tokens, rows->not_finite, plan);
     if (r != TQKV_OK || rows->n_tokens == left) return r;
     tqkv__rows_in_buffers rest = tqkv__rows_after(c, rows, left);
     rest.learnt = true;

@@ -195,7 +195,7 @@ static tqkv_result tqkv__visit_append(const tqkv_cache *c, tqkv_metal_buffer mem
     (void)tqkv__open_plan(&v->plan, "cache_append");
     r = tqkv__visit(v, tqkv__close_plan(&v->plan, tqkv__add_coded(c, memory, &rows, &v->plan)));
     if (r != TQKV_OK || !c->learning) return r;
-    rows.position = c->learn_new - 1;
+    rows.position = c->learn_from - 1;
     rows.n_tokens = 1;
     rows.learnt = false;
     (void)tqkv__open_plan(&v->plan, "cache_append");

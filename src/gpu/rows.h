@@ -344,9 +344,9 @@ static TQKV__NOINLINE tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n
 }
 
 /* Adds arguments for the rows of tokens from `position` on. slots: of a KV head in memory. What encodes has bound its
-   flag before, as its first buffer. */
+   flag before, as its first buffer; besides: rows that halves do not hold raise it, too. */
 static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s, int slot_list, int n_tokens,
-                                   int64_t position)
+                                   int64_t position, bool besides)
 {
     if (n_tokens > INT_MAX / s->n_kv_heads) return TQKV__INVALID("2^31 rows or more");
     const size_t tokens = (size_t)n_tokens, heads = (size_t)s->n_kv_heads,
@@ -361,7 +361,7 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
     args.n_pages = s->n_pages ? slot_list / s->page_size : 0;
     args.token_stride = (uint32_t)s->strides.token;
     args.head_stride = (uint32_t)s->strides.head;
-    args.has_flag = d->n_bindings > 0 && d->bindings[0].size > 0;
+    args.has_flag = d->n_bindings > 0 && d->bindings[0].size > 0 ? besides ? 2 : 1 : 0;
     tqkv__plan_args(d, &args, sizeof args);
     if (d->kernel.family == TQKV_METAL_DECODE)
         tqkv__plan_simdgroups(d, tokens * heads * (size_t)TQKV__ROW_LANES(s->head_dim), TQKV__SIMD_WIDTH);
@@ -377,6 +377,7 @@ typedef struct tqkv__mapping {
     bool by_slots;
     tqkv_metal_buffer slot_list;
     const int32_t *known; /* [n_tokens] or NULL */
+    bool besides[2];      /* each stream has halves that are kept besides codes */
 } tqkv__mapping;
 
 /* What an encode call takes of one stream. */
@@ -445,7 +446,9 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
     r = tqkv__plan_extent(s, n_tokens - skipped, &kept);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, s, slot_list, n_tokens - skipped, mapping->position + skipped);
+    if (r == TQKV_OK)
+        r = tqkv__plan_rows(d, s, slot_list, n_tokens - skipped, mapping->position + skipped,
+                            mapping->besides[index > 0]);
     if (r != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
@@ -534,7 +537,7 @@ static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_
 
 static tqkv__mapping tqkv__mapping_from(int n_tokens, int64_t position)
 {
-    const tqkv__mapping mapping = {n_tokens, position, false, {NULL, 0}, NULL};
+    const tqkv__mapping mapping = {n_tokens, position, false, {NULL, 0}, NULL, {false, false}};
     return mapping;
 }
 
@@ -550,7 +553,7 @@ TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store,
                                                   tqkv_metal_buffer slot_list, const int32_t *known,
                                                   tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known};
+    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known, {false, false}};
     if (!tqkv__open_plan(plan, "encode_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_encode(store, src, &mapping, not_finite, plan));
 }
@@ -569,7 +572,7 @@ TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *key
                                                      tqkv_metal_buffer slot_list, const int32_t *known,
                                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known};
+    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known, {false, false}};
     if (!tqkv__open_plan(plan, "encode_kv_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &mapping, not_finite, plan));
 }
@@ -587,7 +590,7 @@ static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buf
     tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
     tqkv__plan_bind_flag(d, 3, not_finite);
     r = tqkv__plan_extent(&s, n_tokens, &bytes);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, s.capacity, n_tokens, 0);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, s.capacity, n_tokens, 0, false);
     if (r != TQKV_OK) return r;
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated);
@@ -627,7 +630,7 @@ static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t posit
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
     r = tqkv__plan_extent(&s, n_positions, &bytes);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slot_list, n_positions, position);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slot_list, n_positions, position, false);
     if (r != TQKV_OK) return r;
     if (!tqkv__rows_distinct(s.strides, n_positions, s.n_kv_heads, s.head_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
@@ -678,11 +681,20 @@ TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, 
     return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, unrotate, plan));
 }
 
+/* How a cache tells which of its rows are new. */
+typedef struct tqkv__judged_rows {
+    tqkv_metal_buffer values, is_new; /* halves; room for a byte a KV head and position */
+    tqkv_strides strides;             /* of the values */
+    size_t values_size;
+    int value_dim, n_exact, least_rest, least_new;
+} tqkv__judged_rows;
+
 static void tqkv__plan_calibrate_args(tqkv_metal_dispatch *d, const tqkv__stream *s, int n_tokens, int n_heads,
-                                      int n_queries, const tqkv__tied *tied)
+                                      int n_queries, const tqkv__tied *tied, const tqkv__judged_rows *judged)
 {
     const uint32_t dim = (uint32_t)s->head_dim;
     tqkv__calibrate_args args;
+    memset(&args, 0, sizeof args);
     args.head_dim = s->head_dim;
     args.n_tokens = n_tokens;
     args.n_queries = n_queries;
@@ -694,13 +706,24 @@ static void tqkv__plan_calibrate_args(tqkv_metal_dispatch *d, const tqkv__stream
     args.head_stride = (uint32_t)s->strides.head;
     args.query_token_stride = (uint32_t)n_heads * dim;
     args.query_head_stride = dim;
+    if (judged) {
+        args.value_dim = judged->value_dim;
+        args.n_exact = judged->n_exact;
+        args.least_rest = judged->least_rest;
+        args.least_new = judged->least_new;
+        args.value_token_stride = (uint32_t)judged->strides.token;
+        args.value_head_stride = (uint32_t)judged->strides.head;
+    }
     tqkv__plan_args(d, &args, sizeof args);
 }
 
+/* Adds the kernel that learns; judged: NULL, all rows count. */
 static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
                                          tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
-                                         const tqkv_metal_buffer results[2], tqkv_metal_plan *plan)
+                                         const tqkv__judged_rows *judged, const tqkv_metal_buffer results[2],
+                                         tqkv_metal_plan *plan)
 {
+    const tqkv_metal_buffer nowhere = {NULL, 0};
     tqkv__stream s;
     tqkv__tied tied;
     size_t bytes, q_bytes;
@@ -720,11 +743,14 @@ static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_met
     const size_t value = tqkv__type_size(s.type), size = (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float);
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_CALIBRATE, 0, 0);
-    tqkv__plan_calibrate_args(d, &s, n_tokens, n_heads, n_queries, &tied);
+    tqkv__plan_calibrate_args(d, &s, n_tokens, n_heads, n_queries, &tied, judged);
     tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
     tqkv__plan_bind_rows(d, "q", 2, q, TQKV_FC_VALUE_TYPE, s.type, q_bytes / sizeof(float) * value, false);
     tqkv__plan_bind(d, "center", 3, results[0], size, true);
     tqkv__plan_bind(d, "channel_scale", 4, results[1], size, true);
+    tqkv__plan_bind(d, "values", 5, judged ? judged->values : nowhere, judged ? judged->values_size : 0, false);
+    tqkv__plan_bind(d, "is_new", 6, judged ? judged->is_new : nowhere,
+                    judged ? (size_t)s.n_kv_heads * (size_t)n_tokens : 0, true);
     d->memory[0] = 2 * (size_t)s.head_dim * sizeof(float);
     d->grid[0] = (size_t)s.n_kv_heads;
     d->n_simdgroups = (s.head_dim + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
@@ -738,6 +764,6 @@ TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tq
 {
     const tqkv_metal_buffer results[2] = {center, channel_scale};
     if (!tqkv__open_plan(plan, "calibrate")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan,
-                            tqkv__add_calibration(shape, src, n_tokens, q, n_heads, n_queries, pairs, results, plan));
+    return tqkv__close_plan(
+        plan, tqkv__add_calibration(shape, src, n_tokens, q, n_heads, n_queries, pairs, NULL, results, plan));
 }

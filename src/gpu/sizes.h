@@ -190,7 +190,8 @@ typedef struct tqkv__rows_args {
     int32_t page_size;  /* read if TQKV_FC_PAGES, and n_pages: of the store */
     int32_t n_pages;
     uint32_t token_stride, head_stride; /* of source or destination, in values */
-    int32_t has_flag;                   /* not_finite is there to be written */
+    int32_t
+        has_flag; /* not_finite is there to be written: by rows that are not finite, or (2) that halves do not hold */
 } tqkv__rows_args;
 
 typedef struct tqkv__rotate_args {
@@ -302,6 +303,11 @@ typedef struct tqkv__calibrate_args {
     int32_t pairs;                                                             /* tqkv_pairs, of the first */
     int32_t rotary_dim;                                                        /* channels */
     uint32_t token_stride, head_stride, query_token_stride, query_head_stride; /* in values */
+    /* Of a cache that learns: it takes the rows of new positions, which its values show. value_dim 0: all rows */
+    int32_t value_dim;
+    int32_t n_exact, least_rest; /* the first n_exact are left out if at least least_rest new ones remain */
+    int32_t least_new;           /* of fewer the centre is 0 and the scale 1 */
+    uint32_t value_token_stride, value_head_stride;
 } tqkv__calibrate_args;
 
 /* The structs that C and the shaders share. */
@@ -326,5 +332,5 @@ TQKV__ASSERT_SIZE(tqkv__merge_args, 44);
 TQKV__ASSERT_SIZE(tqkv__batch_item, 332);
 TQKV__ASSERT_SIZE(tqkv__choose_args, 52);
 TQKV__ASSERT_SIZE(tqkv__index_args, 232);
-TQKV__ASSERT_SIZE(tqkv__calibrate_args, 44);
+TQKV__ASSERT_SIZE(tqkv__calibrate_args, 68);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4736);

@@ -7,6 +7,7 @@ struct tqkv__row;
 /* The encoding functions of an instruction set; every set gives the same bytes. */
 typedef struct tqkv__codec {
     bool (*rows_finite)(tqkv_type type, const void *x, size_t n); /* n: a multiple of head_dim */
+    uint32_t (*largest_bits)(const float *x, size_t n);           /* likewise: of the largest magnitude */
     bool (*scales_valid)(const float *x, size_t n);               /* likewise */
     void (*invert)(const float *scales, int n, float *inverses);  /* likewise: 1 / scale, rounded once */
     void (*widen)(tqkv_type type, const void *src, const float *center, const float *inverses, int n, float *row);

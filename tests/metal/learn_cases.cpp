@@ -16,6 +16,7 @@ struct learn_row {
     bool ring, shared, non_causal, strides;
     int matrix_group;
     tqkv_type type;
+    int repeat; // only every so many positions is new; 0: all
 };
 
 enum { HEADS = CACHE_HEADS * CACHE_GROUP };
@@ -69,10 +70,11 @@ tqkv_result run_append(tqkv_metal *m, const tqkv_cache *c, const void *k, const 
     if (v) others = packed(v, of_v, keys->type, n, heads, 0, values->head_dim);
     if (v) rows.insert(rows.end(), tails.begin(), tails.end()); // behind the keys
     tqkv_metal_plan plan;
-    const tqkv_metal_buffer none = {nullptr, 0};
+    uint32_t unfit = 0;
     tqkv_metal_plan_cache_append(c, gpu_buffer(c), &no_gaps, gpu_buffer(rows.data()),
-                                 gpu_buffer(v ? others.data() : tails.data()), n, none, &plan);
-    return finished(machine_of(m), gpu_run(plan));
+                                 gpu_buffer(v ? others.data() : tails.data()), n, gpu_buffer(&unfit), &plan);
+    const tqkv_result r = finished(machine_of(m), gpu_run(plan));
+    return r == TQKV_OK && unfit ? TQKV_NOT_FINITE : r;
 }
 
 tqkv_result run_some(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q, int n, void *out)
@@ -80,8 +82,8 @@ tqkv_result run_some(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *s
     static const tqkv_cache_strides no_gaps = {{0, 0}, {0, 0}, {0, 0}, {0, 0}};
     const tqkv_attention view = test_view(c, 0);
     const tqkv_store *tail = test_tail(c);
-    const int key_dim = test_keys(c)->head_dim + (tail ? tail->head_dim : 0),
-              value_dim = test_values(c)->head_dim, heads = view.n_heads;
+    const int key_dim = test_keys(c)->head_dim + (tail ? tail->head_dim : 0), value_dim = test_values(c)->head_dim,
+              heads = view.n_heads;
     const tqkv_strides of_q = strides_or(view.query_strides, heads, key_dim),
                        of_out = strides_or(view.output_strides, heads, value_dim);
     const size_t value = size_of(view.query_type), row = (size_t)value_dim * value;
@@ -184,6 +186,9 @@ pair_of_caches::pair_of_caches(const learn_row *r) : row(r), gpu()
             const float constant = which == 1 || row->shared ? 0.0f : (float)(channel % 5); // all positions are new
             values[(size_t)i] =
                 which == 2 ? 0.3f * values[(size_t)i] : (values[(size_t)i] + constant) * scales[channel];
+            const int token = i / (int)strides[which].token;
+            if (row->repeat && which == (row->shared ? 0 : 1) && token % row->repeat)
+                values[(size_t)i] = values[(size_t)i - strides[which].token] * (channel % 3 ? 1.0f : 1.25f);
         }
         free(scales);
         rows[which].resize((size_t)all * size_of(row->type));
@@ -531,6 +536,37 @@ void run_smaller(const void *parameters)
     caches.attend(18, 4, nullptr);
 }
 
+// Rows that halves do not hold are refused as on the processor, while the cache learns and later; and a scale is so
+// large that halves hold the first positions, which are not learned from.
+void run_range(const void *parameters)
+{
+    const learn_row *row = (const learn_row *)parameters;
+    pair_of_caches caches(row);
+    const size_t each = caches.strides[0].token;
+    std::vector<float> odd(each);
+    for (int t = 0; t < row->tokens; t++) { // a channel that is the same in all but the first position
+        float *channel = (float *)(void *)&caches.rows[0][(size_t)t * each * sizeof(float)];
+        *channel = t ? 1.0f : 6e4f;
+    }
+    for (int end : {0, row->learns_at - 1, row->learns_at + 2}) {
+        if (end) caches.append((int)tqkv_cache_end(caches.caches[0]), end - (int)tqkv_cache_end(caches.caches[0]));
+        for (float size : {1e-9f, 7e-6f, 7e-5f, 1.0f, 65519.0f, 6e5f, 1e9f}) {
+            std::fill(odd.begin(), odd.end(), 0.0f);
+            for (int h = 0; h < CACHE_HEADS; h++) odd[(size_t)(h * row->head_dim)] = size;
+            tqkv_result results[2];
+            for (int side = 0; side < 2; side++)
+                results[side] = tqkv_cache_append(caches.caches[side], caches.at(0, 0), odd.data(), 1);
+            CHECK(results[0] == results[1], "a row of %g at %d: %s and on a GPU %s", (double)size, end,
+                  tqkv_result_string(results[0]), tqkv_result_string(results[1]));
+            CHECK(results[0] == (size < 1e-5f || size > 65520.0f ? TQKV_NOT_FINITE : TQKV_OK), "a row of %g at %d: %s",
+                  (double)size, end, tqkv_result_string(results[0]));
+            for (int side = 0; side < 2 && results[0] == TQKV_OK; side++)
+                CHECK_RESULT(tqkv_cache_truncate(caches.caches[side], end), TQKV_OK);
+        }
+        caches.compare("refused");
+    }
+}
+
 // Without a context the halves lie apart from the cache: kernels cannot reach them.
 void run_apart(const void *parameters)
 {
@@ -556,20 +592,23 @@ void learn_shader_cases()
     const tqkv_type f32 = TQKV_TYPE_F32;
     const tqkv_format none = TQKV_FORMAT_DEFAULT;
     const learn_row rows[] = {
-        {"plain", TQKV_TQ4, TQKV_TQ4, 64, 0, 120, 20, 20, 0, 0, 0, 0, 34, none, 0, 0, 0, 0, 0, f32},
-        {"ends", TQKV_TQ4, TQKV_TQ3, 64, 0, 200, 20, 20, 4, 9, 0, 0, 48, none, 0, 0, 0, 0, 0, f32},
-        {"small", TQKV_TQ5, TQKV_TQ3, 64, 0, 40, 512, 16, 4, 128, 0, 0, 40, none, 0, 0, 0, 0, 0, f32},
-        {"many_first", TQKV_TQ3, TQKV_TQ2, 32, 0, 200, 20, 20, 30, 5, 0, 0, 40, none, 0, 0, 0, 1, 0, f32},
-        {"window", TQKV_I8, TQKV_TQ4, 64, 0, 70, 17, 17, 3, 12, 0, 30, 110, none, 1, 0, 0, 0, 0, f32},
-        {"ring", TQKV_F16, TQKV_TQ5, 32, 0, 40, 16, 16, 5, 6, 0, 0, 60, none, 1, 0, 0, 0, 0, f32},
-        {"wide_keys", TQKV_TQ6, TQKV_F16, 192, 128, 90, 20, 20, 2, 5, 0, 0, 30, none, 0, 0, 0, 0, 0, TQKV_TYPE_BF16},
-        {"matrices", TQKV_TQ4, TQKV_TQ4, 64, 0, 100, 18, 18, 3, 8, 0, 0, 34, none, 0, 0, 0, 1, 2, TQKV_TYPE_F16},
-        {"latent", TQKV_TQ4, none, 512, 0, 100, 16, 16, 2, 5, 64, 0, 24, TQKV_I8, 0, 1, 0, 0, 0, f32},
-        {"latent_ring", TQKV_TQ4, none, 448, 0, 30, 16, 16, 20, 3, 64, 8, 36, none, 1, 1, 0, 0, 0, f32},
-        {"apart_ring", TQKV_TQ4, TQKV_TQ5, 448,  0, 40, 16, 16, 20, 3,
-         64,           9,        34,       none, 1, 0,  0,  0,  0,  f32}, // 13 dispatches
-        {"tail_apart", TQKV_TQ4, TQKV_TQ5, 512, 0, 100, 16, 16, 2, 5, 64, 0, 24, TQKV_TQ6, 0, 0, 0, 0, 0, f32},
-        {"non_causal", TQKV_TQ4, TQKV_TQ4, 64, 0, 100, 18, 18, 3, 8, 0, 0, 34, none, 0, 0, 1, 0, 0, f32},
+        {"plain", TQKV_TQ4, TQKV_TQ4, 64, 0, 120, 20, 20, 0, 0, 0, 0, 34, none, 0, 0, 0, 0, 0, f32, 0},
+        {"ends", TQKV_TQ4, TQKV_TQ3, 64, 0, 200, 20, 20, 4, 9, 0, 0, 48, none, 0, 0, 0, 0, 0, f32, 0},
+        {"small", TQKV_TQ5, TQKV_TQ3, 64, 0, 40, 512, 16, 4, 128, 0, 0, 40, none, 0, 0, 0, 0, 0, f32, 0},
+        {"many_first", TQKV_TQ3, TQKV_TQ2, 32, 0, 200, 20, 20, 30, 5, 0, 0, 40, none, 0, 0, 0, 1, 0, f32, 0},
+        {"window", TQKV_I8, TQKV_TQ4, 64, 0, 70, 17, 17, 3, 12, 0, 30, 110, none, 1, 0, 0, 0, 0, f32, 0},
+        {"ring", TQKV_F16, TQKV_TQ5, 32, 0, 40, 16, 16, 5, 6, 0, 0, 60, none, 1, 0, 0, 0, 0, f32, 0},
+        {"wide_keys", TQKV_TQ6, TQKV_F16, 192, 128, 90, 20, 20, 2, 5, 0, 0, 30, none, 0, 0, 0, 0, 0, TQKV_TYPE_BF16, 0},
+        {"matrices", TQKV_TQ4, TQKV_TQ4, 64, 0, 100, 18, 18, 3, 8, 0, 0, 34, none, 0, 0, 0, 1, 2, TQKV_TYPE_F16, 0},
+        {"latent", TQKV_TQ4, none, 512, 0, 100, 16, 16, 2, 5, 64, 0, 24, TQKV_I8, 0, 1, 0, 0, 0, f32, 0},
+        {"latent_ring", TQKV_TQ4, none, 448, 0, 30, 16, 16, 20, 3, 64, 8, 36, none, 1, 1, 0, 0, 0, f32, 0},
+        {"apart_ring", TQKV_TQ4, TQKV_TQ5, 448, 0, 40, 16, 16,  20, 3, 64, 9,
+         34,           none,     1,        0,   0, 0,  0,  f32, 0}, // 13 dispatches
+        {"tail_apart", TQKV_TQ4, TQKV_TQ5, 512, 0, 100, 16, 16, 2, 5, 64, 0, 24, TQKV_TQ6, 0, 0, 0, 0, 0, f32, 0},
+        {"non_causal", TQKV_TQ4, TQKV_TQ4, 64, 0, 100, 18, 18, 3, 8, 0, 0, 34, none, 0, 0, 1, 0, 0, f32, 0},
+        {"repeated", TQKV_TQ5, TQKV_TQ3, 64, 0, 180, 40, 40, 4, 9, 0, 0, 50, none, 0, 0, 0, 0, 0, f32, 2},
+        {"one_new", TQKV_I8, TQKV_TQ4, 64, 0, 120, 20, 20, 0, 8, 0, 0, 34, none, 0, 0, 0, 0, 0, f32, 40},
+        {"latent_repeated", TQKV_TQ4, none, 512, 0, 140, 34, 34, 2, 5, 64, 0, 40, TQKV_I8, 0, 1, 0, 0, 0, f32, 2},
     };
     for (const learn_row &row : rows) {
         if (gpu_on_device && (&row - rows) % 3 != 1) continue; // each has pipelines of its own
@@ -583,4 +622,5 @@ void learn_shader_cases()
     test_add(run_set, &rows[4], sizeof *rows, "learn/set");
     for (int i : {0, 1}) test_add(run_smaller, &rows[i], sizeof *rows, "learn/smaller/%s", rows[i].name);
     test_add(run_apart, &rows[1], sizeof *rows, "learn/apart");
+    test_add(run_range, &rows[1], sizeof *rows, "learn/range");
 }

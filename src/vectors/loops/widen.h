@@ -71,8 +71,8 @@ TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, in
         }
 }
 
-/* Does what tqkv__all_finite does for whole rows: the largest magnitude shows an exponent of all ones. */
-TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
+/* Does what tqkv__largest_bits does for whole rows. */
+TQKV__TARGET static uint32_t TQKV__(largest_of)(const float *x, size_t n)
 {
     TQKV__(codes) largest[4];
     uint32_t lanes[4 * TQKV__LANES], all = 0;
@@ -85,7 +85,7 @@ TQKV__TARGET static bool TQKV__(floats_finite)(const float *x, size_t n)
     for (; i < n; i += TQKV__LANES) largest[0] = TQKV__(larger_bits)(largest[0], TQKV__(load)(x + i));
     memcpy(lanes, largest, sizeof lanes);
     for (int j = 0; j < 4 * TQKV__LANES; j++) all = lanes[j] > all ? lanes[j] : all;
-    return all < 0x7f800000u;
+    return all;
 }
 
 /* Does what tqkv__values_finite does for whole rows. Two halves, or bfloat16s, in a word: a 1 added at the lowest bit
@@ -96,7 +96,7 @@ TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size
     const uint8_t *p = (const uint8_t *)x;
     TQKV__(words) carries, pairs;
     uint32_t lanes[TQKV__LANES], all = 0;
-    if (type == TQKV_TYPE_F32) return TQKV__(floats_finite)((const float *)x, n);
+    if (type == TQKV_TYPE_F32) return TQKV__(largest_of)((const float *)x, n) < 0x7f800000u;
     memset(&carries, 0, sizeof carries);
     for (size_t left = 2 * n, size = sizeof pairs; left; left -= size, p += size) {
         if (left < size) {

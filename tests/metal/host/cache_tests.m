@@ -362,8 +362,16 @@ static void run_refusals(const void *parameters)
     rows[3] = NAN;
     CHECK_RESULT(tqkv_cache_append(gpu, rows, rows, 1), TQKV_NOT_FINITE);
     CHECK_RESULT(tqkv_cache_append(gpu, rows, rows, 0), TQKV_OK);
-    host_work work = host_begin(false);
     tqkv_metal *m = test_host.metal;
+    metal.exact_last = 2;
+    tqkv_cache *exact = cache_make(&row, &metal);
+    REQUIRE(exact, "no cache");
+    rows[3] = 1e7f;
+    CHECK_REFUSED(m, tqkv_cache_append(exact, rows, rows, 1), TQKV_NOT_FINITE, "halves");
+    rows[3] = 1.0f;
+    CHECK_RESULT(tqkv_cache_append(exact, rows, rows, 1), TQKV_OK);
+    tqkv_cache_destroy(exact);
+    host_work work = host_begin(false);
     CHECK_REFUSED(m, tqkv_metal_cache_append(m, work.encoder, cpu, b, b, 1, b), TQKV_INVALID_ARGUMENT, "memory");
     CHECK_REFUSED(m, tqkv_metal_cache_append(m, work.encoder, gpu, b, b, 2, b), TQKV_OUT_OF_RANGE, "cache_append");
     CHECK_REFUSED(m, tqkv_metal_cache_append(m, work.encoder, gpu, b, b, 1, b), TQKV_INVALID_ARGUMENT, "overlap");

@@ -262,7 +262,8 @@ static void run_refusals(const void *parameters)
     b = slots, b.offset += 2;
     CHECK_REFUSED(m, tqkv_metal_encode_slots(m, w.encoder, &s, p.k, 2, b, NULL, none), TQKV_INVALID_ARGUMENT,
                   "slots: offset");
-    CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &s, p.k, 1, PAGES * PAGE_SLOTS, none), TQKV_OUT_OF_RANGE, "encode");
+    CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &s, p.k, 1, PAGES * PAGE_SLOTS, none), TQKV_OUT_OF_RANGE,
+                  "encode");
     s.pages.offset += 4;
     CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &s, p.k, 1, 0, none), TQKV_INVALID_ARGUMENT, "pages: needs");
     s.pages = none;
