@@ -176,10 +176,11 @@ TQKV_API const char *tqkv_result_string(tqkv_result r);
 
 /* >>common
    The row of token (or position, or query) t and head h begins at value t * token + h * head. 0 stands for
-   [token][head][dim] without gaps: dim for head and n_heads * dim for token. For [head][token][dim]: token = dim, head =
-   n_tokens * dim; for a third of fused projections: token = 3 * n_heads * dim. Rows that are read may share values, rows
-   that are written may not. Between the rows of an output another output of the same strides may lie; checks of what
-   overlaps count all other memory there as written, although calls do not touch it. On a GPU below 2^32. */
+   [token][head][dim] without gaps: dim for head and n_heads * dim for token. For [head][token][dim]: token = dim,
+   head = n_tokens * dim; for a third of fused projections: token = 3 * n_heads * dim. Rows that are read may share
+   values, rows that are written may not. Between the rows of an output another output of the same strides may lie;
+   checks of what overlaps count all other memory there as written, although calls do not touch it. On a GPU below
+   2^32. */
 typedef struct tqkv_strides {
     size_t token, head;
 } tqkv_strides;
@@ -203,9 +204,9 @@ typedef struct tqkv_allocator {
 
 /* Threads. `run` calls task(context, i) once for each i in [0, count), in any order, on any threads, and returns after
    all tasks have ended. All zero: the calling thread alone. `run` must allow calls from several threads that share a
-   cache or a store, and, in a pool whose other tasks call tqkv, calls inside a task. tqkv never calls `run` from its own
-   tasks. Neither `run` nor a task may throw or longjmp through tqkv: the call's scratch would leak, and its tasks might
-   go on. */
+   cache or a store, and, in a pool whose other tasks call tqkv, calls inside a task. tqkv never calls `run` from its
+   own tasks. Neither `run` nor a task may throw or longjmp through tqkv: the call's scratch would leak, and its tasks
+   might go on. */
 typedef void (*tqkv_task)(void *context, int index);
 typedef struct tqkv_parallel {
     void (*run)(void *user, int count, tqkv_task task, void *context);
@@ -392,10 +393,10 @@ struct tqkv_store {
        and attention add it back, exactly. For keys with a large constant part, which models with a bias in the key
        projection have. */
     const float *center;
-    /* A scale for each channel, [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL. Encoding divides by it what is left
-       of a row without its centre (it multiplies by 1 / channel_scale); decoding and attention multiply. For keys with
-       channels far larger than others, whose error the rotation would spread over all. TQKV_ROTATED rows, queries and
-       outputs are those of the scaled basis. */
+    /* A scale for each channel, [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL. Encoding subtracts the centre, then
+       divides by the scale (as a product with 1 / channel_scale); decoding and attention multiply. For keys with
+       channels far larger than others, whose error the rotation would spread over all channels. TQKV_ROTATED rows,
+       queries and outputs are those of the scaled basis. */
     const float *channel_scale;
     float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
     int rotary_dim; /* channels [0, rotary_dim) are turned by the rotary embedding; for tqkv_pairs alone; 0 = head_dim */
@@ -413,9 +414,9 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
    becomes zeros where all is at most 1e-10: the length of a row, or of I8 its largest value. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
 
-/* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries. They are
-   rotated, divided by the norm, and scaled to unit variance; I8: in steps of the grid; F16: what is rounded. src,
-   scaled: [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
+/* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries, rotated,
+   divided by the norm, and scaled to unit variance. For I8 the values are in steps of the grid, for F16 they are what
+   is rounded. src, scaled: [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled);
 
 /* The basis of a vector. Streams without rotation and without a scale have one basis. */
@@ -454,13 +455,12 @@ typedef struct tqkv_quality {
                         one is infinite: a value of F16 that overflows when the centre is subtracted */
     double beyond;   /* share of these values beyond the last boundary */
 } tqkv_quality;
-/* Encodes and decodes the rows, without a store; out: [n_kv_heads], zeros for no tokens. codes and norms may be NULL. A
-   stream that is keys and values has one error, which outputs meet twice, in the weights and in what they weigh: the
-   two effects add up. A tail is a stream of its own, which strides find in rows of whole keys; scores meet its error by
-   the share that its products have of them. */
+/* Encodes and decodes the rows, without a store; out: [n_kv_heads], zeros for no tokens. codes and norms may be NULL.
+   If a stream is keys and values, its error enters the output twice, by the weights and by the values, and the two
+   effects add up. Measure a tail as a stream of its own, with strides that find it in the rows of whole keys. */
 TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out);
 
-/* Learns centre and scale of keys from rows and, if given, from queries, which say what reads a channel's error:
+/* Learns centre and scale of keys from rows and, if given, from queries, which weigh the error of a channel:
 
      center = mean,  s = deviation from it,  channel_scale = sqrt(s), or sqrt(s / r), r = root mean square of queries,
 
@@ -472,9 +472,9 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
    magnitude beyond 1e12. */
 TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
                                     int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
-/* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' -
-   k)/sqrt(head_dim) over the rows k, root mean square over the queries that read the head. With 20 in its first layer
-   Qwen2.5-Coder-0.5B is ruined, with 5 it loses 0.25 nats, with 0.7 it loses 0.03, or with exact ends 0.003. Rows and
+/* Measures what the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' -
+   k)/sqrt(head_dim) over the rows k, root mean square over the queries that read the head. 20 in the first layer ruins
+   Qwen2.5-Coder-0.5B, 5 costs 0.25 nats, 0.7 costs 0.03, or 0.003 with exact ends. Rows and
    queries as tqkv_calibrate's, q not NULL; noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if rows decode
    to NaN. */
 TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
@@ -671,10 +671,10 @@ typedef struct tqkv_index {
 /* q: [n_queries][n_heads][head_dim]; scores: [n_queries][number of blocks up to end], -INFINITY where a query sees no
    key of a block. TQKV_NOT_FINITE if q or weights hold NaN or Inf. */
 TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *x, const void *q, float *scores);
-/* Writes the k best blocks of each query in ascending order, then -1. Of blocks with equal scores the lower is better; a
-   block with -INFINITY is never chosen. If `first` and `newest` name more than k blocks, the lower ones are chosen.
-   scores: as above, list: [n_queries][k]. Reads only the shape of keys. TQKV_NOT_FINITE if the score of a block that its
-   query sees is NaN. */
+/* Writes the k best blocks of each query in ascending order, then -1. Of blocks with equal scores the lower is better;
+   a block with -INFINITY is never chosen. If `first` and `newest` name more than k blocks, the lower ones are chosen.
+   scores: as above, list: [n_queries][k]. Reads only the shape of keys. TQKV_NOT_FINITE if the score of a block that
+   its query sees is NaN. */
 TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *x, const float *scores, int k, int32_t *list);
 
 /* >>isa
@@ -2411,6 +2411,11 @@ typedef struct tqkv__codec {
                         int n_rows);
 } tqkv__codec;
 
+/* Finds the codes of a row. scales: of its norms, then the factors of a search; squares: of the codes' centroids, for
+   tqkv__correct_norms. y: [head_dim], scales, squares: [norms_per_row], codes: [head_dim] and room for 64 */
+typedef void tqkv__code_row(const tqkv__stream *s, const struct tqkv__quantiser *q, const float *y, float *scales,
+                            float *squares, uint8_t *codes);
+
 static const tqkv__codec *tqkv__codec_for(int head_dim);
 
 static bool tqkv__channels_finite(const tqkv__stream *s, const float *x)
@@ -2810,10 +2815,10 @@ typedef struct tqkv__cell {
 
 typedef struct tqkv__quantiser {
     TQKV__ALIGNED tqkv__cell cells[256];
-    /* Of codebooks of up to 4 bits, for look-ups in registers: n_below of each cell, and the positive boundaries, then
+    /* Of codebooks of up to 6 bits, for look-ups in registers: n_below of each cell, and the positive boundaries, then
        infinity, and centroids */
-    uint8_t n_below[16];
-    float bounds[8], centroids[8];
+    uint8_t n_below[64];
+    float bounds[32], centroids[32];
     float squares[8]; /* TQ2: of its centroids, repeated */
     float slope, top; /* cell of a magnitude w: the whole part of min(w * slope, top) */
     int half;         /* the codes of one sign */
@@ -2833,14 +2838,14 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
         const float at = i < n ? positive[i] * q->slope : INFINITY;
         TQKV_ASSERT(i == n || (at - floorf(at) > TQKV__CELL_MARGIN && at - floorf(at) < 1.0f - TQKV__CELL_MARGIN));
         q->cells[c] = cell;
-        if (c < 16) q->n_below[c] = (uint8_t)i;
+        if (c < 64) q->n_below[c] = (uint8_t)i;
         i += at < (float)(c + 1) || (i < n && c == (1 << bits) - 1);
     }
-    for (i = 0; i < 8; i++) {
+    for (i = 0; i < 32; i++) {
         q->bounds[i] = i < n ? positive[i] : INFINITY;
         q->centroids[i] = centroids[i < n ? i : n];
-        q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
     }
+    for (i = 0; i < 8; i++) q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
 }
 
 /* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes:
@@ -4641,8 +4646,10 @@ TQKV__OP void TQKV__(hadamard_subrows)(const int count, const int length, tqkv_t
         TQKV__VECTOR x[16];
         TQKV__(load_vectors)(count, type, in, first, x);
         if (flip) {
+            const uint8_t *signs = &tqkv__tables.signs[first % 512 / 8];
             TQKV__UNROLL
-            for (int i = 0; i < count; i++) x[i] = TQKV__(flip)(x[i], first + i * TQKV__LANES);
+            for (int i = 0; i < count; i++)
+                x[i] = TQKV__(flip)(x[i], signs, i * TQKV__LANES + (TQKV__LANES < 8 ? first % 8 : 0));
         }
         TQKV__UNROLL
         for (int stage = 0; stage < 4; stage++)
@@ -4671,119 +4678,90 @@ TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, floa
         }
 }
 
-/* A vector of a row or, if n is 4 and LANES 8, of two: each has a half. pair is a constant. */
-TQKV__OP TQKV__VECTOR TQKV__(load_column)(const bool pair, const float *low, const float *high)
+/* Where a column of a row's subrows begins: of LANES values or, if subrows are shorter, of two rows, a half each. */
+typedef struct TQKV__(column) {
+    float *low, *high;
+} TQKV__(column);
+
+/* pair is a constant: true where subrows are shorter than a vector. i: of a subrow's first value */
+TQKV__OP TQKV__VECTOR TQKV__(load_column)(const bool pair, const TQKV__(column) * column, int i)
 {
-    return pair ? TQKV__(load_two)(low, high) : TQKV__(load)(low);
+    return pair ? TQKV__(load_two)(column->low + i, column->high + i) : TQKV__(load)(column->low + i);
 }
 
-TQKV__OP void TQKV__(store_column)(const bool pair, float *low, float *high, TQKV__VECTOR x)
+TQKV__OP void TQKV__(store_column)(const bool pair, const TQKV__(column) * column, int i, TQKV__VECTOR x)
 {
     if (pair)
-        TQKV__(store_two)(low, high, x);
+        TQKV__(store_two)(column->low + i, column->high + i, x);
     else
-        TQKV__(store)(low, x);
+        TQKV__(store)(column->low + i, x);
 }
 
-/* Applies the matrix of order m to a column of subrows n floats apart, in place, with signs that the compiler knows,
-   and no loads of them: encoding I8 takes a quarter less at 80, 96 and 192. Every second sum is made of multiply-adds:
-   a Zen 4 core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other, since clang 14
-   would reorder sums there with -fassociative-math. */
-TQKV__OP void TQKV__(mix_known)(const int m, const bool pair, int n, float factor, float *low, float *high)
-{
-    const TQKV__VECTOR plus = TQKV__(rounded)(TQKV__(set1)(1.0f)), minus = TQKV__(rounded)(TQKV__(set1)(-1.0f));
-    const int halves = m > 12 ? 2 : 1, parts = halves * halves;
-    const int count = m / halves; /* sums in registers, and terms that are unrolled together */
-    TQKV__VECTOR sums[20];
-    TQKV__UNROLL
-    for (int part = 0; part < parts; part++) {
-        const int first = part / halves * count, from = part % halves * count;
-        TQKV__UNROLL
-        for (int c = from; c < from + count; c++) {
-            const TQKV__VECTOR x = TQKV__(load_column)(pair, low + c * n, high + c * n);
-            TQKV__UNROLL
-            for (int b = first; b < first + count; b++) {
-                const bool subtract = (tqkv__matrix_row(m, b)[c / 8] >> (c % 8)) & 1;
-                if (c == 0)
-                    sums[b] = x * (subtract ? minus : plus);
-                else if (b % 2 || TQKV__LANES == 4)
-                    sums[b] = TQKV__(fma)(x, subtract ? minus : plus, sums[b]);
-                else
-                    sums[b] = subtract ? sums[b] - x : sums[b] + x;
-            }
-        }
-    }
-    for (int b = 0; b < m; b++) TQKV__(store_column)(pair, low + b * n, high + b * n, sums[b] * TQKV__(set1)(factor));
-}
-
-/* Writes the matrix as floats, +-1: signs: [m][TQKV__COLUMN], five vectors of 8 hold a column of 36 */
-#define TQKV__COLUMN 40
+/* Writes the matrix as floats, +-1: signs: [m / 4][m][4], four sums' by column */
 TQKV__OP void TQKV__(open_signs)(int m, float *signs)
 {
-    for (int c = 0; c < m; c++, signs += TQKV__COLUMN) {
-        uint64_t bits = 0;
-        for (int i = 0; i < m; i += 8) bits |= (uint64_t)tqkv__matrix_row(m, c)[i / 8] << i; /* symmetric */
-        for (int b = 0; b < m; b += TQKV__LANES, bits >>= TQKV__LANES)
-            TQKV__(store)(signs + b, TQKV__(signs)((uint32_t)bits));
-    }
+    for (int b = 0; b < m; b += 4)
+        for (int c = 0; c < m; c++, signs += 4) {
+            const unsigned bits = (unsigned)tqkv__matrix_row(m, c)[b / 8] >> (b % 8); /* symmetric */
+            for (int i = 0; i < 4; i++) signs[i] = (bits >> i) & 1 ? -1.0f : 1.0f;
+        }
 }
 
-/* Does what mix_known does with `count` sums in registers, a constant that divides m. */
-TQKV__OP void TQKV__(mix)(const int count, const bool pair, int m, int n, const float *signs, float factor, float *low,
-                          float *high)
+/* Applies the matrix of order m to two columns of subrows n floats apart, in place: four sums of each in registers, as
+   many as hide their latency, for whatever m. */
+TQKV__OP void TQKV__(mix)(const bool pair, int m, int n, const float *signs, float factor,
+                          const TQKV__(column) * columns)
 {
-    TQKV__VECTOR x[36];
-    for (int c = 0; c < m; c++) x[c] = TQKV__(load_column)(pair, low + c * n, high + c * n);
-    for (int b = 0; b < m; b += count) {
-        const float *sign = signs + b;
-        TQKV__VECTOR sums[9];
+    TQKV__VECTOR x[36][2];
+    for (int c = 0; c < m; c++)
+        for (int k = 0; k < 2; k++) x[c][k] = TQKV__(load_column)(pair, &columns[k], c * n);
+    for (int b = 0; b < m; b += 4) {
+        TQKV__VECTOR sums[4][2];
         TQKV__UNROLL
-        for (int i = 0; i < count; i++) sums[i] = x[0] * TQKV__(set1)(sign[i]);
-        for (int c = 1; c < m; c++) {
-            sign += TQKV__COLUMN;
+        for (int i = 0; i < 4; i++) {
+            const TQKV__VECTOR sign = TQKV__(set1)(signs[i]);
+            for (int k = 0; k < 2; k++) sums[i][k] = x[0][k] * sign;
+        }
+        signs += 4;
+        for (int c = 1; c < m; c++, signs += 4) {
             TQKV__UNROLL
-            for (int i = 0; i < count; i++) sums[i] = TQKV__(fma)(x[c], TQKV__(set1)(sign[i]), sums[i]);
+            for (int i = 0; i < 4; i++) {
+                const TQKV__VECTOR sign = TQKV__(set1)(signs[i]);
+                TQKV__UNROLL
+                for (int k = 0; k < 2; k++) sums[i][k] = TQKV__(fma)(x[c][k], sign, sums[i][k]);
+            }
         }
         TQKV__UNROLL
-        for (int i = 0; i < count; i++)
-            TQKV__(store_column)(pair, low + (b + i) * n, high + (b + i) * n, sums[i] * TQKV__(set1)(factor));
+        for (int i = 0; i < 8; i++)
+            TQKV__(store_column)(pair, &columns[i % 2], (b + i / 2) * n, sums[i / 2][i % 2] * TQKV__(set1)(factor));
     }
 }
 
-/* Mixes a column by the order of the matrix. */
-TQKV__OP void TQKV__(mix_column)(const bool pair, int m, int n, const float *signs, float factor, float *low,
-                                 float *high)
+/* Returns column i of some rows. A last row that has no next one is both halves. */
+TQKV__OP TQKV__(column) TQKV__(column_at)(int head_dim, int n, float *rows, int n_rows, int i)
 {
-    if (m == 12 && !pair)
-        TQKV__(mix_known)(12, pair, n, factor, low, high);
-    else if (m == 20 && pair)
-        TQKV__(mix_known)(20, pair, n, factor, low, high);
-    else if (m == 12)
-        TQKV__(mix)(6, pair, m, n, signs, factor, low, high);
-    else if (m == 20)
-        TQKV__(mix)(5, pair, m, n, signs, factor, low, high);
-    else if (m == 28)
-        TQKV__(mix)(7, pair, m, n, signs, factor, low, high);
-    else
-        TQKV__(mix)(9, pair, m, n, signs, factor, low, high);
+    const int per_row = n < TQKV__LANES ? 1 : n / TQKV__LANES, row = n < TQKV__LANES ? 2 * i : i / per_row;
+    const TQKV__(column) column = {rows + row * head_dim + i % per_row * TQKV__LANES,
+                                   rows + (row + 1 < n_rows ? row + 1 : row) * head_dim};
+    return column;
 }
 
 /* Ends the rotation of rows of head_dim = m * n, m > 1, with the matrix across the subrows: of a few rows, because the
-   signs take as long as one. rows: [n_rows][head_dim] */
+   signs take as long as one. The last of an odd number of columns is mixed twice. rows: [n_rows][head_dim] */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_rows)(int head_dim, float *rows, int n_rows)
 {
     const tqkv__size *size = tqkv__size_of(head_dim);
     const int m = size->order, n = size->subrow;
-    TQKV__ALIGNED float signs[36 * TQKV__COLUMN];
-    if (m != (n < TQKV__LANES ? 20 : 12)) TQKV__(open_signs)(m, signs);
-    for (int row = 0; row < n_rows; row += n < TQKV__LANES ? 2 : 1, rows += head_dim) {
-        if (n < TQKV__LANES) {
-            float *next = rows + (row + 1 < n_rows ? head_dim : 0);
-            TQKV__(mix_column)(true, m, n, signs, size->inverse_root, rows, next);
-            rows += head_dim;
-        } else
-            for (int a = 0; a < n; a += TQKV__LANES)
-                TQKV__(mix_column)(false, m, n, signs, size->inverse_root, rows + a, rows + a);
+    const int count = n < TQKV__LANES ? (n_rows + 1) / 2 : n_rows * (n / TQKV__LANES);
+    TQKV__ALIGNED float signs[36 * 36];
+    TQKV__(open_signs)(m, signs);
+    for (int i = 0; i < count; i += 2) {
+        const TQKV__(column) columns[2] = {TQKV__(column_at)(head_dim, n, rows, n_rows, i),
+                                           TQKV__(column_at)(head_dim, n, rows, n_rows, i + 1 < count ? i + 1 : i)};
+        if (n < TQKV__LANES)
+            TQKV__(mix)(true, m, n, signs, size->inverse_root, columns);
+        else
+            TQKV__(mix)(false, m, n, signs, size->inverse_root, columns);
     }
 }
 
@@ -4834,7 +4812,8 @@ TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
 {
     TQKV__(hadamard)(TQKV_TYPE_F32, y, head_dim, false, y);
     if (TQKV__HAS_MATRIX(head_dim)) TQKV__(mix_rows)(head_dim, y, 1);
-    for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store)(y + d, TQKV__(flip)(TQKV__(load)(y + d), d));
+    for (int d = 0; d < head_dim; d += TQKV__LANES)
+        TQKV__(store)(y + d, TQKV__(flip)(TQKV__(load)(y + d), tqkv__tables.signs, d % 512));
 }
 
 /* >>k-norms: sums of squares in 16 strided lanes, as in >>codec, and the norms of rows. */
@@ -5138,7 +5117,7 @@ TQKV__OP void TQKV__(pack_field)(const int bits, const int low, int head_dim, co
 TQKV__TARGET static void TQKV__(pack_row)(const tqkv__stream *s, const uint8_t *codes, uint8_t *row)
 {
     uint8_t *upper = row + s->head_dim * s->main_bits / 8;
-    if (s->main_bits == 8) memcpy(row, codes, (size_t)s->head_dim);
+    for (int d = 0; s->main_bits == 8 && d < s->head_dim; d += 16) memcpy(row + d, codes + d, 16);
     if (s->main_bits == 4) TQKV__(pack_field)(4, 0, s->head_dim, codes, row);
     if (s->main_bits == 4 && s->upper_bits == 1) TQKV__(pack_field)(1, 4, s->head_dim, codes, upper);
     if (s->main_bits == 4 && s->upper_bits == 2) TQKV__(pack_field)(2, 4, s->head_dim, codes, upper);
@@ -5183,13 +5162,27 @@ TQKV__TARGET static const void *TQKV__(open_row)(const tqkv__stream *s, const tq
     return row;
 }
 
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(code_row)(const tqkv__stream *s, const tqkv__quantiser *q,
+                                                         const float *y, float *scales, float *squares, uint8_t *codes)
+{
+    TQKV__ALIGNED float scaled[TQKV_MAX_HEAD_DIM];
+    if (s->n_factors > 1) {
+        TQKV__(search_row)(s, q, y, scaled, scales, squares);
+        y = scaled;
+    }
+    TQKV__(quantise_row)(s, q, y, scales, codes);
+    for (int b = 0; b < s->norms_per_row && s->n_factors == 1; b++) /* TQ2 */
+        squares[b] = TQKV__(squares_of_codes)(q, codes + b * s->norm_dim, s->norm_dim);
+}
+
 /* Takes a few rows through each step: steps of one row depend on each other, rows do not. */
-TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows,
-                                             int n_rows)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(encode_rows_by)(tqkv__code_row *code_row, const tqkv__stream *s,
+                                                               const tqkv__quantiser *q, const tqkv__row *rows,
+                                                               int n_rows)
 {
     enum { buffer = 1536, most_norms = buffer / 32 }; /* 6 KiB: a fraction of an L1 cache, and of the stack */
     TQKV__ALIGNED float rotated[buffer];
-    float norms[most_norms], scales[most_norms], sums[most_norms];
+    float norms[most_norms], scales[most_norms], squares[TQKV_MAX_HEAD_DIM / 128];
     TQKV__ALIGNED uint8_t codes[TQKV_MAX_HEAD_DIM + 4 * TQKV__LANES];
     const void *values[most_norms];
     const int batch = buffer / s->head_dim, per_row = s->norms_per_row;
@@ -5205,22 +5198,21 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
         if (s->kind == TQKV__HALF) continue;
         for (int i = 0; i < n; i++)
             TQKV__(norms)(s, (const float *)values[i], norms + i * per_row, scales + i * per_row);
-        for (int i = 0; i < n && s->n_factors > 1; i++) {
-            float *scaled = rotated + i * s->head_dim;
-            TQKV__(search_row)(s, q, (const float *)values[i], scaled, scales + i * per_row, sums + i * per_row);
-            values[i] = scaled;
-        }
         for (int i = 0; i < n; i++) {
-            float *norm = norms + i * per_row, *scale = scales + i * per_row, *sum = sums + i * per_row;
-            TQKV__(quantise_row)(s, q, (const float *)values[i], scale, codes);
+            float *norm = norms + i * per_row, *scale = scales + i * per_row;
+            code_row(s, q, (const float *)values[i], scale, squares, codes);
             TQKV__(pack_row)(s, codes, rows[i].codes);
-            for (int b = 0; b < per_row && s->n_factors == 1; b++) /* TQ2 */
-                sum[b] = TQKV__(squares_of_codes)(q, codes + b * s->norm_dim, s->norm_dim);
-            if (s->kind == TQKV__BOOK) tqkv__correct_norms(s, sum, norm);
-            memcpy(rows[i].norms, norm, (size_t)per_row * sizeof(float));
-            if (s->n_factors > 1 && rows[i].factors) memcpy(rows[i].factors, scale, (size_t)per_row * sizeof(float));
+            if (s->kind == TQKV__BOOK) tqkv__correct_norms(s, squares, norm);
+            for (int b = 0; b < per_row; b++) rows[i].norms[b] = norm[b];
+            for (int b = 0; b < per_row && s->n_factors > 1 && rows[i].factors; b++) rows[i].factors[b] = scale[b];
         }
     }
+}
+
+TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows,
+                                             int n_rows)
+{
+    TQKV__(encode_rows_by)(TQKV__(code_row), s, q, rows, n_rows);
 }
 
 static const tqkv__codec TQKV__(codec) = {
@@ -5236,8 +5228,8 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME, TQKV__LANES, &TQKV__(codec
 
 #ifdef TQKV__INTEGER_LANES
 
-/* >>k-halves: keys and values that are multiplied as floats, see >>plain. Halves are read where they lie while few rows
-   need them; else, as TQ8 always, rows become floats first. */
+/* >>k-halves: keys and values that are multiplied as floats, see >>plain. Halves are read where they lie; rows of TQ8
+   become floats first. */
 
 #ifndef TQKV__DECODED /* true: another set of the same name has these */
 
@@ -5249,30 +5241,22 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME, TQKV__LANES, &TQKV__(codec
 /* Floats that are decoded together: 16 KiB, a fraction of an L1 cache */
 #define TQKV__DECODED_FLOATS 4096
 
-/* Decodes n rows to floats. keys: see tqkv__norm_of_key; to: [n][head_dim] */
+/* Decodes n rows of TQ8. keys: see tqkv__norm_of_key; to: [n][head_dim] */
 TQKV__OP void TQKV__S(decode_floats)(const tqkv__stream *s, const uint8_t *codes, const float *norms, int n, bool keys,
                                      float *to)
 {
-    const int dim = s->head_dim;
-    if (s->kind == TQKV__HALF) {
-        for (int i = 0; i < n * dim; i += TQKV__INTEGER_LANES) TQKV__(store)(to + i, TQKV__(load_f16)(codes + 2 * i));
-        return;
-    }
-    for (int j = 0; j < n; j++, codes += dim) {
-        TQKV__(decode_tq8)(s, codes, dim, to);
-        for (int b = 0; b < s->norms_per_row; b++, norms++) {
-            const TQKV__VECTOR factor = TQKV__(set1)(tqkv__factor(s, keys ? tqkv__norm_of_key(*norms) : *norms));
-            for (int d = 0; d < s->norm_dim; d += TQKV__INTEGER_LANES, to += TQKV__INTEGER_LANES)
-                TQKV__(store)(to, TQKV__(load)(to) * factor);
-        }
+    for (int d = 0; d < n * s->head_dim; d += s->norm_dim, norms++) {
+        const float factor = tqkv__factor(s, keys ? tqkv__norm_of_key(*norms) : *norms);
+        TQKV__(decode_tq8)(s, codes + d, s->norm_dim, factor, to + d);
     }
 }
 
 /* Finds scores[row][j] (+)= query[row] . key j over the dimensions [begin, end), for four keys, which are halves or
-   floats; rows and halves are constants.
-   Eight of the 16 sums are in registers where these hold no more. */
+   floats; rows and halves are constants. Eight of the 16 sums are in registers where these hold no more. ahead: bytes
+   to the keys that are read next, whose lines are asked for one by one, or 0 */
 TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, int begin, int end,
-                                         const uint8_t *const *keys, const float *q, bool add, float *scores)
+                                         const uint8_t *const *keys, ptrdiff_t ahead, const float *q, bool add,
+                                         float *scores)
 {
     enum { ALL = 16 / TQKV__INTEGER_LANES, NOW = TQKV__INTEGER_LANES == 4 ? 2 : 1 };
     TQKV__VECTOR sums[TQKV__HALF_KEY_ROWS][4][ALL];
@@ -5282,6 +5266,10 @@ TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int 
         TQKV__UNROLL
         for (int i = 0; i < rows * 4 * NOW; i++) now[i / NOW / 4][i / NOW % 4][i % NOW] = TQKV__(set1)(0.0f);
         for (int d = begin + first * TQKV__INTEGER_LANES; d < end; d += 16) {
+            if (halves && ahead && first == 0 && d % 32 == 0) {
+                TQKV__UNROLL
+                for (int j = 0; j < 4; j++) tqkv__prefetch(TQKV__L2, keys[j] + 2 * d + ahead, 1);
+            }
             TQKV__UNROLL
             for (int i = 0; i < NOW; i++) {
                 const int at = d + i * TQKV__INTEGER_LANES;
@@ -5312,12 +5300,11 @@ TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int di
 {
     for (int j = 0; j < n; j += 4) {
         const uint8_t *keys[4];
-        if (ahead) tqkv__prefetch(TQKV__L2, codes + (size_t)j * stride + ahead, 4 * stride);
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) keys[i] = codes + (size_t)(j + i < n ? j + i : n - 1) * stride;
         for (int d = 0; d < dim; d += TQKV__MOST_PRODUCTS) {
             const int end = dim - d < TQKV__MOST_PRODUCTS ? dim : d + TQKV__MOST_PRODUCTS;
-            TQKV__S(score_four_halves)(rows, halves, dim, d, end, keys, q, add || d > 0, scores + j);
+            TQKV__S(score_four_halves)(rows, halves, dim, d, end, keys, ahead, q, add || d > 0, scores + j);
         }
     }
 }
@@ -5355,7 +5342,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream
     const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
     const int dim = s->head_dim, n = segment->n, fit = TQKV__DECODED_FLOATS / dim / 4 * 4, most = fit > 16 ? 16 : fit;
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    if (s->kind == TQKV__HALF && n_rows <= TQKV__HALF_ROWS) {
+    if (s->kind == TQKV__HALF) {
         TQKV__S(score_all)(true, dim, codes, s->row_bytes, n, ahead, q, n_rows, add, scores);
         return;
     }
@@ -5363,7 +5350,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream
         const int now = n - j < most ? n - j : most;
         tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
         TQKV__S(decode_floats)
-        (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, true, keys);
+        (s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, true, keys);
         TQKV__S(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
     }
 }
@@ -5380,7 +5367,7 @@ TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const b
         sums[i / width][i % width] = TQKV__(load)(out + i / width * dim + i % width * TQKV__INTEGER_LANES);
     for (int j = 0; j < n; j++, codes += stride) {
         TQKV__VECTOR x[8];
-        if (ahead) tqkv__prefetch(TQKV__L2, codes + ahead, stride);
+        if (halves && ahead) tqkv__prefetch(TQKV__L2, codes + ahead, (size_t)(2 * width * TQKV__INTEGER_LANES));
         TQKV__UNROLL
         for (int i = 0; i < width; i++)
             x[i] = halves ? TQKV__(load_f16)(codes + 2 * i * TQKV__INTEGER_LANES)
@@ -5407,11 +5394,11 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim,
     int d = 0;
     for (; wide && d + 16 * most <= dim; d += 16 * most) {
         const uint8_t *from = codes + bytes * d;
-        TQKV__S(add_half_vectors)(rows, most * sixteen, halves, dim, from, stride, n, d ? 0 : ahead, weights, out + d);
+        TQKV__S(add_half_vectors)(rows, most * sixteen, halves, dim, from, stride, n, ahead, weights, out + d);
     }
     for (; d < dim; d += 16) {
         const uint8_t *from = codes + bytes * d;
-        TQKV__S(add_half_vectors)(rows, sixteen, halves, dim, from, stride, n, d ? 0 : ahead, weights, out + d);
+        TQKV__S(add_half_vectors)(rows, sixteen, halves, dim, from, stride, n, ahead, weights, out + d);
     }
 }
 
@@ -5447,7 +5434,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
     const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
     const int dim = s->head_dim, n = segment->n, most = TQKV__DECODED_FLOATS / dim;
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    if (s->kind == TQKV__HALF && n_rows <= TQKV__HALF_ROWS) {
+    if (s->kind == TQKV__HALF) {
         TQKV__S(add_to_all)(true, dim, codes, s->row_bytes, n, ahead, weights, n_rows, out);
         return;
     }
@@ -5455,7 +5442,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
         const int now = n - j < most ? n - j : most;
         tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
         TQKV__S(decode_floats)
-        (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, false, values);
+        (s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, false, values);
         TQKV__S(add_decoded)(values, dim, now, weights + j, n_rows, out);
     }
 }
@@ -5482,8 +5469,13 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
 #define TQKV__LANE_BYTES    ((int)sizeof(TQKV__I(lanes)))
 #define TQKV__KEY_LANES     (16 / TQKV__PRODUCTS)      /* vectors of lanes for 16 dimensions: of keys, */
 #define TQKV__DIM_LANES     (16 / TQKV__INTEGER_LANES) /* and of values */
-#define TQKV__MANY_SIXTEENS TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS)
+#define TQKV__MANY_SIXTEENS TQKV__SIXTEENS(TQKV__FEW_ROWS)
 #define TQKV__UNITS         (TQKV__PRODUCTS > TQKV__POSITIONS ? TQKV__PRODUCTS / TQKV__POSITIONS : 1)
+/* By the registers that a set has: rows of keys whose sums fit, sixteens of dimensions of one row of sums, and from how
+   many rows on vectors of a codebook are turned. */
+#define TQKV__MANY_ROWS           4
+#define TQKV__MOST_SIXTEENS       (TQKV__INTEGER_LANES == 16 ? 4 : 2)
+#define TQKV__LANES_ROWS_OF_BOOKS (TQKV__INTEGER_LANES == 16 ? 5 : 3)
 /* Where a row of integers has what multiplies it, and -TQKV__CODE_OFFSET times its sum: in floats. */
 #define TQKV__QUERY_OFFSET(head_dim) ((head_dim) / 2)
 #define TQKV__QUERY_UNIT(head_dim)   ((head_dim)-1)
@@ -5500,7 +5492,7 @@ typedef struct TQKV__S(panel) {
     const uint8_t *fields[2], *rest[2]; /* main ones, upper ones */
     size_t stride;
     const uint8_t *next; /* the rows that will be read next, or NULL */
-    int first, head_dim; /* of the row's dimensions */
+    int first;           /* of the row's dimensions */
     const int8_t *centroids;
     tqkv_format format;
     int n, whole, dim;
@@ -5525,7 +5517,6 @@ static TQKV__S(panel) TQKV__S(open_panel)(const tqkv__stream *s, const uint8_t *
                                   s->row_bytes,
                                   segment->ahead ? row + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes : NULL,
                                   first,
-                                  s->head_dim,
                                   s->centroids,
                                   s->format == TQKV_TQ5_BYTES ? TQKV_TQ6_BYTES : s->format,
                                   (segment->n + 15) / 16 * 16,
@@ -5557,11 +5548,12 @@ typedef struct TQKV__S(request) {
 
 /* Opens the share of a pass over the dimensions [d, d + dims): requests are spread, because many at once wait for each
    other. */
-TQKV__OP TQKV__S(request) TQKV__S(open_request)(const TQKV__S(panel) * a, int positions, int j, int d, int dims)
+TQKV__OP TQKV__S(request)
+    TQKV__S(open_request)(const tqkv_format format, const TQKV__S(panel) * a, int positions, int j, int d, int dims)
 {
-    const size_t step = (size_t)positions * a->stride, head_dim = (size_t)a->head_dim;
-    TQKV__S(request) request = {NULL, step, step * (size_t)dims / head_dim};
-    if (a->next) request.next = a->next + (size_t)j * a->stride + step * (size_t)(a->first + d) / head_dim;
+    const int bits = TQKV__MAIN_BITS(format) + TQKV__UPPER_BITS(format); /* of a dimension of the next rows */
+    TQKV__S(request) request = {NULL, (size_t)positions * a->stride, (size_t)(positions * dims * bits / 8)};
+    if (a->next) request.next = a->next + (size_t)j * a->stride + positions * (a->first + d) * bits / 8;
     return request;
 }
 
@@ -5718,7 +5710,7 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
                               int first, int n, int8_t *room)
 {
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
-    TQKV__S(request) request = TQKV__S(open_request)(a, TQKV__POSITIONS, first, d, left);
+    TQKV__S(request) request = TQKV__S(open_request)(format, a, TQKV__POSITIONS, first, d, left);
     for (int j = first; j < first + n; j += TQKV__INTEGER_LANES) {
         TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
         TQKV__ROLLED
@@ -5728,7 +5720,7 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
             TQKV__S(ask)(&request);
             TQKV__UNROLL
             for (int k = 0; k < 4; k++) {
-                if (16 * k >= left) continue;
+                if (k && 16 * k >= left) continue;
                 const TQKV__S(unit) x = TQKV__S(look_up)(format, k, &chunk, &raw);
                 TQKV__S(store_unit)(format, x, room + k * TQKV__BYTES);
             }
@@ -5737,13 +5729,15 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
     }
 }
 
-#define TQKV__HAS_INTEGERS(kind, book) ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (book) <= 6))
+/* Codes of 5 bits in bytes are decoded as those of 6: the codebook is repeated. */
+#define TQKV__DECODED_APART(format, kind, book)                                                                        \
+    ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (book) <= 6 && (format) != TQKV_TQ5_BYTES))
 #define TQKV__DECODER(unused, format, name, kind, main, upper, book, plain)                                            \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__S(decode_##format)(const TQKV__S(panel) * panel, bool keys, int d,   \
                                                                      int left, int first, int n, int8_t *room)         \
     {                                                                                                                  \
         const TQKV__S(panel) a = *panel;                                                                               \
-        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__S(decode)(format, &a, keys, d, left, first, n, room);                \
+        if (TQKV__DECODED_APART(format, kind, book)) TQKV__S(decode)(format, &a, keys, d, left, first, n, room);       \
     }
 TQKV__FORMATS(TQKV__DECODER, )
 #define TQKV__DECODER_OF(unused, format, ...) TQKV__S(decode_##format),
@@ -5776,7 +5770,7 @@ TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const 
     const int kept = TQKV__KEPT(rows);
     TQKV__UNROLL
     for (int k = 0; k < kept; k++) {
-        if (16 * k >= left) continue;
+        if (k && 16 * k >= left) continue;
         const TQKV__S(unit) x = TQKV__S(look_up)(format, k, chunk, raw);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(format, sums[r], x, q[r][k]);
@@ -5791,7 +5785,7 @@ TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, con
     const int left = a->dim - d < 16 * TQKV__KEPT(rows) ? a->dim - d : 16 * TQKV__KEPT(rows);
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
-    TQKV__S(request) request = TQKV__S(open_request)(a, TQKV__POSITIONS, 0, d, left);
+    TQKV__S(request) request = TQKV__S(open_request)(format, a, TQKV__POSITIONS, 0, d, left);
     TQKV__I(load_rows)(format, rows, p, a->dim, d, q);
     for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
         TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
@@ -5899,7 +5893,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
     ((rows)*TQKV__MOST_SIXTEENS <= TQKV__SUM_SIXTEENS ? TQKV__MOST_SIXTEENS : TQKV__SUM_SIXTEENS / (rows))
 
 /* Whether a pass may have less than its sixteens. */
-#define TQKV__ARE_PARTIAL(rows) (TQKV__PARTIAL && (rows) < 4)
+#define TQKV__ARE_PARTIAL(rows) (TQKV__INTEGER_LANES == 16 && (rows) < 4)
 
 /* Adds n of the sums of a pass, sums: [rows][vectors], to results[row][d] and on. */
 TQKV__OP void TQKV__I(add_sums_of)(const TQKV__I(product) * p, int rows, int vectors, int n, int d,
@@ -5945,7 +5939,7 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
     for (int k = 0; k < sixteens; k++) {
         TQKV__S(unit) x[TQKV__UNITS];
         TQKV__I(lanes) lanes[TQKV__DIM_LANES];
-        if (TQKV__ARE_PARTIAL(rows) && 16 * k >= left) continue;
+        if (TQKV__ARE_PARTIAL(rows) && k && 16 * k >= left) continue;
         if (format == TQKV__READY) {
             memcpy(lanes, tile + k * plane, sizeof lanes);
         } else {
@@ -5970,7 +5964,7 @@ TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const
     const int all = sixteens * TQKV__DIM_LANES, step = format == TQKV__READY ? a->n : 16;
     const int left = TQKV__ARE_PARTIAL(rows) && a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens;
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
-    TQKV__S(request) request = TQKV__S(open_request)(a, TQKV__PRODUCTS, 0, d, left);
+    TQKV__S(request) request = TQKV__S(open_request)(format, a, TQKV__PRODUCTS, 0, d, left);
     TQKV__I(lane_sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
     const int8_t *w = p->rows;
     TQKV__UNROLL
@@ -6033,13 +6027,13 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) 
 {
     const TQKV__S(panel) a = *panel;
     for (int rows; n_rows > 0; n_rows -= rows, TQKV__I(advance)(&p, rows)) {
-        rows = n_rows >= TQKV__MANY_VALUE_ROWS ? TQKV__MANY_VALUE_ROWS : n_rows >= 2 ? 2 : 1;
+        rows = n_rows >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : n_rows >= 2 ? 2 : 1;
         if (rows == 1)
             TQKV__ADD_LANES(1);
         else if (rows == 2)
             TQKV__ADD_LANES(2);
         else
-            TQKV__ADD_LANES(TQKV__MANY_VALUE_ROWS);
+            TQKV__ADD_LANES(TQKV__FEW_ROWS);
     }
 }
 
@@ -6050,29 +6044,20 @@ typedef struct TQKV__I(loops) {
     void (*add)(const TQKV__S(panel) *, int end, const TQKV__I(product) *, int rows);
 } TQKV__I(loops);
 
-/* Codes of 5 bits in bytes take the loops of 6 bits: the codebook is repeated. */
-#define TQKV__FEW_LOOPS(format, kind, book) (TQKV__HAS_INTEGERS(kind, book) && (format) != TQKV_TQ5_BYTES)
+/* Whether a format has such loops: I8 and packed codes, of 6 bits where these gain 15%. */
+#define TQKV__FEW_LOOPS(kind, main, book)                                                                              \
+    ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (main) < 8 && (book) < (TQKV__INTEGER_LANES == 16 ? 7 : 6)))
 #define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain)                                    \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a, int end,                 \
-                                                                    const TQKV__I(product) * product, int rows)        \
+                                                                    const TQKV__I(product) * p, int rows)              \
     {                                                                                                                  \
-        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
-        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind, book);                        \
+        if (TQKV__FEW_LOOPS(kind, main, book)) TQKV__BY_ROWS(score_rows, format, kind, book);                          \
     }                                                                                                                  \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a, int end,                   \
-                                                                  const TQKV__I(product) * product, int rows)          \
+                                                                  const TQKV__I(product) * p, int rows)                \
     {                                                                                                                  \
-        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
-        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format, kind, book);                          \
+        if (TQKV__FEW_LOOPS(kind, main, book)) TQKV__BY_ROWS(add_rows, format, kind, book);                            \
     }
-TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const TQKV__I(product) * p)
-{
-    TQKV__I(product) product = *p;
-    (void)format;
-    if (!TQKV__OFFSET_OF(format)) product.offsets = NULL;
-    return product;
-}
-
 #define TQKV__BY_ROWS(loop, format, kind, book)                                                                        \
     (rows == 1   ? TQKV__I(loop)(format, 1, a, end, p)                                                                 \
      : rows == 2 ? TQKV__I(loop)(format, 2, a, end, p)                                                                 \
@@ -6081,15 +6066,18 @@ TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const T
          : (void)0)
 TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
 
-#define TQKV__LOOPS_ENTRY(unused, format, ...) {TQKV__I(score_##format), TQKV__I(add_##format)},
+#define TQKV__LOOPS_ENTRY(unused, format, name, kind, main, upper, book, plain)                                        \
+    {TQKV__FEW_LOOPS(kind, main, book) ? TQKV__I(score_##format) : NULL,                                               \
+     TQKV__FEW_LOOPS(kind, main, book) ? TQKV__I(add_##format) : NULL},
 static const TQKV__I(loops) TQKV__I(loops_by_format)[] = {{NULL, NULL}, TQKV__FORMATS(TQKV__LOOPS_ENTRY, )};
 
-/* Whether so many rows are multiplied straight from the codes. Codes of 6 bits are in no preset: they have no loop of
-   four rows. */
+/* Whether so many rows are multiplied straight from the codes, which have no loop of four rows for 6 bits. */
 static bool TQKV__I(are_few)(tqkv_format format, int n_rows)
 {
     const tqkv__format *f = tqkv__format_of(format);
-    return n_rows < (f->kind == TQKV__GRID ? TQKV__LANES_ROWS : f->book_bits == 6 ? 3 : TQKV__LANES_ROWS_OF_BOOKS);
+    return TQKV__I(loops_by_format)[format].score && n_rows < (f->kind == TQKV__GRID ? TQKV__LANES_ROWS
+                                                               : f->book_bits == 6   ? 3
+                                                                                     : TQKV__LANES_ROWS_OF_BOOKS);
 }
 
 /* Returns the dimensions that few rows add straight from the codes: all, or whole passes of 32. */
@@ -6102,6 +6090,7 @@ static int TQKV__I(fused_end)(const TQKV__S(panel) * a, int n_rows)
 TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const TQKV__I(product) *, int),
                                 const TQKV__S(panel) * panel, int end, TQKV__I(product) p, int n_rows)
 {
+    if (!TQKV__OFFSET_OF(panel->format)) p.offsets = NULL;
     for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
         rows = left >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : left >= 2 ? 2 : 1;
         loop(panel, end, &p, rows);
@@ -6213,12 +6202,7 @@ static const tqkv__kernels TQKV__I(kernels) = {TQKV__I(round_query), TQKV__I(sco
 #undef TQKV__ISA_NAME
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
-#undef TQKV__LANES_ROWS_OF_BOOKS
-#undef TQKV__MANY_ROWS
-#undef TQKV__MANY_VALUE_ROWS
-#undef TQKV__MOST_SIXTEENS
 #undef TQKV__OFFSET_OF
-#undef TQKV__PARTIAL
 #undef TQKV__PRODUCTS
 #undef TQKV__S
 #undef TQKV__SUM_SIXTEENS
@@ -6317,9 +6301,9 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
-/* Loads eight centroids of TQ8 at a time. The asm keeps the codes in a register of which x86 reads the two lowest bytes
+/* Loads centroids of TQ8, eight at a time, and multiplies them by a factor. The asm keeps the codes in a register of which x86 reads the two lowest bytes
    (Q), and each shift a shift of 16, where compilers shift once for each code. */
-TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float *to)
+TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float factor, float *to)
 {
     const float *centroids = s->codebook;
     for (int d = 0; d < n; d += 8) {
@@ -6332,8 +6316,8 @@ TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, 
             pairs[i] =
                 _mm_unpacklo_ps(_mm_load_ss(centroids + (codes & 255)), _mm_load_ss(centroids + (codes >> 8 & 255)));
         }
-        _mm_storeu_ps(to + d, _mm_movelh_ps(pairs[0], pairs[1]));
-        _mm_storeu_ps(to + d + 4, _mm_movelh_ps(pairs[2], pairs[3]));
+        _mm_storeu_ps(to + d, _mm_movelh_ps(pairs[0], pairs[1]) * _mm_set1_ps(factor));
+        _mm_storeu_ps(to + d + 4, _mm_movelh_ps(pairs[2], pairs[3]) * _mm_set1_ps(factor));
     }
 }
 TQKV__OP __m256 tqkv__load_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(tqkv__load_128(p)); }
@@ -6353,17 +6337,12 @@ TQKV__OP __m256 tqkv__invert_above_avx2(float least, __m256 x)
 {
     return _mm256_and_ps(_mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GT_OQ), _mm256_div_ps(_mm256_set1_ps(1.0f), x));
 }
-TQKV__OP __m256 tqkv__flip_avx2(__m256 x, int d)
+/* Flips the signs whose bits are set, from bit i on. A byte in all places of a register comes by one load. */
+TQKV__OP __m256 tqkv__flip_avx2(__m256 x, const uint8_t *signs, int i)
 {
-    const __m256i signs = _mm256_set1_epi32(tqkv__tables.signs[d % 512 / 8]);
-    const __m256i moved = _mm256_sllv_epi32(signs, _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
+    const __m256i bits = _mm256_set1_epi8((char)signs[i / 8]);
+    const __m256i moved = _mm256_sllv_epi32(bits, _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
     return _mm256_xor_ps(x, _mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)));
-}
-TQKV__OP __m256 tqkv__signs_avx2(uint32_t bits)
-{
-    const __m256i moved =
-        _mm256_sllv_epi32(_mm256_set1_epi32((int)bits), _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
-    return _mm256_or_ps(_mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));
 }
 TQKV__OP __m256 tqkv__load_two_avx2(const float *low, const float *high)
 {
@@ -6550,9 +6529,9 @@ TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
 }
 TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p) { return _mm512_cvtph_ps(tqkv__load_256_avx512(p)); }
 
-/* Looks up n centroids of TQ8, 64 at a time: those of the lower half, for a code c of the upper half that of ~c with
+/* Looks up n centroids of TQ8 times a factor, 64 at a time: those of the lower half, for a code c of the upper half that of ~c with
    its sign flipped. Unpacks of bytes undo the order of dwords. n: a multiple of 16 */
-TQKV__OP void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, int n, float *to)
+TQKV__OP void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, int n, float factor, float *to)
 {
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
     for (int d = 0; d < n; d += 64) {
@@ -6574,7 +6553,8 @@ TQKV__OP void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *code
                 i % 2 ? _mm512_unpackhi_epi16(low[i / 2], high[i / 2]) : _mm512_unpacklo_epi16(low[i / 2], high[i / 2]);
         TQKV__UNROLL
         for (int i = 0; i < 4; i++)
-            if (d + 16 * i < n) _mm512_storeu_si512((void *)(to + d + 16 * i), words[i]);
+            if (d + 16 * i < n)
+                _mm512_storeu_ps(to + d + 16 * i, _mm512_castsi512_ps(words[i]) * _mm512_set1_ps(factor));
     }
 }
 
@@ -6583,10 +6563,109 @@ TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
     return _mm512_max_epu32(largest, _mm512_castps_si512(_mm512_abs_ps(x)));
 }
 
-#define tqkv__codec_avx512 tqkv__codec_avx2 /* rows are encoded by the narrower set */
-#define TQKV__(name)       tqkv__##name##_avx512
-#define TQKV__ISA_NAME     "avx512"
-#define TQKV__LANES        16
+/* -- Rows are encoded by the narrower set, but for the search of up to 6 bits, whose tables fit registers here. -- */
+
+TQKV__OP __m512 tqkv__rounded_avx512(__m512 x)
+{
+    __asm__("" : "+v"(x));
+    return x;
+}
+
+/* The tables of a codebook: positive boundaries, then infinity, the centroids above 0, and what >>k-search says of cells */
+typedef struct tqkv__book_avx512 {
+    __m512 bounds[2], centroids[2], top;
+    __m512i n_below;
+    float slope;
+} tqkv__book_avx512;
+
+/* large is a constant: a table of 32, not 16 */
+TQKV__OP __m512 tqkv__look_up_avx512(const bool large, const __m512 *table, __m512i index)
+{
+    return large ? _mm512_permutex2var_ps(table[0], index, table[1]) : _mm512_permutexvar_ps(index, table[0]);
+}
+
+/* Returns how many positive boundaries are below each size times a factor or, of negative values, at it. */
+TQKV__OP __m512i tqkv__count_avx512(const bool large, const tqkv__book_avx512 *book, const float *sizes,
+                                    const int32_t *less, float factor)
+{
+    const __m512 size = _mm512_loadu_ps(sizes);
+    const __m512i w = _mm512_add_epi32(_mm512_castps_si512(size * _mm512_set1_ps(factor)), _mm512_loadu_si512(less));
+    const __m512 cell = _mm512_min_ps(size * _mm512_set1_ps(factor * book->slope), book->top);
+    const __m512i count = _mm512_permutexvar_epi8(_mm512_cvttps_epi32(cell), book->n_below);
+    const __m512 bound = tqkv__look_up_avx512(large, book->bounds, count);
+    const __mmask16 above = _mm512_cmp_ps_mask(bound, _mm512_castsi512_ps(w), _CMP_LE_OQ);
+    return _mm512_mask_sub_epi32(count, above, count, _mm512_set1_epi32(-1));
+}
+
+/* Does what >>k-search does for n values of one norm, and finds their codes. sizes, less: as TQKV__(sizes) has them */
+TQKV__OP void tqkv__search_avx512(const bool large, const tqkv__stream *s, const tqkv__book_avx512 *book,
+                                  const float *sizes, const int32_t *less, int n, float *factor, float *square,
+                                  uint8_t *codes)
+{
+    const __m512i half = _mm512_set1_epi32((1 << (s->book_bits - 1)) - 1);
+    float best = 0.0f;
+    for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
+        __m512 products = _mm512_setzero_ps(), squares = products;
+        for (int d = 0; d < n; d += 16) {
+            const __m512i count = tqkv__count_avx512(large, book, sizes + d, less + d, s->factors[f]);
+            const __m512 c = tqkv__look_up_avx512(large, book->centroids, count);
+            products += tqkv__rounded_avx512(_mm512_loadu_ps(sizes + d) * c);
+            squares += tqkv__rounded_avx512(c * c);
+        }
+        const float u = tqkv__sum_16_avx512(&products), c = tqkv__sum_16_avx512(&squares);
+        const float share = TQKV__AS_FLOAT(tqkv__rounded(u * u) / tqkv__rounded(c)); /* hidden: see >>k-search */
+        if (f > 0 && !(share > best)) continue;
+        best = share;
+        *square = c;
+        *factor = s->factors[f];
+    }
+    for (int d = 0; d < n; d += 16) {
+        const __m512i count = tqkv__count_avx512(large, book, sizes + d, less + d, *factor);
+        const __m512i side = _mm512_sub_epi32(half, _mm512_loadu_si512(less + d));
+        _mm_storeu_si128((__m128i *)(void *)(codes + d), _mm512_cvtepi32_epi8(_mm512_xor_si512(count, side)));
+    }
+}
+
+TQKV__TARGET static void tqkv__code_row_avx512(const tqkv__stream *s, const tqkv__quantiser *q, const float *y,
+                                               float *scales, float *squares, uint8_t *codes)
+{
+    TQKV__ALIGNED float sizes[TQKV_MAX_HEAD_DIM];
+    TQKV__ALIGNED int32_t less[TQKV_MAX_HEAD_DIM];
+    tqkv__book_avx512 book;
+    for (int i = 0; i < 2; i++) {
+        book.bounds[i] = _mm512_loadu_ps(q->bounds + 16 * i);
+        book.centroids[i] = _mm512_loadu_ps(q->centroids + 16 * i);
+    }
+    book.n_below = _mm512_loadu_si512(q->n_below);
+    book.top = _mm512_set1_ps(q->top);
+    book.slope = q->slope;
+    for (int d = 0; d < s->head_dim; d += 16) {
+        const __m512 v = _mm512_loadu_ps(y + d) * _mm512_set1_ps(scales[d / s->norm_dim]), zero = _mm512_setzero_ps();
+        _mm512_storeu_ps(sizes + d, _mm512_abs_ps(_mm512_max_ps(v, _mm512_set1_ps(-INFINITY)))); /* NaN: infinity */
+        _mm512_storeu_si512(less + d, _mm512_movm_epi32(_mm512_cmp_ps_mask(v, zero, _CMP_GT_OQ)));
+    }
+    for (int b = 0, d = 0; b < s->norms_per_row; b++, d += s->norm_dim) {
+        if (s->book_bits < 6)
+            tqkv__search_avx512(false, s, &book, sizes + d, less + d, s->norm_dim, &scales[b], &squares[b], codes + d);
+        else
+            tqkv__search_avx512(true, s, &book, sizes + d, less + d, s->norm_dim, &scales[b], &squares[b], codes + d);
+    }
+}
+
+static void tqkv__encode_rows_avx512(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows, int n_rows)
+{
+    const bool wide = s->n_factors > 1 && s->book_bits <= 6;
+    tqkv__encode_rows_by_avx2(wide ? tqkv__code_row_avx512 : tqkv__code_row_avx2, s, q, rows, n_rows);
+}
+
+static const tqkv__codec tqkv__codec_avx512 = {tqkv__rows_finite_avx2,  tqkv__largest_of_avx2, tqkv__scales_valid_avx2,
+                                               tqkv__invert_avx2,       tqkv__widen_avx2,      tqkv__narrow_row_avx2,
+                                               tqkv__rotate_avx2,       tqkv__unrotate_avx2,   tqkv__scale_row_avx2,
+                                               tqkv__encode_rows_avx512};
+
+#define TQKV__(name)   tqkv__##name##_avx512
+#define TQKV__ISA_NAME "avx512"
+#define TQKV__LANES    16
 #include "tqkv.h"
 
 #endif /* TQKV__AVX512 */
@@ -6654,14 +6733,16 @@ TQKV__OP void tqkv__add_sums_of_16_neon(const float32x4_t *x, bool add, float *t
     }
     vst1q_f32(to, vaddq_f32(add ? vld1q_f32(to) : vdupq_n_f32(0.0f), vpaddq_f32(pairs[0], pairs[1])));
 }
-/* Loads centroids of TQ8, eight codes at a time. */
-TQKV__OP void tqkv__decode_tq8_neon(const tqkv__stream *s, const uint8_t *codes, int n, float *to)
+/* Loads centroids of TQ8, eight at a time, and multiplies them by a factor. */
+TQKV__OP void tqkv__decode_tq8_neon(const tqkv__stream *s, const uint8_t *codes, int n, float factor, float *to)
 {
     for (int d = 0; d < n; d += 8) {
         uint64_t eight;
         memcpy(&eight, codes + d, sizeof eight);
         TQKV__UNROLL
         for (int i = 0; i < 8; i++, eight >>= 8) to[d + i] = s->codebook[eight & 255];
+        vst1q_f32(to + d, vld1q_f32(to + d) * factor);
+        vst1q_f32(to + d + 4, vld1q_f32(to + d + 4) * factor);
     }
 }
 TQKV__OP float32x4_t tqkv__load_f16_neon(const uint8_t *p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
@@ -6682,18 +6763,12 @@ TQKV__OP float32x4_t tqkv__invert_above_neon(float least, float32x4_t x)
     const uint32x4_t above = vcgtq_f32(x, vdupq_n_f32(least));
     return vreinterpretq_f32_u32(vandq_u32(above, vreinterpretq_u32_f32(vdivq_f32(vdupq_n_f32(1.0f), x))));
 }
-TQKV__OP float32x4_t tqkv__flip_neon(float32x4_t x, int d)
+TQKV__OP float32x4_t tqkv__flip_neon(float32x4_t x, const uint8_t *signs, int i)
 {
     const int32_t shifts[4] = {31, 30, 29, 28};
-    const uint32x4_t signs = vdupq_n_u32((uint32_t)tqkv__tables.signs[d % 512 / 8] >> (d % 8));
-    const uint32x4_t moved = vandq_u32(vshlq_u32(signs, vld1q_s32(shifts)), vdupq_n_u32(0x80000000u));
+    const uint32x4_t bits = vdupq_n_u32((uint32_t)signs[i / 8] >> (i % 8));
+    const uint32x4_t moved = vandq_u32(vshlq_u32(bits, vld1q_s32(shifts)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(x), moved));
-}
-TQKV__OP float32x4_t tqkv__signs_neon(uint32_t bits)
-{
-    const int32_t shifts[4] = {31, 30, 29, 28};
-    const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(shifts)), vdupq_n_u32(0x80000000u));
-    return vreinterpretq_f32_u32(vorrq_u32(moved, vdupq_n_u32(0x3f800000u)));
 }
 /* A vector is no longer than a subrow: high is behind low. */
 TQKV__OP float32x4_t tqkv__load_two_neon(const float *low, const float *high)
@@ -6843,19 +6918,17 @@ typedef struct tqkv__i_bytes_avx512 {
 } tqkv__i_sum_avx512, tqkv__i_lane_sum_avx512, tqkv__i_row_avx512, tqkv__i_repeated_avx512;
 typedef __m512i tqkv__i_unit_avx512, tqkv__i_lanes_avx512;
 
-/* Returns the first 16 bits set of so many bytes of codes. */
-TQKV__OP __mmask16 tqkv__i_bytes_left_avx512(int bytes)
-{
-    return (__mmask16)(bytes >= 16 ? 0xffff : bytes <= 0 ? 0 : (1 << bytes) - 1);
-}
+/* Returns so many bits, the lowest, set. */
+TQKV__OP uint64_t tqkv__i_lowest_avx512(int bits) { return ((uint64_t)1 << bits) - 1; }
 TQKV__OP tqkv__i_chunk_avx512 tqkv__i_open_chunk_avx512(const tqkv_format format, int left, const int8_t *centroids)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
     tqkv__i_chunk_avx512 chunk;
     if (left > 64) left = 64;
-    TQKV__UNROLL
-    for (int i = 0; i < 2; i++) chunk.main[i] = tqkv__i_bytes_left_avx512(left * main / 8 - 16 * i);
-    chunk.upper = tqkv__i_bytes_left_avx512(left * upper_bits / 8);
+    const uint64_t bytes = main < 8 ? tqkv__i_lowest_avx512(left * main / 8) : 0;
+    chunk.main[0] = (__mmask16)bytes;
+    chunk.main[1] = (__mmask16)(bytes >> 16);
+    chunk.upper = (__mmask16)tqkv__i_lowest_avx512(left * upper_bits / 8);
     chunk.book = _mm512_set1_epi8(-128);
     if (TQKV__KIND(format) == TQKV__BOOK)
         chunk.book = _mm512_xor_si512(_mm512_loadu_si512((const void *)centroids), chunk.book);
@@ -6903,9 +6976,8 @@ TQKV__OP tqkv__i_raw_avx512 tqkv__i_open_avx512(const tqkv_format format, const 
 /* Takes eight bits a code of a sixteen from ordered fields of 1 or 2 bits; its first bit comes to bit `low`. */
 TQKV__OP __m512i tqkv__i_take_avx512(const int bits, const int low, const int sixteen, __m512i x)
 {
-    const int first = bits == 1 ? 16 * sixteen : 16 * sixteen;
-    const uint64_t at =
-        (uint64_t)bits * 0x0706050403020100u + (uint64_t)((first + 64 - low) % 64) * 0x0101010101010101u;
+    const uint64_t first = (uint64_t)((16 * sixteen + 64 - low) % 64);
+    const uint64_t at = (uint64_t)bits * 0x0706050403020100u + first * 0x0101010101010101u;
     return _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), x);
 }
 /* Bits above a code find its copy in the table. */
@@ -7041,22 +7113,17 @@ TQKV__OP __m512i tqkv__i_add_codes_avx512(__m512i x, __m512i y) { return _mm512_
 TQKV__OP __m512i tqkv__i_set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
 TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_epi32(x); }
 
-#define TQKV__(name)              tqkv__##name##_avx512
-#define TQKV__I(name)             tqkv__i_##name##_avx512
-#define TQKV__S(name)             tqkv__i_##name##_avx512
-#define TQKV__ISA_NAME            "avx512"
-#define TQKV__INTEGER_LANES       16
-#define TQKV__PRODUCTS            4
-#define TQKV__CODE_OFFSET         128
-#define TQKV__OFFSET_OF(format)   true
-#define TQKV__FEW_ROWS            4 /* rows of loops straight from the codes, at most */
-#define TQKV__LANES_ROWS          5 /* from so many rows on, tiles are turned */
-#define TQKV__MANY_ROWS           4 /* rows whose sums fit in registers: keys, */
-#define TQKV__MANY_VALUE_ROWS     4 /* and values */
-#define TQKV__SUM_SIXTEENS        8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
-#define TQKV__MOST_SIXTEENS       4 /* of one row */
-#define TQKV__LANES_ROWS_OF_BOOKS 5
-#define TQKV__PARTIAL             1 /* passes of sums may be partial */
+#define TQKV__(name)            tqkv__##name##_avx512
+#define TQKV__I(name)           tqkv__i_##name##_avx512
+#define TQKV__S(name)           tqkv__i_##name##_avx512
+#define TQKV__ISA_NAME          "avx512"
+#define TQKV__INTEGER_LANES     16
+#define TQKV__PRODUCTS          4
+#define TQKV__CODE_OFFSET       128
+#define TQKV__OFFSET_OF(format) true
+#define TQKV__FEW_ROWS          4 /* rows of loops straight from the codes, at most */
+#define TQKV__LANES_ROWS        5 /* from so many rows on, tiles are turned */
+#define TQKV__SUM_SIXTEENS      8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
 #include "tqkv.h"
 #endif
 
@@ -7326,22 +7393,17 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
 
-#define TQKV__(name)              tqkv__##name##_avx2
-#define TQKV__I(name)             tqkv__i_##name##_avx2
-#define TQKV__S(name)             tqkv__i_##name##_avx2
-#define TQKV__ISA_NAME            "avx2"
-#define TQKV__INTEGER_LANES       8
-#define TQKV__PRODUCTS            2
-#define TQKV__CODE_OFFSET         128
-#define TQKV__OFFSET_OF(format)   (TQKV__KIND(format) != TQKV__GRID)
-#define TQKV__FEW_ROWS            4
-#define TQKV__LANES_ROWS          8
-#define TQKV__MANY_ROWS           4
-#define TQKV__MANY_VALUE_ROWS     4
-#define TQKV__SUM_SIXTEENS        4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
-#define TQKV__MOST_SIXTEENS       2 /* of one row */
-#define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL             0 /* passes of sums may be partial */
+#define TQKV__(name)            tqkv__##name##_avx2
+#define TQKV__I(name)           tqkv__i_##name##_avx2
+#define TQKV__S(name)           tqkv__i_##name##_avx2
+#define TQKV__ISA_NAME          "avx2"
+#define TQKV__INTEGER_LANES     8
+#define TQKV__PRODUCTS          2
+#define TQKV__CODE_OFFSET       128
+#define TQKV__OFFSET_OF(format) (TQKV__KIND(format) != TQKV__GRID)
+#define TQKV__FEW_ROWS          4
+#define TQKV__LANES_ROWS        8
+#define TQKV__SUM_SIXTEENS      4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
 #include "tqkv.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -7521,22 +7583,17 @@ TQKV__OP uint32x4_t tqkv__i_set_codes_neon(int32_t x) { return vdupq_n_u32((uint
 TQKV__OP int32_t tqkv__i_sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
 TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); }
 
-#define TQKV__(name)              tqkv__##name##_neon
-#define TQKV__I(name)             tqkv__i_##name##_neon
-#define TQKV__S(name)             tqkv__i_##name##_neon
-#define TQKV__ISA_NAME            "neon"
-#define TQKV__INTEGER_LANES       4
-#define TQKV__PRODUCTS            2
-#define TQKV__CODE_OFFSET         0
-#define TQKV__OFFSET_OF(format)   false
-#define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL             0
-#define TQKV__MOST_SIXTEENS       2
-#define TQKV__FEW_ROWS            4
-#define TQKV__LANES_ROWS          8
-#define TQKV__MANY_ROWS           4
-#define TQKV__MANY_VALUE_ROWS     4
-#define TQKV__SUM_SIXTEENS        4
+#define TQKV__(name)            tqkv__##name##_neon
+#define TQKV__I(name)           tqkv__i_##name##_neon
+#define TQKV__S(name)           tqkv__i_##name##_neon
+#define TQKV__ISA_NAME          "neon"
+#define TQKV__INTEGER_LANES     4
+#define TQKV__PRODUCTS          2
+#define TQKV__CODE_OFFSET       0
+#define TQKV__OFFSET_OF(format) false
+#define TQKV__FEW_ROWS          4
+#define TQKV__LANES_ROWS        8
+#define TQKV__SUM_SIXTEENS      4
 #include "tqkv.h"
 
 /* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed.
@@ -7636,23 +7693,18 @@ TQKV__OP void tqkv__i_value_lanes_dotprod(const tqkv_format format, const uint32
     x[3] = vreinterpretq_u32_u16(vzip2q_u16(ab_high, cd_high));
 }
 
-#define TQKV__(name)              tqkv__##name##_neon
-#define TQKV__I(name)             tqkv__i_##name##_dotprod
-#define TQKV__S(name)             tqkv__i_##name##_neon
-#define TQKV__ISA_NAME            "neon"
-#define TQKV__INTEGER_LANES       4
-#define TQKV__PRODUCTS            4
-#define TQKV__DECODED             1
-#define TQKV__CODE_OFFSET         0
-#define TQKV__OFFSET_OF(format)   false
-#define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL             0
-#define TQKV__MOST_SIXTEENS       2
-#define TQKV__FEW_ROWS            2
-#define TQKV__LANES_ROWS          8
-#define TQKV__MANY_ROWS           4
-#define TQKV__MANY_VALUE_ROWS     2
-#define TQKV__SUM_SIXTEENS        2
+#define TQKV__(name)            tqkv__##name##_neon
+#define TQKV__I(name)           tqkv__i_##name##_dotprod
+#define TQKV__S(name)           tqkv__i_##name##_neon
+#define TQKV__ISA_NAME          "neon"
+#define TQKV__INTEGER_LANES     4
+#define TQKV__PRODUCTS          4
+#define TQKV__DECODED           1
+#define TQKV__CODE_OFFSET       0
+#define TQKV__OFFSET_OF(format) false
+#define TQKV__FEW_ROWS          2
+#define TQKV__LANES_ROWS        8
+#define TQKV__SUM_SIXTEENS      2
 #include "tqkv.h"
 
 #if defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 10
@@ -7732,23 +7784,18 @@ TQKV__OP void tqkv__i_value_lanes_i8mm(const tqkv_format format, const uint32x4_
     }
 }
 
-#define TQKV__(name)              tqkv__##name##_neon
-#define TQKV__I(name)             tqkv__i_##name##_i8mm
-#define TQKV__S(name)             tqkv__i_##name##_neon
-#define TQKV__ISA_NAME            "neon"
-#define TQKV__INTEGER_LANES       4
-#define TQKV__PRODUCTS            8
-#define TQKV__DECODED             1
-#define TQKV__CODE_OFFSET         0
-#define TQKV__OFFSET_OF(format)   false
-#define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL             0
-#define TQKV__MOST_SIXTEENS       2
-#define TQKV__FEW_ROWS            2
-#define TQKV__LANES_ROWS          4
-#define TQKV__MANY_ROWS           4
-#define TQKV__MANY_VALUE_ROWS     2
-#define TQKV__SUM_SIXTEENS        2
+#define TQKV__(name)            tqkv__##name##_neon
+#define TQKV__I(name)           tqkv__i_##name##_i8mm
+#define TQKV__S(name)           tqkv__i_##name##_neon
+#define TQKV__ISA_NAME          "neon"
+#define TQKV__INTEGER_LANES     4
+#define TQKV__PRODUCTS          8
+#define TQKV__DECODED           1
+#define TQKV__CODE_OFFSET       0
+#define TQKV__OFFSET_OF(format) false
+#define TQKV__FEW_ROWS          2
+#define TQKV__LANES_ROWS        4
+#define TQKV__SUM_SIXTEENS      2
 #include "tqkv.h"
 #endif
 #endif
@@ -9016,11 +9063,9 @@ static TQKV__INLINE void tqkv__ask_row(const tqkv__source *s, int32_t slot)
     if (s->norms) tqkv__prefetch(TQKV__L1, (const uint8_t *)(s->of_rows + (size_t)slot * s->norms), 1);
 }
 
-/* Asks for rows, then copies n others and their norms. */
-static void tqkv__gather_any(const tqkv__source *s, const int32_t *slot_list, int n, const int32_t *next, int n_next,
-                             uint8_t *row, float *norm)
+/* Copies n rows and their norms; what is hidden becomes zeros, because it may be NaN. */
+static void tqkv__copy_rows(const tqkv__source *s, const int32_t *slot_list, int n, uint8_t *row, float *norm)
 {
-    for (int j = 0; j < n_next; j++) tqkv__ask_row(s, next[j]);
     for (int j = 0; j < n; j++, row += s->size) {
         const size_t from = slot_list[j] < 0 ? 0 : (size_t)slot_list[j];
         if (slot_list[j] < 0)
@@ -9031,58 +9076,22 @@ static void tqkv__gather_any(const tqkv__source *s, const int32_t *slot_list, in
     }
 }
 
-/* Likewise for rows with a norm each, none of them hidden, whose size is a constant. It prefetches a row for each it
-   copies: a burst of requests would wait until most lines have come. The lines of norms follow one another. */
-static TQKV__INLINE void tqkv__gather_rows(const tqkv__source *s, const size_t size, const int32_t *slot_list, int n,
-                                           const int32_t *next, int n_next, uint8_t *row, float *norm)
-{
-    const uint8_t *codes = s->codes;
-    const float *of_rows = s->of_rows;
-    for (int j = 0; j < n; j++, row += size) {
-        if (j < n_next) {
-            const uint8_t *asked = codes + (size_t)next[j] * size;
-            for (size_t i = 0; i < size; i += 64) tqkv__prefetch(TQKV__L1, asked + i, 1);
-        }
-        tqkv__copy_row(row, codes + (size_t)slot_list[j] * size, size);
-        norm[j] = of_rows[slot_list[j]];
-    }
-    for (int j = n; j < n_next; j++) tqkv__ask_row(s, next[j]);
-}
-
 /* Copies the rows of a tile to slots of another stream from `slot` on, and prefetches the n_next of the next tile, none
-   of them hidden. What is hidden becomes zeros, because it may be NaN. Frequent sizes are constants, for speed. */
+   of them hidden: one with each row of a norm, because a burst of requests would wait until most lines have come. */
 static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
                          const int32_t *next, int n_next, const tqkv__stream *to, int slot)
 {
-    const tqkv__source source = tqkv__source_of(from, kv_head);
-    const int n = ranks->n;
+    const tqkv__source s = tqkv__source_of(from, kv_head);
+    const int n = ranks->gaps || s.norms != 1 ? 0 : ranks->n;
     uint8_t *row = tqkv__codes_at(to, 0, slot);
     float *norm = tqkv__norms_at(to, 0, slot);
-    switch (ranks->gaps || source.norms != 1 ? 0 : source.size) {
-    case 32:
-        tqkv__gather_rows(&source, 32, slot_list, n, next, n_next, row, norm);
-        return;
-    case 48:
-        tqkv__gather_rows(&source, 48, slot_list, n, next, n_next, row, norm);
-        return;
-    case 64:
-        tqkv__gather_rows(&source, 64, slot_list, n, next, n_next, row, norm);
-        return;
-    case 80:
-        tqkv__gather_rows(&source, 80, slot_list, n, next, n_next, row, norm);
-        return;
-    case 96:
-        tqkv__gather_rows(&source, 96, slot_list, n, next, n_next, row, norm);
-        return;
-    case 128:
-        tqkv__gather_rows(&source, 128, slot_list, n, next, n_next, row, norm);
-        return;
-    case 256:
-        tqkv__gather_rows(&source, 256, slot_list, n, next, n_next, row, norm);
-        return;
-    default:
-        tqkv__gather_any(&source, slot_list, n, next, n_next, row, norm);
+    for (int j = 0; j < n; j++, row += s.size) {
+        if (j < n_next) tqkv__prefetch(TQKV__L1, s.codes + (size_t)next[j] * s.size, s.size);
+        tqkv__copy_row(row, s.codes + (size_t)slot_list[j] * s.size, s.size);
+        norm[j] = s.of_rows[slot_list[j]];
     }
+    for (int j = n; j < n_next; j++) tqkv__ask_row(&s, next[j]);
+    if (n < ranks->n) tqkv__copy_rows(&s, slot_list, ranks->n, row, norm);
 }
 
 static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list)
@@ -9201,18 +9210,6 @@ static void tqkv__ask_newest(tqkv__work *w, int64_t left)
     const int64_t halves = w->passes[TQKV__NEWEST].to - w->asked;
     if (halves <= 0 || left > TQKV__TILE / SHARE * halves) return;
     w->asked += tqkv__ask_halves(w, TQKV__LAST_END, w->asked, halves < SHARE ? (int)halves : SHARE);
-}
-
-/* Keeps the loops over a tile of halves from asking for those behind it, where these have been asked for or are not
-   read: requests that find their lines in the L2 still take time. */
-static void tqkv__ask_no_more(const tqkv__work *w, tqkv__tile *tile)
-{
-    const int64_t next = tile->position + tile->n;
-    const int pass = tile->region.number / 2, first = tile->region.number % 2;
-    const bool *halves = w->a->exact[first ? TQKV__FIRST_END : TQKV__LAST_END];
-    if (first ? next < tile->region.end : pass != TQKV__NEWEST || next > w->asked) return;
-    if (halves[0]) tile->keys.ahead = 0;
-    if (halves[1]) tile->values.ahead = 0;
 }
 
 static void tqkv__touch_streams(const tqkv__tile *tile)
@@ -9447,7 +9444,6 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
         if (!wraps) tile->region = region;
         if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
         if (!wraps) tqkv__find_segments(a, &region, seen.to, tile);
-        if (!wraps) tqkv__ask_no_more(w, tile);
         if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
         if (pass == TQKV__OLDER) tqkv__ask_newest(w, seen.to - position);
         tqkv__attend_tile(w, tile);

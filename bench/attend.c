@@ -224,7 +224,8 @@ void run_latent(bench *b)
         for (int with = 0; with < 2; with++) {
             char name[TIMING_NAME];
             attend_work *work = &works[n_works++];
-            *work = (attend_work){{.n_heads = LATENT_HEADS, .end = LATENT_POSITIONS}, keys, keys, 0, q, out};
+            *work = (attend_work){
+                {.n_heads = LATENT_HEADS, .n_queries = 1, .end = LATENT_POSITIONS}, keys, keys, 0, q, out};
             if (with) work->attention.tail = tail.layers;
             snprintf(name, sizeof name, "%s_d%d%s", pairs[i].name, LATENT_DIM, with ? "_t64" : "");
             timing_add(&t, name, run_attend, work);

@@ -83,6 +83,10 @@ void run_read(void *user)
 void run_attend(void *user)
 {
     attend_work *work = (attend_work *)user;
+    if (work->attention.n_queries < 1) { /* a call that does nothing is valid, and takes no time */
+        fprintf(stderr, "bench: attention without queries\n");
+        exit(1);
+    }
     work->attention.keys = &work->keys->layers[work->layer];
     work->attention.values = &work->values->layers[work->layer];
     const int n_layers = work->keys->n_layers < work->values->n_layers ? work->keys->n_layers : work->values->n_layers;

@@ -31,7 +31,7 @@ static void run_lists(bench *b, const pair *p, list_shape shape, const float *q,
     t.n_entries = 0;
     for (int i = 0; i <= COUNT(list_blocks); i++) {
         char name[TIMING_NAME] = "all";
-        works[i] = (attend_work){{.n_heads = BENCH_KV_HEADS * shape.group, .end = LISTED_OF},
+        works[i] = (attend_work){{.n_heads = BENCH_KV_HEADS * shape.group, .n_queries = 1, .end = LISTED_OF},
                                  &b->keys[p->keys],
                                  &b->values[p->values],
                                  0,

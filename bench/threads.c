@@ -135,7 +135,7 @@ void run_machine(bench *b, int threads)
     timing_add(&t, "read", run_machine_read, &read);
     for (int i = 0; i < COUNT(pairs); i++) {
         if (!wanted(b, &pairs[i]) || pairs[i].type) continue;
-        works[i] = (attend_work){{.n_heads = BENCH_KV_HEADS * MACHINE_GROUP, .end = MACHINE_POSITIONS},
+        works[i] = (attend_work){{.n_heads = BENCH_KV_HEADS * MACHINE_GROUP, .n_queries = 1, .end = MACHINE_POSITIONS},
                                  &b->keys[pairs[i].keys],
                                  &b->values[pairs[i].values],
                                  0,

@@ -67,6 +67,12 @@ $(BUILD)/charts/histogram.txt: $(BUILD)/real_kv
 docs/quality.svg: $(wildcard bench/models/results/*-prose.txt) docs/charts/quality.gp docs/charts/style.gp
 	gnuplot -e "input='bench/models/results'; output='$@'" docs/charts/style.gp docs/charts/quality.gp
 
+docs/budget.svg: $(wildcard bench/models/results/*-budget.txt) docs/charts/budget.gp docs/charts/style.gp
+	gnuplot -e "input='bench/models/results'; output='$@'" docs/charts/style.gp docs/charts/budget.gp
+
+docs/recall.svg: bench/models/results/recall.txt docs/charts/recall.gp docs/charts/style.gp
+	gnuplot -e "input='$<'; output='$@'" docs/charts/style.gp docs/charts/recall.gp
+
 docs/%.svg: $(BUILD)/charts/%.txt docs/charts/%.gp docs/charts/style.gp
 	gnuplot -e "input='$<'; output='$@'" docs/charts/style.gp docs/charts/$*.gp
 
@@ -74,4 +80,4 @@ docs/speed.svg: $(wildcard bench/results/xeon.txt) docs/charts/speed.gp docs/cha
 	gnuplot -e "input='$<'; output='$@'" docs/charts/style.gp docs/charts/speed.gp
 
 .PHONY: charts
-charts: docs/quality.svg docs/histogram.svg docs/speed.svg ## draw docs/*.svg; minutes with CFLAGS="-O2 -march=native"
+charts: docs/quality.svg docs/budget.svg docs/recall.svg docs/histogram.svg docs/speed.svg ## draw docs/*.svg; minutes with CFLAGS="-O2 -march=native"

@@ -63,10 +63,11 @@ def arguments():
                         help="put the first token N times before the text, as a warm-up or padding would; it is not judged")
     parser.add_argument("--caches", default="", help="names with commas between them; see below")
     parser.add_argument("--layers", metavar="CACHE", help="the keys, and the values, of one layer at a time through this cache")
-    parser.add_argument("--plan", type=float, metavar="BITS", help="choose formats by layer; --profile writes them, too")
+    parser.add_argument("--plan", metavar="BITS", help="choose formats by layer, also 3,4.5 for several plans; --profile writes one, too")
     parser.add_argument("--bytes", metavar="2G", help="in place of --plan: so many bytes for all layers at --context positions")
     parser.add_argument("--context", type=int, metavar="N", help="of --bytes")
     parser.add_argument("--layers-of", metavar="TEXT", help="the text on which the plan is chosen (default: that of --text)")
+    parser.add_argument("--layers-tokens", type=int, metavar="N", help="so many of its tokens (default: --tokens)")
     parser.add_argument("--profile", metavar="OUT.gguf", help="write centre and scale of each layer's keys, learned from the text")
     parser.add_argument("--use", metavar="PROFILE.gguf", help="give these to the caches, which then learn nothing themselves")
     parser.add_argument("--chunk", type=int, default=512, help="tokens appended and attended at a time (default: 512)")
@@ -74,11 +75,6 @@ def arguments():
     parser.add_argument("--every", type=int, default=1, metavar="N", help="judge each Nth prediction only (default: 1)")
     parser.add_argument("--library", default=DEFAULT_LIBRARY, help=f"the shared object (default: {DEFAULT_LIBRARY})")
     return parser.parse_args()
-
-
-def judged(options):
-    """Of each --every predictions of the text the last."""
-    return np.arange(options.every - 1, options.tokens - 1, options.every) + options.behind
 
 
 def read_text(path):
@@ -103,6 +99,20 @@ def read_tokens(model, path, n_tokens, least=2):
     if max(found) >= model.vocabulary:
         raise forward.Unfit(f"{model.path}: the tokeniser has more tokens than the model")
     return found[:n_tokens]
+
+
+def read_task(options, model):
+    """The tokens, the places of those whose successor is judged, and with --recall what is asked."""
+    for name in ("chunk", "every"):
+        if getattr(options, name) < 1:
+            raise forward.Unfit(f"--{name} {getattr(options, name)}: at least 1 is needed")
+    if options.behind < 0 or (options.behind and options.recall is not None):
+        raise forward.Unfit(f"--behind {options.behind}: negative, or beside --recall")
+    if options.recall is not None:
+        task = recall.make(model.fields, read_text(options.text), options.tokens, options.recall)
+        return task.tokens, task.judged, task
+    tokens = read_tokens(model, options.text, options.tokens, 1 + options.every)
+    return [tokens[0]] * options.behind + list(tokens), np.arange(options.every - 1, options.tokens - 1, options.every) + options.behind, None
 
 
 class Progress:
@@ -145,12 +155,17 @@ def print_layers(variants, scores):
         print(f"layer {layer} {kind.part} cache {v.name} kl {s.kl:.4g} share {max(s.kl, 0.0) / total:.4f} flips {s.flips:.4f}")
 
 
-def open_variants(options, n_layers, plan):
-    """The caches of --caches, and the layers of --layers."""
-    kinds = [caches.parse(name) for name in options.caches.split(",") if name]
-    if plan is None and any(kind.keys == caches.PLAN for kind in kinds):
-        raise forward.Unfit("the cache plan needs --plan or --bytes, or --use with a profile that has one")
-    variants = [run.planned(kind, plan) if kind.keys == caches.PLAN else run.everywhere(kind, n_layers) for kind in kinds]
+def open_variants(options, n_layers, made):
+    """The caches of --caches, and the layers of --layers. made: plans by their bits."""
+    variants = []
+    for kind in [caches.parse(name) for name in options.caches.split(",") if name]:
+        if kind.keys != caches.PLAN:
+            variants.append(run.everywhere(kind, n_layers))
+            continue
+        if not made:
+            raise forward.Unfit("the cache plan needs --plan or --bytes, or --use with a profile that has one")
+        for bits, plan in made.items():
+            variants.append(run.planned(kind, plan, bits if len(made) > 1 else ""))
     return variants, run.layer_by_layer(caches.parse(options.layers), n_layers) if options.layers else []
 
 
@@ -163,11 +178,12 @@ def stream_bytes(options, model, shared, shape):
             for part, dim in dims.items()}
 
 
-def plan_room(options, model, shared):
-    """The bytes that a plan may take."""
+def plan_rooms(options, model):
+    """What each plan may take: {its number in names: bytes}."""
     if options.bytes:
-        return plans.read_bytes(options.bytes)
-    return options.plan / 8 * model.n_layers * model.n_kv_heads * (model.head_dim + model.value_dim)
+        return {"": plans.read_bytes(options.bytes)}
+    values = model.n_layers * model.n_kv_heads * (model.head_dim + model.value_dim)
+    return {f"{bits:g}": bits / 8 * values for bits in plans.read_bits(options.plan)}
 
 
 def measure_streams(options, model, shared, tokens):
@@ -180,44 +196,47 @@ def measure_streams(options, model, shared, tokens):
         errors[layer, "values"] = {name: shared.error(name, rows[2]) for name in formats}
 
     variants = run.layer_by_layer(caches.parse(plans.REFERENCE), model.n_layers)
-    one = run.Run(model, tokens, shared, None, options.chunk, Progress(), judged(options))
+    every = max(1, len(tokens) // plans.JUDGED)
+    one = run.Run(model, tokens, shared, None, options.chunk, Progress(), np.arange(every - 1, len(tokens) - 1, every))
     _, scores = one.measure(variants, look)
     sizes = [stream_bytes(options, model, shared, one.shape(layer)) for layer in range(model.n_layers)]
     parts = [(layer, kind.part) for v in variants for layer, kind in v.kinds.items()]
     return [plans.Stream(layer, part, s.kl, errors[layer, part], sizes[layer][part]) for (layer, part), s in zip(parts, scores)]
 
 
-def check_plan(options, model, shared):
-    """Whether there is a plan at all, before the long part."""
-    if options.tokens < plans.LEAST_TOKENS:
-        raise forward.Unfit(f"--plan: at least {plans.LEAST_TOKENS} tokens are needed, not {options.tokens}")
-    shortest, room = shared.plan_formats()[0], plan_room(options, model, shared)
+def check_plans(options, model, shared):
+    """What the plans may take, if that is enough for them: before the long part."""
+    if (options.layers_tokens or options.tokens) < plans.LEAST_TOKENS:
+        raise forward.Unfit(f"--plan: at least {plans.LEAST_TOKENS} tokens are needed, not {options.layers_tokens or options.tokens}")
+    shortest, rooms = shared.plan_formats()[0], plan_rooms(options, model)
     one = run.Run(model, [0], shared)
     least = sum(stream_bytes(options, model, shared, one.shape(i))[part][shortest]
                 for i in range(model.n_layers) for part in ("keys", "values"))
-    if room >= least:
-        return room
-    if options.bytes:
-        raise forward.Unfit(f"--bytes {options.bytes}: not even {shortest} fits: {least:.0f} bytes for {options.context} positions")
-    raise forward.Unfit(f"--plan {options.plan:g}: {shortest} takes {least / room * options.plan:g} bits")
+    for bits, room in rooms.items():
+        if room < least and options.bytes:
+            raise forward.Unfit(f"--bytes {options.bytes}: not even {shortest} fits: {least:.0f} bytes for {options.context} positions")
+        if room < least:
+            raise forward.Unfit(f"--plan {bits}: {shortest} takes {least / room * float(bits):g} bits")
+    return rooms
 
 
-def make_plan(options, model, shared):
-    """Formats by layer: {layer: (of keys, of values)}."""
-    room = check_plan(options, model, shared)
-    tokens = read_tokens(model, options.layers_of or options.text, options.tokens)
+def make_plans(options, model, shared):
+    """Formats by layer, {layer: (of keys, of values)}, for each number of bits."""
+    rooms = check_plans(options, model, shared)
+    tokens = read_tokens(model, options.layers_of or options.text, options.layers_tokens or options.tokens)
     streams = measure_streams(options, model, shared, tokens)
-    chosen = plans.choose(shared, streams, room)
-    plan = plans.by_layer(streams, chosen)
-    for layer, (keys, values) in plan.items():
-        print(f"plan layer {layer} keys {keys} values {values}")
-    total = plans.bytes_of(streams, chosen)
-    loss = sum(map(plans.loss, streams, chosen))
-    if options.bytes:
-        print(f"plan bytes {total:.0f} of {room:.0f} context {options.context} kl {loss:.4g}")
-    else:
-        print(f"plan bits {total / room * options.plan:.4g} kl {loss:.4g}")
-    return plan
+    made = {}
+    for bits, room in rooms.items():
+        chosen = plans.choose(shared, streams, room)
+        made[bits] = plans.by_layer(streams, chosen)
+        for layer, (keys, values) in made[bits].items():
+            print(f"plan layer {layer} keys {keys} values {values}")
+        total, loss = plans.bytes_of(streams, chosen), sum(map(plans.loss, streams, chosen))
+        if options.bytes:
+            print(f"plan bytes {total:.0f} of {room:.0f} context {options.context} kl {loss:.4g}")
+        else:
+            print(f"plan bits {total / room * float(bits):.4g} kl {loss:.4g}")
+    return made
 
 
 def main():
@@ -229,28 +248,21 @@ def main():
         raise forward.Unfit("--bytes: a --context of at least 1 is needed, and no --plan")
     shared = library.Library(options.library)
     model = forward.Model(options.model)
-    tokens, task = read_tokens(model, options.text, options.tokens, 1 + max(1, options.every)), None
-    if options.recall is not None:
-        task = recall.make(model.fields, read_text(options.text), options.tokens, options.recall)
-        tokens = task.tokens
-    for name in ("chunk", "every"):
-        if getattr(options, name) < 1:
-            raise forward.Unfit(f"--{name} {getattr(options, name)}: at least 1 is needed")
+    tokens, places, task = read_task(options, model)
     used = options.use and shared.read_profile(options.use, model.n_layers, model.n_kv_heads, model.head_dim)
-    plan = {i: layer[2] for i, layer in enumerate(used)} if used and used[0][2] else None
+    made = {"": {i: layer[2] for i, layer in enumerate(used)}} if used and used[0][2] else {}
     if options.plan or options.bytes:
-        plan = make_plan(options, model, shared)
-    variants, layers = open_variants(options, model.n_layers, plan)
-    if options.behind < 0 or (options.behind and task):
-        raise forward.Unfit(f"--behind {options.behind}: negative, or beside --recall")
-    tokens = [tokens[0]] * options.behind + list(tokens)
-    one = run.Run(model, tokens, shared, used, options.chunk, Progress(), judged(options) if task is None else task.judged)
+        if options.profile and len(plan_rooms(options, model)) > 1:
+            raise forward.Unfit("--profile: it holds one plan, --plan asks for several")
+        made = make_plans(options, model, shared)
+    variants, layers = open_variants(options, model.n_layers, made)
+    one = run.Run(model, tokens, shared, used, options.chunk, Progress(), places)
     learned = {}
     perplexity, scores = one.measure(variants + layers, lambda layer, rows: learned.update({layer: shared.learn(*rows[:2])})
                                      if options.profile else None)
     if options.profile:
         profiles.write(options.profile, os.path.basename(model.path), [learned[i] for i in range(model.n_layers)],
-                       shared.hash, plan)
+                       shared.hash, next(iter(made.values()), None))
     if task is not None:
         recall.report(task, [v.name for v in variants], one.found)
         return

@@ -25,6 +25,12 @@ ROWS = {"safe": "`TQKV_SAFE`", "tq6/tq6" + LIKE_PRESETS: "TQ6/TQ6, else as that"
         "q8_0": "q8_0", "q8_0/q4_0:rotated": "q8_0/q4_0, rotated", "q5_0:rotated": "q5_0, rotated",
         "q4_0:rotated": "q4_0, rotated", "q4_0:rotated" + ENDS: "q4_0, rotated, 4 + 128 exact", "kivi4": "KIVI, 4 bits",
         "kivi4" + ENDS: "KIVI, 4 bits, 4 + 128 exact", "kivi2" + ENDS: "KIVI, 2 bits, 4 + 128 exact"}
+BUDGET = {"tiny": "`TQKV_TINY`", "small": "`TQKV_SMALL`", "safe": "`TQKV_SAFE`", "kvarn3/kvarn2" + ENDS: "KVarN 3/2, 4 + 128 exact",
+          "kvarn4" + ENDS: "KVarN 4, 4 + 128 exact", "kvarn5/kvarn3" + ENDS: "KVarN 5/3, 4 + 128 exact",
+          "trellis3/trellis2" + ENDS: "trellis 3/2, 4 + 128 exact", "trellis3" + ENDS: "trellis 3, 4 + 128 exact",
+          "q4_0:rotated" + ENDS: "q4_0, rotated, 4 + 128 exact", "q8_0": "q8_0"}
+RECALLED = {"safe": "`TQKV_SAFE`", "small": "`TQKV_SMALL`", "tiny": "`TQKV_TINY`", "q4_0:rotated": "q4_0, rotated",
+            "q4_0:rotated" + ENDS: "q4_0, rotated, 4 + 128 exact"}
 ISAS = {"": "AVX-512", "_avx2": "AVX2"}
 
 
@@ -180,20 +186,70 @@ def decision(runs):
 """
 
 
+def plan_bits(run):
+    """{bits: score} of the plans."""
+    found = {name: re.fullmatch(r"plan([\d.]+)", name) for name in run.scores}
+    return {float(m[1]): run.scores[name] for name, m in found.items() if m}
+
+
+def beside(run, bits):
+    """The plan of as many bits, or the next of fewer."""
+    made = plan_bits(run)
+    return made[max(b for b in made if b <= bits)]
+
+
+def least_bits(run, kl):
+    """Of the plans that lose no more."""
+    return min(s.bits for s in plan_bits(run).values() if s.kl <= kl)
+
+
+def plan_table(runs):
+    bits = sorted({b for run in runs.values() for b in plan_bits(run)})
+    names = {f"plan{b:g}": f"plan of {b:g} bits" for b in bits} | BUDGET
+    cells = lambda s: (f"{s.bits:.2f}", number(s.kl), number(s.p999)) if s else ("-",) * 3
+    rows = [[name] + [cell for run in runs.values() for cell in cells(run.scores.get(cache))] for cache, name in names.items()]
+    return table(["cache"] + [f"{what}, {MODELS[m]}" for m in runs for what in ("bits", "KL", "99.9th")], rows)
+
+
 def plan_text():
-    """Formats by layer: lines `plan MODEL TEXT NAME kl X`."""
-    found = re.findall(r"^plan (\S+) (\S+) (\S+) kl (\S+)$", (RESULTS / "plans.txt").read_text(encoding="utf-8"), re.M)
-    kl = {(model, text, name): float(x) for model, text, name, x in found}
-    less = {}
-    for (model, text, name), x in kl.items():
-        if name == "plan":
-            less.setdefault(model, []).append(100 * (1 - x / kl[model, text, "tq5/tq3"]))
-    gains = "; ".join(f"{MODELS[m]}'s by {span(values, '{:.0f}'.format)}%" for m, values in less.items())
-    return "\n## Formats by layer\n\n" + wrapped(f"""A few layers carry most of the loss (`make models MODELS_FLAGS="--layers CACHE"`). A plan gives each
-        layer's keys and values a format of their own, TQ3 to TQ6: each bit goes where it takes most away, by the layers' losses in TQ4 on
-        2,048 tokens of prose, of which a bit more leaves a quarter. At 4 bits on average a plan lowered the loss of `small`'s formats on other
-        text of 4,096 tokens (later pages of the handbook, code): {gains}. Every fourth position was judged, of Gemma every eighth.
-        `make models MODELS_FLAGS="--plan 4.5 --profile FILE"` writes a plan into a profile.""") + "\n"
+    """Loss over bits: plans, presets and peers."""
+    runs = {m: Run(RESULTS / f"{m}-code-budget.txt") for m in MODELS}
+    of = lambda text: ", ".join(f"{MODELS[m]} {text(run)}" for m, run in runs.items())
+    by_small = of(lambda r: f"{beside(r, r.scores['small'].bits).kl / r.kl('small'):.2f}")
+    by_q8 = of(lambda r: f"{least_bits(r, r.kl('q8_0')):.1f}")
+    times_small = lambda cache: of(lambda r: f"{r.kl(cache) / r.kl('small'):.2g}")
+    return "\n## Formats by layer: loss for a budget\n\n" + wrapped(f"""A few layers carry most of the loss (`make models
+        MODELS_FLAGS="--layers CACHE"`). A plan gives each layer's keys and values a format of their own, TQ2 to F16: bytes go where each takes
+        most away, by what these keys or values lose alone in TQ4 and by the error of a format on their rows. The plans here were made on 2,048
+        tokens of the handbook; they and their peers are judged on 1,024 tokens of code, every second prediction. At `small`'s bits a plan
+        loses so much of what `small` does: {by_small}. The loss of q8_0, which takes 8.5 bits, a plan has with these bits: {by_q8}. KVarN with
+        4 bits and our exact ends, which takes a little more than `small`, loses so many times as much: {times_small("kvarn4" + ENDS)}; a trellis
+        of 3 and 2 bits with them, as many as `tiny` takes, loses so many times as much as that:
+        {of(lambda r: f"{r.kl('trellis3/trellis2' + ENDS) / r.kl('tiny'):.2g}")}. (`bench/models/peers.py` has the formulas.)""") + \
+        "\n\n![Loss over bits with plans](budget.svg)\n\n" + plan_table(runs) + "\n" + \
+        wrapped("""`--plan 4.5` chooses formats for so many bits, `--bytes 2G --context 32768` for so many bytes, and `--profile FILE` keeps them with
+        centre and scale for [llama.cpp](llama.md) and `examples/profile.h`; `build/advise --bytes` plans from a capture. A plan that nobody measured,
+        with more bits for the first and last layers, [loses more than `small`](notes/plans.md).""") + "\n"
+
+
+def recall_text():
+    """What a model finds again with each cache: lines `recall NAME depth X-Y items N right N same N loss X` behind a line of the model."""
+    text = (RESULTS / "recall.txt").read_text(encoding="utf-8")
+    model, tokens = re.search(r"^model (.+) tokens (\d+)$", text, re.M).groups()
+    found = re.findall(r"^recall (\S+) depth (\S+) items (\d+) right (\d+) same (\d+) loss (\S+)$", text, re.M)
+    names, depths = ([*dict.fromkeys(line[i] for line in found)] for i in (0, 1))
+    rows = []
+    for name in names:
+        mine = [tuple(map(float, line[2:])) for line in found if line[0] == name]
+        items, right, same = (sum(m[i] for m in mine) for i in range(3))
+        loss = sum(m[0] * m[3] for m in mine) / items
+        rows.append([RECALLED.get(name, name), *(f"{m[1]:.0f}" for m in mine), f"{right:.0f}", f"{same:.0f}", number(loss)])
+    return "\n## Recall\n\n" + wrapped(f"""{items:.0f} sentences with a number each (`The access code of the copper falcon is 48213.`)
+        stand in {int(tokens):,} tokens of the handbook; the questions follow in another order, each with its answer. A number is right if
+        each of its tokens is the likeliest; it is the same if these are the tokens that floats give. Loss: nats a token of the answers.
+        {model}; `make models MODEL=FILE TEXT=prose TOKENS={tokens} RECALL=1`. So few items show what is ruined, not small
+        differences.""") + "\n\n" + table(["cache"] + [f"right, depth {d}" for d in depths] + ["right", "same", "loss"], rows) + \
+        "\n![Recall by depth](recall.svg)\n"
 
 
 # ---- The documents ----
@@ -210,7 +266,7 @@ def head(runs):
     return f"""# Quality on pretrained models
 
 **Not measured**: models above 270 million parameters here and above 1.5 billion anywhere (README has
-[Qwen2.5-Coder](../README.md#which-preset)); contexts beyond 4,096 tokens; tasks; a GPU's caches; engines other than this tool and
+[Qwen2.5-Coder](../README.md#which-preset)); contexts beyond 4,096 tokens; tasks but one of recall; a GPU's caches; engines other than this tool and
 llama.cpp ([llama.md](llama.md)).
 
 {intro}
@@ -243,7 +299,7 @@ With what presets add: 4 first and 128 newest positions exact, centre and scale 
 def quality_page(runs, formats, behind):
     return (head(runs) + "".join(wrapped(f"{i}. {line}", "   ") + "\n" for i, line in enumerate(findings(runs, formats, behind), 1)) +
             "".join(model_table(model, runs[model, "prose"], runs[model, "code"]) for model in MODELS) +
-            PEERS + (FORMATS_HEAD + formats_table(formats) if formats else "") + decision(runs) + plan_text())
+            PEERS + (FORMATS_HEAD + formats_table(formats) if formats else "") + decision(runs) + plan_text() + recall_text())
 
 
 def elsewhere():

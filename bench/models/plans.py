@@ -11,6 +11,7 @@ from forward import Unfit
 
 REFERENCE = "tq4/tq4:exact=4+128:calibrate=512"  # with what a preset adds, since a plan has it, too
 MEASURED = "tq4"
+JUDGED = 512        # predictions, evenly from the tokens
 LEAST_TOKENS = 256  # of which REFERENCE has some in codes
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -47,3 +48,11 @@ def read_bytes(text):
     if not found or not float(found[1]):
         raise Unfit(f"--bytes {text}: a number of bytes is needed, as 2G or 512M")
     return float(found[1]) * UNITS[found[2]]
+
+
+def read_bits(text):
+    """Numbers of bits with commas between them."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise Unfit(f"--plan {text}: numbers of bits are needed, as 4.5 or 3,4.5") from None

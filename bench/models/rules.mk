@@ -85,7 +85,7 @@ TEST_TARGETS += test-models
 
 RESULTS := bench/models/results
 QUALITY_RUNS := smollm2-prose gemma3-prose smollm2-code gemma3-code smollm2-prose-formats smollm2-prose-default gemma3-prose-default \
-	smollm2-prose-behind
+	smollm2-prose-behind smollm2-code-budget gemma3-code-budget
 empty :=
 comma := ,
 commas = $(subst $(empty) $(empty),$(comma),$(strip $(1)))
@@ -98,6 +98,11 @@ CACHES_OF_ := safe small tiny tq4/tq4$(LIKE_PRESETS) tq6/tq6$(LIKE_PRESETS) tq4/
 CACHES_OF_default := i8/tq4
 CACHES_OF_behind := safe i8/tq4 small tq5/tq3 tiny tq3/tq2
 FLAGS_OF_behind := --tokens 1600 --behind 520
+CACHES_OF_budget := plan tiny small safe kvarn3/kvarn2$(ENDS) kvarn4$(ENDS) kvarn5/kvarn3$(ENDS) \
+	trellis3/trellis2$(ENDS) trellis3$(ENDS) q4_0:rotated$(ENDS) q8_0
+PLANS_smollm2 := 2.75,3,3.5,4,4.5,5,5.5,6.5
+PLANS_gemma3 := 2.75,3.5,4.125,5.5,6.5
+FLAGS_OF_budget = --tokens 1024 --every 2 --plan $(PLANS_$(word 1,$(run_parts))) --layers-of $(TEXTS)/prose.txt --layers-tokens 2048
 CACHES_OF_formats := $(PAIRS:%=%$(LIKE_PRESETS)) i8/tq4 tq5/tq3 tq3/tq2 \
 	tq5/tq3:calibrate=512 tq5/tq3$(ENDS) small:exact=0+128 small:exact=4+0 small:exact=4+64
 
@@ -109,7 +114,7 @@ quality-run-%: $(MODELS_BUILD)/tqkv.so $(TEXT_NAMES:%=$(TEXTS)/%.txt)
 	@$(MAKE) --no-print-directory models MODEL=$(word 1,$(run_parts)) TEXT=$(word 2,$(run_parts)) TOKENS=4096 \
 		CACHES=$(call commas,$(CACHES_OF_$(word 3,$(run_parts)))) MODELS_FLAGS="$(FLAGS_OF_$(word 3,$(run_parts)))" \
 		>$(MODELS_BUILD)/$*.txt
-	@{ sed 's/^/text /' $(TEXTS)/packages; grep -E '^(model|cache|layer) ' $(MODELS_BUILD)/$*.txt; } >$(RESULTS)/$*.txt
+	@{ sed 's/^/text /' $(TEXTS)/packages; grep -E '^(model|cache|layer) |^plan bits' $(MODELS_BUILD)/$*.txt; } >$(RESULTS)/$*.txt
 
 $(BUILD)/bytes: bench/models/bytes.c $(BUILD)/tqkv.o
 	@$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) $(INCLUDE) $^ -o $@ $(LIBRARIES)
@@ -121,7 +126,7 @@ quality-speed: $(BUILD)/bench ## measure the speed that docs/quality.md shows, i
 	@CC="$(CC)" sh bench/measure.sh $(RESULTS)/speed.txt presets
 
 # The chart where gnuplot is (make deps-charts).
-quality-page: $(if $(shell command -v gnuplot),docs/quality.svg) ## write docs/quality.md and README's table from bench/models/results
+quality-page: $(if $(shell command -v gnuplot),docs/quality.svg docs/budget.svg docs/recall.svg) ## write docs/quality.md and README's table from bench/models/results
 	@python3 bench/models/page.py
 
 .PHONY: test-quality-page

@@ -129,9 +129,9 @@ def everywhere(kind, n_layers):
     return Variant(kind.name, dict.fromkeys(range(n_layers), kind))
 
 
-def planned(kind, plan):
-    """Each layer with its formats: plan: {layer: (of keys, of values)}"""
-    return Variant(kind.name, {layer: dataclasses.replace(kind, keys=keys, values=values) for layer, (keys, values) in plan.items()})
+def planned(kind, plan, bits=""):
+    """Each layer with its formats: plan: {layer: (of keys, of values)}. bits: in its name, as plan4.5."""
+    return Variant(kind.keys + bits + kind.name[len(kind.keys):], {layer: dataclasses.replace(kind, keys=keys, values=values) for layer, (keys, values) in plan.items()})
 
 
 def layer_by_layer(kind, n_layers):

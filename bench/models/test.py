@@ -290,6 +290,12 @@ def test_plans(lib, shared, folder):
     again = command(shared, model, *options, "--use", out)
     check(again.returncode == 0 and "cache plan bits" in again.stdout, f"a plan from a file: {again.stderr}")
     refused(command(shared, model, *options), "--plan", "a plan that nobody made")
+    result = command(shared, model, *options[:-1], "plan:exact=4+16", "--plan", "3.5,5", "--layers-tokens", "600")
+    bits = [line.split()[1:4] for line in result.stdout.splitlines() if line.startswith("cache ")]
+    check([b[0] for b in bits] == ["plan3.5:exact=4+16", "plan5:exact=4+16"] and float(bits[0][2]) <= 3.5 < float(bits[1][2]) <= 5,
+          f"two plans: {result.stdout} {result.stderr}")
+    refused(command(shared, model, *options, "--plan", "3.5,5", "--profile", out), "one plan", "two plans for one profile")
+    refused(command(shared, model, *options, "--plan", "4,x"), "numbers of bits", "no number")
     refused(command(shared, model, *options, "--plan", "1"), "tq2", "too few bits")
     test_plan_of_bytes(lib, shared, model, options)
     refused(command(shared, model, *options[:3], "100", "--plan", "4"), "256", "a text that exact ends cover")

@@ -23,10 +23,11 @@ TQKV_API const char *tqkv_result_string(tqkv_result r);
 
 /* >>common
    The row of token (or position, or query) t and head h begins at value t * token + h * head. 0 stands for
-   [token][head][dim] without gaps: dim for head and n_heads * dim for token. For [head][token][dim]: token = dim, head =
-   n_tokens * dim; for a third of fused projections: token = 3 * n_heads * dim. Rows that are read may share values, rows
-   that are written may not. Between the rows of an output another output of the same strides may lie; checks of what
-   overlaps count all other memory there as written, although calls do not touch it. On a GPU below 2^32. */
+   [token][head][dim] without gaps: dim for head and n_heads * dim for token. For [head][token][dim]: token = dim,
+   head = n_tokens * dim; for a third of fused projections: token = 3 * n_heads * dim. Rows that are read may share
+   values, rows that are written may not. Between the rows of an output another output of the same strides may lie;
+   checks of what overlaps count all other memory there as written, although calls do not touch it. On a GPU below
+   2^32. */
 typedef struct tqkv_strides {
     size_t token, head;
 } tqkv_strides;
@@ -50,9 +51,9 @@ typedef struct tqkv_allocator {
 
 /* Threads. `run` calls task(context, i) once for each i in [0, count), in any order, on any threads, and returns after
    all tasks have ended. All zero: the calling thread alone. `run` must allow calls from several threads that share a
-   cache or a store, and, in a pool whose other tasks call tqkv, calls inside a task. tqkv never calls `run` from its own
-   tasks. Neither `run` nor a task may throw or longjmp through tqkv: the call's scratch would leak, and its tasks might
-   go on. */
+   cache or a store, and, in a pool whose other tasks call tqkv, calls inside a task. tqkv never calls `run` from its
+   own tasks. Neither `run` nor a task may throw or longjmp through tqkv: the call's scratch would leak, and its tasks
+   might go on. */
 typedef void (*tqkv_task)(void *context, int index);
 typedef struct tqkv_parallel {
     void (*run)(void *user, int count, tqkv_task task, void *context);

@@ -31,8 +31,8 @@ typedef struct tqkv_index {
 /* q: [n_queries][n_heads][head_dim]; scores: [n_queries][number of blocks up to end], -INFINITY where a query sees no
    key of a block. TQKV_NOT_FINITE if q or weights hold NaN or Inf. */
 TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *x, const void *q, float *scores);
-/* Writes the k best blocks of each query in ascending order, then -1. Of blocks with equal scores the lower is better; a
-   block with -INFINITY is never chosen. If `first` and `newest` name more than k blocks, the lower ones are chosen.
-   scores: as above, list: [n_queries][k]. Reads only the shape of keys. TQKV_NOT_FINITE if the score of a block that its
-   query sees is NaN. */
+/* Writes the k best blocks of each query in ascending order, then -1. Of blocks with equal scores the lower is better;
+   a block with -INFINITY is never chosen. If `first` and `newest` name more than k blocks, the lower ones are chosen.
+   scores: as above, list: [n_queries][k]. Reads only the shape of keys. TQKV_NOT_FINITE if the score of a block that
+   its query sees is NaN. */
 TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *x, const float *scores, int k, int32_t *list);

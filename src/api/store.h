@@ -45,10 +45,10 @@ struct tqkv_store {
        and attention add it back, exactly. For keys with a large constant part, which models with a bias in the key
        projection have. */
     const float *center;
-    /* A scale for each channel, [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL. Encoding divides by it what is left
-       of a row without its centre (it multiplies by 1 / channel_scale); decoding and attention multiply. For keys with
-       channels far larger than others, whose error the rotation would spread over all. TQKV_ROTATED rows, queries and
-       outputs are those of the scaled basis. */
+    /* A scale for each channel, [n_kv_heads][head_dim], in [2^-32, 2^32], or NULL. Encoding subtracts the centre, then
+       divides by the scale (as a product with 1 / channel_scale); decoding and attention multiply. For keys with
+       channels far larger than others, whose error the rotation would spread over all channels. TQKV_ROTATED rows,
+       queries and outputs are those of the scaled basis. */
     const float *channel_scale;
     float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
     int rotary_dim; /* channels [0, rotary_dim) are turned by the rotary embedding; for tqkv_pairs alone; 0 = head_dim */
@@ -66,9 +66,9 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
    becomes zeros where all is at most 1e-10: the length of a row, or of I8 its largest value. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
 
-/* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries. They are
-   rotated, divided by the norm, and scaled to unit variance; I8: in steps of the grid; F16: what is rounded. src,
-   scaled: [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
+/* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries, rotated,
+   divided by the norm, and scaled to unit variance. For I8 the values are in steps of the grid, for F16 they are what
+   is rounded. src, scaled: [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled);
 
 /* The basis of a vector. Streams without rotation and without a scale have one basis. */
@@ -107,13 +107,12 @@ typedef struct tqkv_quality {
                         one is infinite: a value of F16 that overflows when the centre is subtracted */
     double beyond;   /* share of these values beyond the last boundary */
 } tqkv_quality;
-/* Encodes and decodes the rows, without a store; out: [n_kv_heads], zeros for no tokens. codes and norms may be NULL. A
-   stream that is keys and values has one error, which outputs meet twice, in the weights and in what they weigh: the
-   two effects add up. A tail is a stream of its own, which strides find in rows of whole keys; scores meet its error by
-   the share that its products have of them. */
+/* Encodes and decodes the rows, without a store; out: [n_kv_heads], zeros for no tokens. codes and norms may be NULL.
+   If a stream is keys and values, its error enters the output twice, by the weights and by the values, and the two
+   effects add up. Measure a tail as a stream of its own, with strides that find it in the rows of whole keys. */
 TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out);
 
-/* Learns centre and scale of keys from rows and, if given, from queries, which say what reads a channel's error:
+/* Learns centre and scale of keys from rows and, if given, from queries, which weigh the error of a channel:
 
      center = mean,  s = deviation from it,  channel_scale = sqrt(s), or sqrt(s / r), r = root mean square of queries,
 
@@ -125,9 +124,9 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
    magnitude beyond 1e12. */
 TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
                                     int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
-/* What the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' -
-   k)/sqrt(head_dim) over the rows k, root mean square over the queries that read the head. With 20 in its first layer
-   Qwen2.5-Coder-0.5B is ruined, with 5 it loses 0.25 nats, with 0.7 it loses 0.03, or with exact ends 0.003. Rows and
+/* Measures what the shape's format, centre and scale would add to the logits: the standard deviation of q.(k' -
+   k)/sqrt(head_dim) over the rows k, root mean square over the queries that read the head. 20 in the first layer ruins
+   Qwen2.5-Coder-0.5B, 5 costs 0.25 nats, 0.7 costs 0.03, or 0.003 with exact ends. Rows and
    queries as tqkv_calibrate's, q not NULL; noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if rows decode
    to NaN. */
 TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,

@@ -150,11 +150,9 @@ static TQKV__INLINE void tqkv__ask_row(const tqkv__source *s, int32_t slot)
     if (s->norms) tqkv__prefetch(TQKV__L1, (const uint8_t *)(s->of_rows + (size_t)slot * s->norms), 1);
 }
 
-/* Asks for rows, then copies n others and their norms. */
-static void tqkv__gather_any(const tqkv__source *s, const int32_t *slot_list, int n, const int32_t *next, int n_next,
-                             uint8_t *row, float *norm)
+/* Copies n rows and their norms; what is hidden becomes zeros, because it may be NaN. */
+static void tqkv__copy_rows(const tqkv__source *s, const int32_t *slot_list, int n, uint8_t *row, float *norm)
 {
-    for (int j = 0; j < n_next; j++) tqkv__ask_row(s, next[j]);
     for (int j = 0; j < n; j++, row += s->size) {
         const size_t from = slot_list[j] < 0 ? 0 : (size_t)slot_list[j];
         if (slot_list[j] < 0)
@@ -165,58 +163,22 @@ static void tqkv__gather_any(const tqkv__source *s, const int32_t *slot_list, in
     }
 }
 
-/* Likewise for rows with a norm each, none of them hidden, whose size is a constant. It prefetches a row for each it
-   copies: a burst of requests would wait until most lines have come. The lines of norms follow one another. */
-static TQKV__INLINE void tqkv__gather_rows(const tqkv__source *s, const size_t size, const int32_t *slot_list, int n,
-                                           const int32_t *next, int n_next, uint8_t *row, float *norm)
-{
-    const uint8_t *codes = s->codes;
-    const float *of_rows = s->of_rows;
-    for (int j = 0; j < n; j++, row += size) {
-        if (j < n_next) {
-            const uint8_t *asked = codes + (size_t)next[j] * size;
-            for (size_t i = 0; i < size; i += 64) tqkv__prefetch(TQKV__L1, asked + i, 1);
-        }
-        tqkv__copy_row(row, codes + (size_t)slot_list[j] * size, size);
-        norm[j] = of_rows[slot_list[j]];
-    }
-    for (int j = n; j < n_next; j++) tqkv__ask_row(s, next[j]);
-}
-
 /* Copies the rows of a tile to slots of another stream from `slot` on, and prefetches the n_next of the next tile, none
-   of them hidden. What is hidden becomes zeros, because it may be NaN. Frequent sizes are constants, for speed. */
+   of them hidden: one with each row of a norm, because a burst of requests would wait until most lines have come. */
 static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
                          const int32_t *next, int n_next, const tqkv__stream *to, int slot)
 {
-    const tqkv__source source = tqkv__source_of(from, kv_head);
-    const int n = ranks->n;
+    const tqkv__source s = tqkv__source_of(from, kv_head);
+    const int n = ranks->gaps || s.norms != 1 ? 0 : ranks->n;
     uint8_t *row = tqkv__codes_at(to, 0, slot);
     float *norm = tqkv__norms_at(to, 0, slot);
-    switch (ranks->gaps || source.norms != 1 ? 0 : source.size) {
-    case 32:
-        tqkv__gather_rows(&source, 32, slot_list, n, next, n_next, row, norm);
-        return;
-    case 48:
-        tqkv__gather_rows(&source, 48, slot_list, n, next, n_next, row, norm);
-        return;
-    case 64:
-        tqkv__gather_rows(&source, 64, slot_list, n, next, n_next, row, norm);
-        return;
-    case 80:
-        tqkv__gather_rows(&source, 80, slot_list, n, next, n_next, row, norm);
-        return;
-    case 96:
-        tqkv__gather_rows(&source, 96, slot_list, n, next, n_next, row, norm);
-        return;
-    case 128:
-        tqkv__gather_rows(&source, 128, slot_list, n, next, n_next, row, norm);
-        return;
-    case 256:
-        tqkv__gather_rows(&source, 256, slot_list, n, next, n_next, row, norm);
-        return;
-    default:
-        tqkv__gather_any(&source, slot_list, n, next, n_next, row, norm);
+    for (int j = 0; j < n; j++, row += s.size) {
+        if (j < n_next) tqkv__prefetch(TQKV__L1, s.codes + (size_t)next[j] * s.size, s.size);
+        tqkv__copy_row(row, s.codes + (size_t)slot_list[j] * s.size, s.size);
+        norm[j] = s.of_rows[slot_list[j]];
     }
+    for (int j = n; j < n_next; j++) tqkv__ask_row(&s, next[j]);
+    if (n < ranks->n) tqkv__copy_rows(&s, slot_list, ranks->n, row, norm);
 }
 
 static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list)
@@ -335,18 +297,6 @@ static void tqkv__ask_newest(tqkv__work *w, int64_t left)
     const int64_t halves = w->passes[TQKV__NEWEST].to - w->asked;
     if (halves <= 0 || left > TQKV__TILE / SHARE * halves) return;
     w->asked += tqkv__ask_halves(w, TQKV__LAST_END, w->asked, halves < SHARE ? (int)halves : SHARE);
-}
-
-/* Keeps the loops over a tile of halves from asking for those behind it, where these have been asked for or are not
-   read: requests that find their lines in the L2 still take time. */
-static void tqkv__ask_no_more(const tqkv__work *w, tqkv__tile *tile)
-{
-    const int64_t next = tile->position + tile->n;
-    const int pass = tile->region.number / 2, first = tile->region.number % 2;
-    const bool *halves = w->a->exact[first ? TQKV__FIRST_END : TQKV__LAST_END];
-    if (first ? next < tile->region.end : pass != TQKV__NEWEST || next > w->asked) return;
-    if (halves[0]) tile->keys.ahead = 0;
-    if (halves[1]) tile->values.ahead = 0;
 }
 
 static void tqkv__touch_streams(const tqkv__tile *tile)

@@ -223,10 +223,10 @@ typedef struct tqkv__cell {
 
 typedef struct tqkv__quantiser {
     TQKV__ALIGNED tqkv__cell cells[256];
-    /* Of codebooks of up to 4 bits, for look-ups in registers: n_below of each cell, and the positive boundaries, then
+    /* Of codebooks of up to 6 bits, for look-ups in registers: n_below of each cell, and the positive boundaries, then
        infinity, and centroids */
-    uint8_t n_below[16];
-    float bounds[8], centroids[8];
+    uint8_t n_below[64];
+    float bounds[32], centroids[32];
     float squares[8]; /* TQ2: of its centroids, repeated */
     float slope, top; /* cell of a magnitude w: the whole part of min(w * slope, top) */
     int half;         /* the codes of one sign */
@@ -246,14 +246,14 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
         const float at = i < n ? positive[i] * q->slope : INFINITY;
         TQKV_ASSERT(i == n || (at - floorf(at) > TQKV__CELL_MARGIN && at - floorf(at) < 1.0f - TQKV__CELL_MARGIN));
         q->cells[c] = cell;
-        if (c < 16) q->n_below[c] = (uint8_t)i;
+        if (c < 64) q->n_below[c] = (uint8_t)i;
         i += at < (float)(c + 1) || (i < n && c == (1 << bits) - 1);
     }
-    for (i = 0; i < 8; i++) {
+    for (i = 0; i < 32; i++) {
         q->bounds[i] = i < n ? positive[i] : INFINITY;
         q->centroids[i] = centroids[i < n ? i : n];
-        q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
     }
+    for (i = 0; i < 8; i++) q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
 }
 
 /* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes:

@@ -51,9 +51,9 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
-/* Loads eight centroids of TQ8 at a time. The asm keeps the codes in a register of which x86 reads the two lowest bytes
+/* Loads centroids of TQ8, eight at a time, and multiplies them by a factor. The asm keeps the codes in a register of which x86 reads the two lowest bytes
    (Q), and each shift a shift of 16, where compilers shift once for each code. */
-TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float *to)
+TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float factor, float *to)
 {
     const float *centroids = s->codebook;
     for (int d = 0; d < n; d += 8) {
@@ -66,8 +66,8 @@ TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, 
             pairs[i] =
                 _mm_unpacklo_ps(_mm_load_ss(centroids + (codes & 255)), _mm_load_ss(centroids + (codes >> 8 & 255)));
         }
-        _mm_storeu_ps(to + d, _mm_movelh_ps(pairs[0], pairs[1]));
-        _mm_storeu_ps(to + d + 4, _mm_movelh_ps(pairs[2], pairs[3]));
+        _mm_storeu_ps(to + d, _mm_movelh_ps(pairs[0], pairs[1]) * _mm_set1_ps(factor));
+        _mm_storeu_ps(to + d + 4, _mm_movelh_ps(pairs[2], pairs[3]) * _mm_set1_ps(factor));
     }
 }
 TQKV__OP __m256 tqkv__load_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(tqkv__load_128(p)); }
@@ -87,17 +87,12 @@ TQKV__OP __m256 tqkv__invert_above_avx2(float least, __m256 x)
 {
     return _mm256_and_ps(_mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GT_OQ), _mm256_div_ps(_mm256_set1_ps(1.0f), x));
 }
-TQKV__OP __m256 tqkv__flip_avx2(__m256 x, int d)
+/* Flips the signs whose bits are set, from bit i on. A byte in all places of a register comes by one load. */
+TQKV__OP __m256 tqkv__flip_avx2(__m256 x, const uint8_t *signs, int i)
 {
-    const __m256i signs = _mm256_set1_epi32(tqkv__tables.signs[d % 512 / 8]);
-    const __m256i moved = _mm256_sllv_epi32(signs, _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
+    const __m256i bits = _mm256_set1_epi8((char)signs[i / 8]);
+    const __m256i moved = _mm256_sllv_epi32(bits, _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
     return _mm256_xor_ps(x, _mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)));
-}
-TQKV__OP __m256 tqkv__signs_avx2(uint32_t bits)
-{
-    const __m256i moved =
-        _mm256_sllv_epi32(_mm256_set1_epi32((int)bits), _mm256_set_epi32(24, 25, 26, 27, 28, 29, 30, 31));
-    return _mm256_or_ps(_mm256_and_ps(_mm256_castsi256_ps(moved), _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));
 }
 TQKV__OP __m256 tqkv__load_two_avx2(const float *low, const float *high)
 {

@@ -264,22 +264,17 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
 
-#define TQKV__(name)              tqkv__##name##_avx2
-#define TQKV__I(name)             tqkv__i_##name##_avx2
-#define TQKV__S(name)             tqkv__i_##name##_avx2
-#define TQKV__ISA_NAME            "avx2"
-#define TQKV__INTEGER_LANES       8
-#define TQKV__PRODUCTS            2
-#define TQKV__CODE_OFFSET         128
-#define TQKV__OFFSET_OF(format)   (TQKV__KIND(format) != TQKV__GRID)
-#define TQKV__FEW_ROWS            4
-#define TQKV__LANES_ROWS          8
-#define TQKV__MANY_ROWS           4
-#define TQKV__MANY_VALUE_ROWS     4
-#define TQKV__SUM_SIXTEENS        4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
-#define TQKV__MOST_SIXTEENS       2 /* of one row */
-#define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL             0 /* passes of sums may be partial */
+#define TQKV__(name)            tqkv__##name##_avx2
+#define TQKV__I(name)           tqkv__i_##name##_avx2
+#define TQKV__S(name)           tqkv__i_##name##_avx2
+#define TQKV__ISA_NAME          "avx2"
+#define TQKV__INTEGER_LANES     8
+#define TQKV__PRODUCTS          2
+#define TQKV__CODE_OFFSET       128
+#define TQKV__OFFSET_OF(format) (TQKV__KIND(format) != TQKV__GRID)
+#define TQKV__FEW_ROWS          4
+#define TQKV__LANES_ROWS        8
+#define TQKV__SUM_SIXTEENS      4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
 #include "loops.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop

@@ -22,19 +22,17 @@ typedef struct tqkv__i_bytes_avx512 {
 } tqkv__i_sum_avx512, tqkv__i_lane_sum_avx512, tqkv__i_row_avx512, tqkv__i_repeated_avx512;
 typedef __m512i tqkv__i_unit_avx512, tqkv__i_lanes_avx512;
 
-/* Returns the first 16 bits set of so many bytes of codes. */
-TQKV__OP __mmask16 tqkv__i_bytes_left_avx512(int bytes)
-{
-    return (__mmask16)(bytes >= 16 ? 0xffff : bytes <= 0 ? 0 : (1 << bytes) - 1);
-}
+/* Returns so many bits, the lowest, set. */
+TQKV__OP uint64_t tqkv__i_lowest_avx512(int bits) { return ((uint64_t)1 << bits) - 1; }
 TQKV__OP tqkv__i_chunk_avx512 tqkv__i_open_chunk_avx512(const tqkv_format format, int left, const int8_t *centroids)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
     tqkv__i_chunk_avx512 chunk;
     if (left > 64) left = 64;
-    TQKV__UNROLL
-    for (int i = 0; i < 2; i++) chunk.main[i] = tqkv__i_bytes_left_avx512(left * main / 8 - 16 * i);
-    chunk.upper = tqkv__i_bytes_left_avx512(left * upper_bits / 8);
+    const uint64_t bytes = main < 8 ? tqkv__i_lowest_avx512(left * main / 8) : 0;
+    chunk.main[0] = (__mmask16)bytes;
+    chunk.main[1] = (__mmask16)(bytes >> 16);
+    chunk.upper = (__mmask16)tqkv__i_lowest_avx512(left * upper_bits / 8);
     chunk.book = _mm512_set1_epi8(-128);
     if (TQKV__KIND(format) == TQKV__BOOK)
         chunk.book = _mm512_xor_si512(_mm512_loadu_si512((const void *)centroids), chunk.book);
@@ -82,9 +80,8 @@ TQKV__OP tqkv__i_raw_avx512 tqkv__i_open_avx512(const tqkv_format format, const 
 /* Takes eight bits a code of a sixteen from ordered fields of 1 or 2 bits; its first bit comes to bit `low`. */
 TQKV__OP __m512i tqkv__i_take_avx512(const int bits, const int low, const int sixteen, __m512i x)
 {
-    const int first = bits == 1 ? 16 * sixteen : 16 * sixteen;
-    const uint64_t at =
-        (uint64_t)bits * 0x0706050403020100u + (uint64_t)((first + 64 - low) % 64) * 0x0101010101010101u;
+    const uint64_t first = (uint64_t)((16 * sixteen + 64 - low) % 64);
+    const uint64_t at = (uint64_t)bits * 0x0706050403020100u + first * 0x0101010101010101u;
     return _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), x);
 }
 /* Bits above a code find its copy in the table. */
@@ -220,21 +217,16 @@ TQKV__OP __m512i tqkv__i_add_codes_avx512(__m512i x, __m512i y) { return _mm512_
 TQKV__OP __m512i tqkv__i_set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
 TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_epi32(x); }
 
-#define TQKV__(name)              tqkv__##name##_avx512
-#define TQKV__I(name)             tqkv__i_##name##_avx512
-#define TQKV__S(name)             tqkv__i_##name##_avx512
-#define TQKV__ISA_NAME            "avx512"
-#define TQKV__INTEGER_LANES       16
-#define TQKV__PRODUCTS            4
-#define TQKV__CODE_OFFSET         128
-#define TQKV__OFFSET_OF(format)   true
-#define TQKV__FEW_ROWS            4 /* rows of loops straight from the codes, at most */
-#define TQKV__LANES_ROWS          5 /* from so many rows on, tiles are turned */
-#define TQKV__MANY_ROWS           4 /* rows whose sums fit in registers: keys, */
-#define TQKV__MANY_VALUE_ROWS     4 /* and values */
-#define TQKV__SUM_SIXTEENS        8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
-#define TQKV__MOST_SIXTEENS       4 /* of one row */
-#define TQKV__LANES_ROWS_OF_BOOKS 5
-#define TQKV__PARTIAL             1 /* passes of sums may be partial */
+#define TQKV__(name)            tqkv__##name##_avx512
+#define TQKV__I(name)           tqkv__i_##name##_avx512
+#define TQKV__S(name)           tqkv__i_##name##_avx512
+#define TQKV__ISA_NAME          "avx512"
+#define TQKV__INTEGER_LANES     16
+#define TQKV__PRODUCTS          4
+#define TQKV__CODE_OFFSET       128
+#define TQKV__OFFSET_OF(format) true
+#define TQKV__FEW_ROWS          4 /* rows of loops straight from the codes, at most */
+#define TQKV__LANES_ROWS        5 /* from so many rows on, tiles are turned */
+#define TQKV__SUM_SIXTEENS      8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
 #include "loops.h"
 #endif

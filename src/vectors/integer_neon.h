@@ -171,22 +171,17 @@ TQKV__OP uint32x4_t tqkv__i_set_codes_neon(int32_t x) { return vdupq_n_u32((uint
 TQKV__OP int32_t tqkv__i_sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
 TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); }
 
-#define TQKV__(name)              tqkv__##name##_neon
-#define TQKV__I(name)             tqkv__i_##name##_neon
-#define TQKV__S(name)             tqkv__i_##name##_neon
-#define TQKV__ISA_NAME            "neon"
-#define TQKV__INTEGER_LANES       4
-#define TQKV__PRODUCTS            2
-#define TQKV__CODE_OFFSET         0
-#define TQKV__OFFSET_OF(format)   false
-#define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL             0
-#define TQKV__MOST_SIXTEENS       2
-#define TQKV__FEW_ROWS            4
-#define TQKV__LANES_ROWS          8
-#define TQKV__MANY_ROWS           4
-#define TQKV__MANY_VALUE_ROWS     4
-#define TQKV__SUM_SIXTEENS        4
+#define TQKV__(name)            tqkv__##name##_neon
+#define TQKV__I(name)           tqkv__i_##name##_neon
+#define TQKV__S(name)           tqkv__i_##name##_neon
+#define TQKV__ISA_NAME          "neon"
+#define TQKV__INTEGER_LANES     4
+#define TQKV__PRODUCTS          2
+#define TQKV__CODE_OFFSET       0
+#define TQKV__OFFSET_OF(format) false
+#define TQKV__FEW_ROWS          4
+#define TQKV__LANES_ROWS        8
+#define TQKV__SUM_SIXTEENS      4
 #include "loops.h"
 
 /* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed.
@@ -286,23 +281,18 @@ TQKV__OP void tqkv__i_value_lanes_dotprod(const tqkv_format format, const uint32
     x[3] = vreinterpretq_u32_u16(vzip2q_u16(ab_high, cd_high));
 }
 
-#define TQKV__(name)              tqkv__##name##_neon
-#define TQKV__I(name)             tqkv__i_##name##_dotprod
-#define TQKV__S(name)             tqkv__i_##name##_neon
-#define TQKV__ISA_NAME            "neon"
-#define TQKV__INTEGER_LANES       4
-#define TQKV__PRODUCTS            4
-#define TQKV__DECODED             1
-#define TQKV__CODE_OFFSET         0
-#define TQKV__OFFSET_OF(format)   false
-#define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL             0
-#define TQKV__MOST_SIXTEENS       2
-#define TQKV__FEW_ROWS            2
-#define TQKV__LANES_ROWS          8
-#define TQKV__MANY_ROWS           4
-#define TQKV__MANY_VALUE_ROWS     2
-#define TQKV__SUM_SIXTEENS        2
+#define TQKV__(name)            tqkv__##name##_neon
+#define TQKV__I(name)           tqkv__i_##name##_dotprod
+#define TQKV__S(name)           tqkv__i_##name##_neon
+#define TQKV__ISA_NAME          "neon"
+#define TQKV__INTEGER_LANES     4
+#define TQKV__PRODUCTS          4
+#define TQKV__DECODED           1
+#define TQKV__CODE_OFFSET       0
+#define TQKV__OFFSET_OF(format) false
+#define TQKV__FEW_ROWS          2
+#define TQKV__LANES_ROWS        8
+#define TQKV__SUM_SIXTEENS      2
 #include "loops.h"
 
 #if defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 10
@@ -382,23 +372,18 @@ TQKV__OP void tqkv__i_value_lanes_i8mm(const tqkv_format format, const uint32x4_
     }
 }
 
-#define TQKV__(name)              tqkv__##name##_neon
-#define TQKV__I(name)             tqkv__i_##name##_i8mm
-#define TQKV__S(name)             tqkv__i_##name##_neon
-#define TQKV__ISA_NAME            "neon"
-#define TQKV__INTEGER_LANES       4
-#define TQKV__PRODUCTS            8
-#define TQKV__DECODED             1
-#define TQKV__CODE_OFFSET         0
-#define TQKV__OFFSET_OF(format)   false
-#define TQKV__LANES_ROWS_OF_BOOKS 3
-#define TQKV__PARTIAL             0
-#define TQKV__MOST_SIXTEENS       2
-#define TQKV__FEW_ROWS            2
-#define TQKV__LANES_ROWS          4
-#define TQKV__MANY_ROWS           4
-#define TQKV__MANY_VALUE_ROWS     2
-#define TQKV__SUM_SIXTEENS        2
+#define TQKV__(name)            tqkv__##name##_neon
+#define TQKV__I(name)           tqkv__i_##name##_i8mm
+#define TQKV__S(name)           tqkv__i_##name##_neon
+#define TQKV__ISA_NAME          "neon"
+#define TQKV__INTEGER_LANES     4
+#define TQKV__PRODUCTS          8
+#define TQKV__DECODED           1
+#define TQKV__CODE_OFFSET       0
+#define TQKV__OFFSET_OF(format) false
+#define TQKV__FEW_ROWS          2
+#define TQKV__LANES_ROWS        4
+#define TQKV__SUM_SIXTEENS      2
 #include "loops.h"
 #endif
 #endif

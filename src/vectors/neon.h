@@ -47,14 +47,16 @@ TQKV__OP void tqkv__add_sums_of_16_neon(const float32x4_t *x, bool add, float *t
     }
     vst1q_f32(to, vaddq_f32(add ? vld1q_f32(to) : vdupq_n_f32(0.0f), vpaddq_f32(pairs[0], pairs[1])));
 }
-/* Loads centroids of TQ8, eight codes at a time. */
-TQKV__OP void tqkv__decode_tq8_neon(const tqkv__stream *s, const uint8_t *codes, int n, float *to)
+/* Loads centroids of TQ8, eight at a time, and multiplies them by a factor. */
+TQKV__OP void tqkv__decode_tq8_neon(const tqkv__stream *s, const uint8_t *codes, int n, float factor, float *to)
 {
     for (int d = 0; d < n; d += 8) {
         uint64_t eight;
         memcpy(&eight, codes + d, sizeof eight);
         TQKV__UNROLL
         for (int i = 0; i < 8; i++, eight >>= 8) to[d + i] = s->codebook[eight & 255];
+        vst1q_f32(to + d, vld1q_f32(to + d) * factor);
+        vst1q_f32(to + d + 4, vld1q_f32(to + d + 4) * factor);
     }
 }
 TQKV__OP float32x4_t tqkv__load_f16_neon(const uint8_t *p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
@@ -75,18 +77,12 @@ TQKV__OP float32x4_t tqkv__invert_above_neon(float least, float32x4_t x)
     const uint32x4_t above = vcgtq_f32(x, vdupq_n_f32(least));
     return vreinterpretq_f32_u32(vandq_u32(above, vreinterpretq_u32_f32(vdivq_f32(vdupq_n_f32(1.0f), x))));
 }
-TQKV__OP float32x4_t tqkv__flip_neon(float32x4_t x, int d)
+TQKV__OP float32x4_t tqkv__flip_neon(float32x4_t x, const uint8_t *signs, int i)
 {
     const int32_t shifts[4] = {31, 30, 29, 28};
-    const uint32x4_t signs = vdupq_n_u32((uint32_t)tqkv__tables.signs[d % 512 / 8] >> (d % 8));
-    const uint32x4_t moved = vandq_u32(vshlq_u32(signs, vld1q_s32(shifts)), vdupq_n_u32(0x80000000u));
+    const uint32x4_t bits = vdupq_n_u32((uint32_t)signs[i / 8] >> (i % 8));
+    const uint32x4_t moved = vandq_u32(vshlq_u32(bits, vld1q_s32(shifts)), vdupq_n_u32(0x80000000u));
     return vreinterpretq_f32_u32(veorq_u32(vreinterpretq_u32_f32(x), moved));
-}
-TQKV__OP float32x4_t tqkv__signs_neon(uint32_t bits)
-{
-    const int32_t shifts[4] = {31, 30, 29, 28};
-    const uint32x4_t moved = vandq_u32(vshlq_u32(vdupq_n_u32(bits), vld1q_s32(shifts)), vdupq_n_u32(0x80000000u));
-    return vreinterpretq_f32_u32(vorrq_u32(moved, vdupq_n_u32(0x3f800000u)));
 }
 /* A vector is no longer than a subrow: high is behind low. */
 TQKV__OP float32x4_t tqkv__load_two_neon(const float *low, const float *high)

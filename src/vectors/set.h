@@ -19,6 +19,11 @@ typedef struct tqkv__codec {
                         int n_rows);
 } tqkv__codec;
 
+/* Finds the codes of a row. scales: of its norms, then the factors of a search; squares: of the codes' centroids, for
+   tqkv__correct_norms. y: [head_dim], scales, squares: [norms_per_row], codes: [head_dim] and room for 64 */
+typedef void tqkv__code_row(const tqkv__stream *s, const struct tqkv__quantiser *q, const float *y, float *scales,
+                            float *squares, uint8_t *codes);
+
 static const tqkv__codec *tqkv__codec_for(int head_dim);
 
 static bool tqkv__channels_finite(const tqkv__stream *s, const float *x)

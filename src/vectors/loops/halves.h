@@ -1,5 +1,5 @@
-/* >>k-halves: keys and values that are multiplied as floats, see >>plain. Halves are read where they lie while few rows
-   need them; else, as TQ8 always, rows become floats first. */
+/* >>k-halves: keys and values that are multiplied as floats, see >>plain. Halves are read where they lie; rows of TQ8
+   become floats first. */
 
 #ifndef TQKV__DECODED /* true: another set of the same name has these */
 
@@ -11,30 +11,22 @@
 /* Floats that are decoded together: 16 KiB, a fraction of an L1 cache */
 #define TQKV__DECODED_FLOATS 4096
 
-/* Decodes n rows to floats. keys: see tqkv__norm_of_key; to: [n][head_dim] */
+/* Decodes n rows of TQ8. keys: see tqkv__norm_of_key; to: [n][head_dim] */
 TQKV__OP void TQKV__S(decode_floats)(const tqkv__stream *s, const uint8_t *codes, const float *norms, int n, bool keys,
                                      float *to)
 {
-    const int dim = s->head_dim;
-    if (s->kind == TQKV__HALF) {
-        for (int i = 0; i < n * dim; i += TQKV__INTEGER_LANES) TQKV__(store)(to + i, TQKV__(load_f16)(codes + 2 * i));
-        return;
-    }
-    for (int j = 0; j < n; j++, codes += dim) {
-        TQKV__(decode_tq8)(s, codes, dim, to);
-        for (int b = 0; b < s->norms_per_row; b++, norms++) {
-            const TQKV__VECTOR factor = TQKV__(set1)(tqkv__factor(s, keys ? tqkv__norm_of_key(*norms) : *norms));
-            for (int d = 0; d < s->norm_dim; d += TQKV__INTEGER_LANES, to += TQKV__INTEGER_LANES)
-                TQKV__(store)(to, TQKV__(load)(to) * factor);
-        }
+    for (int d = 0; d < n * s->head_dim; d += s->norm_dim, norms++) {
+        const float factor = tqkv__factor(s, keys ? tqkv__norm_of_key(*norms) : *norms);
+        TQKV__(decode_tq8)(s, codes + d, s->norm_dim, factor, to + d);
     }
 }
 
 /* Finds scores[row][j] (+)= query[row] . key j over the dimensions [begin, end), for four keys, which are halves or
-   floats; rows and halves are constants.
-   Eight of the 16 sums are in registers where these hold no more. */
+   floats; rows and halves are constants. Eight of the 16 sums are in registers where these hold no more. ahead: bytes
+   to the keys that are read next, whose lines are asked for one by one, or 0 */
 TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, int begin, int end,
-                                         const uint8_t *const *keys, const float *q, bool add, float *scores)
+                                         const uint8_t *const *keys, ptrdiff_t ahead, const float *q, bool add,
+                                         float *scores)
 {
     enum { ALL = 16 / TQKV__INTEGER_LANES, NOW = TQKV__INTEGER_LANES == 4 ? 2 : 1 };
     TQKV__VECTOR sums[TQKV__HALF_KEY_ROWS][4][ALL];
@@ -44,6 +36,10 @@ TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int 
         TQKV__UNROLL
         for (int i = 0; i < rows * 4 * NOW; i++) now[i / NOW / 4][i / NOW % 4][i % NOW] = TQKV__(set1)(0.0f);
         for (int d = begin + first * TQKV__INTEGER_LANES; d < end; d += 16) {
+            if (halves && ahead && first == 0 && d % 32 == 0) {
+                TQKV__UNROLL
+                for (int j = 0; j < 4; j++) tqkv__prefetch(TQKV__L2, keys[j] + 2 * d + ahead, 1);
+            }
             TQKV__UNROLL
             for (int i = 0; i < NOW; i++) {
                 const int at = d + i * TQKV__INTEGER_LANES;
@@ -74,12 +70,11 @@ TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int di
 {
     for (int j = 0; j < n; j += 4) {
         const uint8_t *keys[4];
-        if (ahead) tqkv__prefetch(TQKV__L2, codes + (size_t)j * stride + ahead, 4 * stride);
         TQKV__UNROLL
         for (int i = 0; i < 4; i++) keys[i] = codes + (size_t)(j + i < n ? j + i : n - 1) * stride;
         for (int d = 0; d < dim; d += TQKV__MOST_PRODUCTS) {
             const int end = dim - d < TQKV__MOST_PRODUCTS ? dim : d + TQKV__MOST_PRODUCTS;
-            TQKV__S(score_four_halves)(rows, halves, dim, d, end, keys, q, add || d > 0, scores + j);
+            TQKV__S(score_four_halves)(rows, halves, dim, d, end, keys, ahead, q, add || d > 0, scores + j);
         }
     }
 }
@@ -117,7 +112,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream
     const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
     const int dim = s->head_dim, n = segment->n, fit = TQKV__DECODED_FLOATS / dim / 4 * 4, most = fit > 16 ? 16 : fit;
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    if (s->kind == TQKV__HALF && n_rows <= TQKV__HALF_ROWS) {
+    if (s->kind == TQKV__HALF) {
         TQKV__S(score_all)(true, dim, codes, s->row_bytes, n, ahead, q, n_rows, add, scores);
         return;
     }
@@ -125,7 +120,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream
         const int now = n - j < most ? n - j : most;
         tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
         TQKV__S(decode_floats)
-        (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, true, keys);
+        (s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, true, keys);
         TQKV__S(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
     }
 }
@@ -142,7 +137,7 @@ TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const b
         sums[i / width][i % width] = TQKV__(load)(out + i / width * dim + i % width * TQKV__INTEGER_LANES);
     for (int j = 0; j < n; j++, codes += stride) {
         TQKV__VECTOR x[8];
-        if (ahead) tqkv__prefetch(TQKV__L2, codes + ahead, stride);
+        if (halves && ahead) tqkv__prefetch(TQKV__L2, codes + ahead, (size_t)(2 * width * TQKV__INTEGER_LANES));
         TQKV__UNROLL
         for (int i = 0; i < width; i++)
             x[i] = halves ? TQKV__(load_f16)(codes + 2 * i * TQKV__INTEGER_LANES)
@@ -169,11 +164,11 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim,
     int d = 0;
     for (; wide && d + 16 * most <= dim; d += 16 * most) {
         const uint8_t *from = codes + bytes * d;
-        TQKV__S(add_half_vectors)(rows, most * sixteen, halves, dim, from, stride, n, d ? 0 : ahead, weights, out + d);
+        TQKV__S(add_half_vectors)(rows, most * sixteen, halves, dim, from, stride, n, ahead, weights, out + d);
     }
     for (; d < dim; d += 16) {
         const uint8_t *from = codes + bytes * d;
-        TQKV__S(add_half_vectors)(rows, sixteen, halves, dim, from, stride, n, d ? 0 : ahead, weights, out + d);
+        TQKV__S(add_half_vectors)(rows, sixteen, halves, dim, from, stride, n, ahead, weights, out + d);
     }
 }
 
@@ -209,7 +204,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
     const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
     const int dim = s->head_dim, n = segment->n, most = TQKV__DECODED_FLOATS / dim;
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    if (s->kind == TQKV__HALF && n_rows <= TQKV__HALF_ROWS) {
+    if (s->kind == TQKV__HALF) {
         TQKV__S(add_to_all)(true, dim, codes, s->row_bytes, n, ahead, weights, n_rows, out);
         return;
     }
@@ -217,7 +212,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
         const int now = n - j < most ? n - j : most;
         tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
         TQKV__S(decode_floats)
-        (s, codes + (size_t)j * s->row_bytes, norms ? norms + j * s->norms_per_row : NULL, now, false, values);
+        (s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, false, values);
         TQKV__S(add_decoded)(values, dim, now, weights + j, n_rows, out);
     }
 }

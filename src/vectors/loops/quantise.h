@@ -90,7 +90,7 @@ TQKV__OP void TQKV__(pack_field)(const int bits, const int low, int head_dim, co
 TQKV__TARGET static void TQKV__(pack_row)(const tqkv__stream *s, const uint8_t *codes, uint8_t *row)
 {
     uint8_t *upper = row + s->head_dim * s->main_bits / 8;
-    if (s->main_bits == 8) memcpy(row, codes, (size_t)s->head_dim);
+    for (int d = 0; s->main_bits == 8 && d < s->head_dim; d += 16) memcpy(row + d, codes + d, 16);
     if (s->main_bits == 4) TQKV__(pack_field)(4, 0, s->head_dim, codes, row);
     if (s->main_bits == 4 && s->upper_bits == 1) TQKV__(pack_field)(1, 4, s->head_dim, codes, upper);
     if (s->main_bits == 4 && s->upper_bits == 2) TQKV__(pack_field)(2, 4, s->head_dim, codes, upper);
@@ -135,13 +135,27 @@ TQKV__TARGET static const void *TQKV__(open_row)(const tqkv__stream *s, const tq
     return row;
 }
 
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(code_row)(const tqkv__stream *s, const tqkv__quantiser *q,
+                                                         const float *y, float *scales, float *squares, uint8_t *codes)
+{
+    TQKV__ALIGNED float scaled[TQKV_MAX_HEAD_DIM];
+    if (s->n_factors > 1) {
+        TQKV__(search_row)(s, q, y, scaled, scales, squares);
+        y = scaled;
+    }
+    TQKV__(quantise_row)(s, q, y, scales, codes);
+    for (int b = 0; b < s->norms_per_row && s->n_factors == 1; b++) /* TQ2 */
+        squares[b] = TQKV__(squares_of_codes)(q, codes + b * s->norm_dim, s->norm_dim);
+}
+
 /* Takes a few rows through each step: steps of one row depend on each other, rows do not. */
-TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows,
-                                             int n_rows)
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(encode_rows_by)(tqkv__code_row *code_row, const tqkv__stream *s,
+                                                               const tqkv__quantiser *q, const tqkv__row *rows,
+                                                               int n_rows)
 {
     enum { buffer = 1536, most_norms = buffer / 32 }; /* 6 KiB: a fraction of an L1 cache, and of the stack */
     TQKV__ALIGNED float rotated[buffer];
-    float norms[most_norms], scales[most_norms], sums[most_norms];
+    float norms[most_norms], scales[most_norms], squares[TQKV_MAX_HEAD_DIM / 128];
     TQKV__ALIGNED uint8_t codes[TQKV_MAX_HEAD_DIM + 4 * TQKV__LANES];
     const void *values[most_norms];
     const int batch = buffer / s->head_dim, per_row = s->norms_per_row;
@@ -157,22 +171,21 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
         if (s->kind == TQKV__HALF) continue;
         for (int i = 0; i < n; i++)
             TQKV__(norms)(s, (const float *)values[i], norms + i * per_row, scales + i * per_row);
-        for (int i = 0; i < n && s->n_factors > 1; i++) {
-            float *scaled = rotated + i * s->head_dim;
-            TQKV__(search_row)(s, q, (const float *)values[i], scaled, scales + i * per_row, sums + i * per_row);
-            values[i] = scaled;
-        }
         for (int i = 0; i < n; i++) {
-            float *norm = norms + i * per_row, *scale = scales + i * per_row, *sum = sums + i * per_row;
-            TQKV__(quantise_row)(s, q, (const float *)values[i], scale, codes);
+            float *norm = norms + i * per_row, *scale = scales + i * per_row;
+            code_row(s, q, (const float *)values[i], scale, squares, codes);
             TQKV__(pack_row)(s, codes, rows[i].codes);
-            for (int b = 0; b < per_row && s->n_factors == 1; b++) /* TQ2 */
-                sum[b] = TQKV__(squares_of_codes)(q, codes + b * s->norm_dim, s->norm_dim);
-            if (s->kind == TQKV__BOOK) tqkv__correct_norms(s, sum, norm);
-            memcpy(rows[i].norms, norm, (size_t)per_row * sizeof(float));
-            if (s->n_factors > 1 && rows[i].factors) memcpy(rows[i].factors, scale, (size_t)per_row * sizeof(float));
+            if (s->kind == TQKV__BOOK) tqkv__correct_norms(s, squares, norm);
+            for (int b = 0; b < per_row; b++) rows[i].norms[b] = norm[b];
+            for (int b = 0; b < per_row && s->n_factors > 1 && rows[i].factors; b++) rows[i].factors[b] = scale[b];
         }
     }
+}
+
+TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__row *rows,
+                                             int n_rows)
+{
+    TQKV__(encode_rows_by)(TQKV__(code_row), s, q, rows, n_rows);
 }
 
 static const tqkv__codec TQKV__(codec) = {

@@ -42,8 +42,10 @@ TQKV__OP void TQKV__(hadamard_subrows)(const int count, const int length, tqkv_t
         TQKV__VECTOR x[16];
         TQKV__(load_vectors)(count, type, in, first, x);
         if (flip) {
+            const uint8_t *signs = &tqkv__tables.signs[first % 512 / 8];
             TQKV__UNROLL
-            for (int i = 0; i < count; i++) x[i] = TQKV__(flip)(x[i], first + i * TQKV__LANES);
+            for (int i = 0; i < count; i++)
+                x[i] = TQKV__(flip)(x[i], signs, i * TQKV__LANES + (TQKV__LANES < 8 ? first % 8 : 0));
         }
         TQKV__UNROLL
         for (int stage = 0; stage < 4; stage++)
@@ -72,119 +74,90 @@ TQKV__OP void TQKV__(hadamard_across)(const int count, int h, int head_dim, floa
         }
 }
 
-/* A vector of a row or, if n is 4 and LANES 8, of two: each has a half. pair is a constant. */
-TQKV__OP TQKV__VECTOR TQKV__(load_column)(const bool pair, const float *low, const float *high)
+/* Where a column of a row's subrows begins: of LANES values or, if subrows are shorter, of two rows, a half each. */
+typedef struct TQKV__(column) {
+    float *low, *high;
+} TQKV__(column);
+
+/* pair is a constant: true where subrows are shorter than a vector. i: of a subrow's first value */
+TQKV__OP TQKV__VECTOR TQKV__(load_column)(const bool pair, const TQKV__(column) * column, int i)
 {
-    return pair ? TQKV__(load_two)(low, high) : TQKV__(load)(low);
+    return pair ? TQKV__(load_two)(column->low + i, column->high + i) : TQKV__(load)(column->low + i);
 }
 
-TQKV__OP void TQKV__(store_column)(const bool pair, float *low, float *high, TQKV__VECTOR x)
+TQKV__OP void TQKV__(store_column)(const bool pair, const TQKV__(column) * column, int i, TQKV__VECTOR x)
 {
     if (pair)
-        TQKV__(store_two)(low, high, x);
+        TQKV__(store_two)(column->low + i, column->high + i, x);
     else
-        TQKV__(store)(low, x);
+        TQKV__(store)(column->low + i, x);
 }
 
-/* Applies the matrix of order m to a column of subrows n floats apart, in place, with signs that the compiler knows,
-   and no loads of them: encoding I8 takes a quarter less at 80, 96 and 192. Every second sum is made of multiply-adds:
-   a Zen 4 core does them beside additions. `rounded` hides that they multiply by 1. NEON has no other, since clang 14
-   would reorder sums there with -fassociative-math. */
-TQKV__OP void TQKV__(mix_known)(const int m, const bool pair, int n, float factor, float *low, float *high)
-{
-    const TQKV__VECTOR plus = TQKV__(rounded)(TQKV__(set1)(1.0f)), minus = TQKV__(rounded)(TQKV__(set1)(-1.0f));
-    const int halves = m > 12 ? 2 : 1, parts = halves * halves;
-    const int count = m / halves; /* sums in registers, and terms that are unrolled together */
-    TQKV__VECTOR sums[20];
-    TQKV__UNROLL
-    for (int part = 0; part < parts; part++) {
-        const int first = part / halves * count, from = part % halves * count;
-        TQKV__UNROLL
-        for (int c = from; c < from + count; c++) {
-            const TQKV__VECTOR x = TQKV__(load_column)(pair, low + c * n, high + c * n);
-            TQKV__UNROLL
-            for (int b = first; b < first + count; b++) {
-                const bool subtract = (tqkv__matrix_row(m, b)[c / 8] >> (c % 8)) & 1;
-                if (c == 0)
-                    sums[b] = x * (subtract ? minus : plus);
-                else if (b % 2 || TQKV__LANES == 4)
-                    sums[b] = TQKV__(fma)(x, subtract ? minus : plus, sums[b]);
-                else
-                    sums[b] = subtract ? sums[b] - x : sums[b] + x;
-            }
-        }
-    }
-    for (int b = 0; b < m; b++) TQKV__(store_column)(pair, low + b * n, high + b * n, sums[b] * TQKV__(set1)(factor));
-}
-
-/* Writes the matrix as floats, +-1: signs: [m][TQKV__COLUMN], five vectors of 8 hold a column of 36 */
-#define TQKV__COLUMN 40
+/* Writes the matrix as floats, +-1: signs: [m / 4][m][4], four sums' by column */
 TQKV__OP void TQKV__(open_signs)(int m, float *signs)
 {
-    for (int c = 0; c < m; c++, signs += TQKV__COLUMN) {
-        uint64_t bits = 0;
-        for (int i = 0; i < m; i += 8) bits |= (uint64_t)tqkv__matrix_row(m, c)[i / 8] << i; /* symmetric */
-        for (int b = 0; b < m; b += TQKV__LANES, bits >>= TQKV__LANES)
-            TQKV__(store)(signs + b, TQKV__(signs)((uint32_t)bits));
-    }
+    for (int b = 0; b < m; b += 4)
+        for (int c = 0; c < m; c++, signs += 4) {
+            const unsigned bits = (unsigned)tqkv__matrix_row(m, c)[b / 8] >> (b % 8); /* symmetric */
+            for (int i = 0; i < 4; i++) signs[i] = (bits >> i) & 1 ? -1.0f : 1.0f;
+        }
 }
 
-/* Does what mix_known does with `count` sums in registers, a constant that divides m. */
-TQKV__OP void TQKV__(mix)(const int count, const bool pair, int m, int n, const float *signs, float factor, float *low,
-                          float *high)
+/* Applies the matrix of order m to two columns of subrows n floats apart, in place: four sums of each in registers, as
+   many as hide their latency, for whatever m. */
+TQKV__OP void TQKV__(mix)(const bool pair, int m, int n, const float *signs, float factor,
+                          const TQKV__(column) * columns)
 {
-    TQKV__VECTOR x[36];
-    for (int c = 0; c < m; c++) x[c] = TQKV__(load_column)(pair, low + c * n, high + c * n);
-    for (int b = 0; b < m; b += count) {
-        const float *sign = signs + b;
-        TQKV__VECTOR sums[9];
+    TQKV__VECTOR x[36][2];
+    for (int c = 0; c < m; c++)
+        for (int k = 0; k < 2; k++) x[c][k] = TQKV__(load_column)(pair, &columns[k], c * n);
+    for (int b = 0; b < m; b += 4) {
+        TQKV__VECTOR sums[4][2];
         TQKV__UNROLL
-        for (int i = 0; i < count; i++) sums[i] = x[0] * TQKV__(set1)(sign[i]);
-        for (int c = 1; c < m; c++) {
-            sign += TQKV__COLUMN;
+        for (int i = 0; i < 4; i++) {
+            const TQKV__VECTOR sign = TQKV__(set1)(signs[i]);
+            for (int k = 0; k < 2; k++) sums[i][k] = x[0][k] * sign;
+        }
+        signs += 4;
+        for (int c = 1; c < m; c++, signs += 4) {
             TQKV__UNROLL
-            for (int i = 0; i < count; i++) sums[i] = TQKV__(fma)(x[c], TQKV__(set1)(sign[i]), sums[i]);
+            for (int i = 0; i < 4; i++) {
+                const TQKV__VECTOR sign = TQKV__(set1)(signs[i]);
+                TQKV__UNROLL
+                for (int k = 0; k < 2; k++) sums[i][k] = TQKV__(fma)(x[c][k], sign, sums[i][k]);
+            }
         }
         TQKV__UNROLL
-        for (int i = 0; i < count; i++)
-            TQKV__(store_column)(pair, low + (b + i) * n, high + (b + i) * n, sums[i] * TQKV__(set1)(factor));
+        for (int i = 0; i < 8; i++)
+            TQKV__(store_column)(pair, &columns[i % 2], (b + i / 2) * n, sums[i / 2][i % 2] * TQKV__(set1)(factor));
     }
 }
 
-/* Mixes a column by the order of the matrix. */
-TQKV__OP void TQKV__(mix_column)(const bool pair, int m, int n, const float *signs, float factor, float *low,
-                                 float *high)
+/* Returns column i of some rows. A last row that has no next one is both halves. */
+TQKV__OP TQKV__(column) TQKV__(column_at)(int head_dim, int n, float *rows, int n_rows, int i)
 {
-    if (m == 12 && !pair)
-        TQKV__(mix_known)(12, pair, n, factor, low, high);
-    else if (m == 20 && pair)
-        TQKV__(mix_known)(20, pair, n, factor, low, high);
-    else if (m == 12)
-        TQKV__(mix)(6, pair, m, n, signs, factor, low, high);
-    else if (m == 20)
-        TQKV__(mix)(5, pair, m, n, signs, factor, low, high);
-    else if (m == 28)
-        TQKV__(mix)(7, pair, m, n, signs, factor, low, high);
-    else
-        TQKV__(mix)(9, pair, m, n, signs, factor, low, high);
+    const int per_row = n < TQKV__LANES ? 1 : n / TQKV__LANES, row = n < TQKV__LANES ? 2 * i : i / per_row;
+    const TQKV__(column) column = {rows + row * head_dim + i % per_row * TQKV__LANES,
+                                   rows + (row + 1 < n_rows ? row + 1 : row) * head_dim};
+    return column;
 }
 
 /* Ends the rotation of rows of head_dim = m * n, m > 1, with the matrix across the subrows: of a few rows, because the
-   signs take as long as one. rows: [n_rows][head_dim] */
+   signs take as long as one. The last of an odd number of columns is mixed twice. rows: [n_rows][head_dim] */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_rows)(int head_dim, float *rows, int n_rows)
 {
     const tqkv__size *size = tqkv__size_of(head_dim);
     const int m = size->order, n = size->subrow;
-    TQKV__ALIGNED float signs[36 * TQKV__COLUMN];
-    if (m != (n < TQKV__LANES ? 20 : 12)) TQKV__(open_signs)(m, signs);
-    for (int row = 0; row < n_rows; row += n < TQKV__LANES ? 2 : 1, rows += head_dim) {
-        if (n < TQKV__LANES) {
-            float *next = rows + (row + 1 < n_rows ? head_dim : 0);
-            TQKV__(mix_column)(true, m, n, signs, size->inverse_root, rows, next);
-            rows += head_dim;
-        } else
-            for (int a = 0; a < n; a += TQKV__LANES)
-                TQKV__(mix_column)(false, m, n, signs, size->inverse_root, rows + a, rows + a);
+    const int count = n < TQKV__LANES ? (n_rows + 1) / 2 : n_rows * (n / TQKV__LANES);
+    TQKV__ALIGNED float signs[36 * 36];
+    TQKV__(open_signs)(m, signs);
+    for (int i = 0; i < count; i += 2) {
+        const TQKV__(column) columns[2] = {TQKV__(column_at)(head_dim, n, rows, n_rows, i),
+                                           TQKV__(column_at)(head_dim, n, rows, n_rows, i + 1 < count ? i + 1 : i)};
+        if (n < TQKV__LANES)
+            TQKV__(mix)(true, m, n, signs, size->inverse_root, columns);
+        else
+            TQKV__(mix)(false, m, n, signs, size->inverse_root, columns);
     }
 }
 
@@ -235,5 +208,6 @@ TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
 {
     TQKV__(hadamard)(TQKV_TYPE_F32, y, head_dim, false, y);
     if (TQKV__HAS_MATRIX(head_dim)) TQKV__(mix_rows)(head_dim, y, 1);
-    for (int d = 0; d < head_dim; d += TQKV__LANES) TQKV__(store)(y + d, TQKV__(flip)(TQKV__(load)(y + d), d));
+    for (int d = 0; d < head_dim; d += TQKV__LANES)
+        TQKV__(store)(y + d, TQKV__(flip)(TQKV__(load)(y + d), tqkv__tables.signs, d % 512));
 }

@@ -19,8 +19,13 @@
 #define TQKV__LANE_BYTES    ((int)sizeof(TQKV__I(lanes)))
 #define TQKV__KEY_LANES     (16 / TQKV__PRODUCTS)      /* vectors of lanes for 16 dimensions: of keys, */
 #define TQKV__DIM_LANES     (16 / TQKV__INTEGER_LANES) /* and of values */
-#define TQKV__MANY_SIXTEENS TQKV__SIXTEENS(TQKV__MANY_VALUE_ROWS)
+#define TQKV__MANY_SIXTEENS TQKV__SIXTEENS(TQKV__FEW_ROWS)
 #define TQKV__UNITS         (TQKV__PRODUCTS > TQKV__POSITIONS ? TQKV__PRODUCTS / TQKV__POSITIONS : 1)
+/* By the registers that a set has: rows of keys whose sums fit, sixteens of dimensions of one row of sums, and from how
+   many rows on vectors of a codebook are turned. */
+#define TQKV__MANY_ROWS           4
+#define TQKV__MOST_SIXTEENS       (TQKV__INTEGER_LANES == 16 ? 4 : 2)
+#define TQKV__LANES_ROWS_OF_BOOKS (TQKV__INTEGER_LANES == 16 ? 5 : 3)
 /* Where a row of integers has what multiplies it, and -TQKV__CODE_OFFSET times its sum: in floats. */
 #define TQKV__QUERY_OFFSET(head_dim) ((head_dim) / 2)
 #define TQKV__QUERY_UNIT(head_dim)   ((head_dim)-1)
@@ -37,7 +42,7 @@ typedef struct TQKV__S(panel) {
     const uint8_t *fields[2], *rest[2]; /* main ones, upper ones */
     size_t stride;
     const uint8_t *next; /* the rows that will be read next, or NULL */
-    int first, head_dim; /* of the row's dimensions */
+    int first;           /* of the row's dimensions */
     const int8_t *centroids;
     tqkv_format format;
     int n, whole, dim;
@@ -62,7 +67,6 @@ static TQKV__S(panel) TQKV__S(open_panel)(const tqkv__stream *s, const uint8_t *
                                   s->row_bytes,
                                   segment->ahead ? row + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes : NULL,
                                   first,
-                                  s->head_dim,
                                   s->centroids,
                                   s->format == TQKV_TQ5_BYTES ? TQKV_TQ6_BYTES : s->format,
                                   (segment->n + 15) / 16 * 16,
@@ -94,11 +98,12 @@ typedef struct TQKV__S(request) {
 
 /* Opens the share of a pass over the dimensions [d, d + dims): requests are spread, because many at once wait for each
    other. */
-TQKV__OP TQKV__S(request) TQKV__S(open_request)(const TQKV__S(panel) * a, int positions, int j, int d, int dims)
+TQKV__OP TQKV__S(request)
+    TQKV__S(open_request)(const tqkv_format format, const TQKV__S(panel) * a, int positions, int j, int d, int dims)
 {
-    const size_t step = (size_t)positions * a->stride, head_dim = (size_t)a->head_dim;
-    TQKV__S(request) request = {NULL, step, step * (size_t)dims / head_dim};
-    if (a->next) request.next = a->next + (size_t)j * a->stride + step * (size_t)(a->first + d) / head_dim;
+    const int bits = TQKV__MAIN_BITS(format) + TQKV__UPPER_BITS(format); /* of a dimension of the next rows */
+    TQKV__S(request) request = {NULL, (size_t)positions * a->stride, (size_t)(positions * dims * bits / 8)};
+    if (a->next) request.next = a->next + (size_t)j * a->stride + positions * (a->first + d) * bits / 8;
     return request;
 }
 
@@ -255,7 +260,7 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
                               int first, int n, int8_t *room)
 {
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
-    TQKV__S(request) request = TQKV__S(open_request)(a, TQKV__POSITIONS, first, d, left);
+    TQKV__S(request) request = TQKV__S(open_request)(format, a, TQKV__POSITIONS, first, d, left);
     for (int j = first; j < first + n; j += TQKV__INTEGER_LANES) {
         TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
         TQKV__ROLLED
@@ -265,7 +270,7 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
             TQKV__S(ask)(&request);
             TQKV__UNROLL
             for (int k = 0; k < 4; k++) {
-                if (16 * k >= left) continue;
+                if (k && 16 * k >= left) continue;
                 const TQKV__S(unit) x = TQKV__S(look_up)(format, k, &chunk, &raw);
                 TQKV__S(store_unit)(format, x, room + k * TQKV__BYTES);
             }
@@ -274,13 +279,15 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
     }
 }
 
-#define TQKV__HAS_INTEGERS(kind, book) ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (book) <= 6))
+/* Codes of 5 bits in bytes are decoded as those of 6: the codebook is repeated. */
+#define TQKV__DECODED_APART(format, kind, book)                                                                        \
+    ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (book) <= 6 && (format) != TQKV_TQ5_BYTES))
 #define TQKV__DECODER(unused, format, name, kind, main, upper, book, plain)                                            \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__S(decode_##format)(const TQKV__S(panel) * panel, bool keys, int d,   \
                                                                      int left, int first, int n, int8_t *room)         \
     {                                                                                                                  \
         const TQKV__S(panel) a = *panel;                                                                               \
-        if (TQKV__HAS_INTEGERS(kind, book)) TQKV__S(decode)(format, &a, keys, d, left, first, n, room);                \
+        if (TQKV__DECODED_APART(format, kind, book)) TQKV__S(decode)(format, &a, keys, d, left, first, n, room);       \
     }
 TQKV__FORMATS(TQKV__DECODER, )
 #define TQKV__DECODER_OF(unused, format, ...) TQKV__S(decode_##format),
@@ -313,7 +320,7 @@ TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const 
     const int kept = TQKV__KEPT(rows);
     TQKV__UNROLL
     for (int k = 0; k < kept; k++) {
-        if (16 * k >= left) continue;
+        if (k && 16 * k >= left) continue;
         const TQKV__S(unit) x = TQKV__S(look_up)(format, k, chunk, raw);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(format, sums[r], x, q[r][k]);
@@ -328,7 +335,7 @@ TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, con
     const int left = a->dim - d < 16 * TQKV__KEPT(rows) ? a->dim - d : 16 * TQKV__KEPT(rows);
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
-    TQKV__S(request) request = TQKV__S(open_request)(a, TQKV__POSITIONS, 0, d, left);
+    TQKV__S(request) request = TQKV__S(open_request)(format, a, TQKV__POSITIONS, 0, d, left);
     TQKV__I(load_rows)(format, rows, p, a->dim, d, q);
     for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
         TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
@@ -436,7 +443,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
     ((rows)*TQKV__MOST_SIXTEENS <= TQKV__SUM_SIXTEENS ? TQKV__MOST_SIXTEENS : TQKV__SUM_SIXTEENS / (rows))
 
 /* Whether a pass may have less than its sixteens. */
-#define TQKV__ARE_PARTIAL(rows) (TQKV__PARTIAL && (rows) < 4)
+#define TQKV__ARE_PARTIAL(rows) (TQKV__INTEGER_LANES == 16 && (rows) < 4)
 
 /* Adds n of the sums of a pass, sums: [rows][vectors], to results[row][d] and on. */
 TQKV__OP void TQKV__I(add_sums_of)(const TQKV__I(product) * p, int rows, int vectors, int n, int d,
@@ -482,7 +489,7 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
     for (int k = 0; k < sixteens; k++) {
         TQKV__S(unit) x[TQKV__UNITS];
         TQKV__I(lanes) lanes[TQKV__DIM_LANES];
-        if (TQKV__ARE_PARTIAL(rows) && 16 * k >= left) continue;
+        if (TQKV__ARE_PARTIAL(rows) && k && 16 * k >= left) continue;
         if (format == TQKV__READY) {
             memcpy(lanes, tile + k * plane, sizeof lanes);
         } else {
@@ -507,7 +514,7 @@ TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const
     const int all = sixteens * TQKV__DIM_LANES, step = format == TQKV__READY ? a->n : 16;
     const int left = TQKV__ARE_PARTIAL(rows) && a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens;
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
-    TQKV__S(request) request = TQKV__S(open_request)(a, TQKV__PRODUCTS, 0, d, left);
+    TQKV__S(request) request = TQKV__S(open_request)(format, a, TQKV__PRODUCTS, 0, d, left);
     TQKV__I(lane_sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
     const int8_t *w = p->rows;
     TQKV__UNROLL
@@ -570,13 +577,13 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) 
 {
     const TQKV__S(panel) a = *panel;
     for (int rows; n_rows > 0; n_rows -= rows, TQKV__I(advance)(&p, rows)) {
-        rows = n_rows >= TQKV__MANY_VALUE_ROWS ? TQKV__MANY_VALUE_ROWS : n_rows >= 2 ? 2 : 1;
+        rows = n_rows >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : n_rows >= 2 ? 2 : 1;
         if (rows == 1)
             TQKV__ADD_LANES(1);
         else if (rows == 2)
             TQKV__ADD_LANES(2);
         else
-            TQKV__ADD_LANES(TQKV__MANY_VALUE_ROWS);
+            TQKV__ADD_LANES(TQKV__FEW_ROWS);
     }
 }
 
@@ -587,29 +594,20 @@ typedef struct TQKV__I(loops) {
     void (*add)(const TQKV__S(panel) *, int end, const TQKV__I(product) *, int rows);
 } TQKV__I(loops);
 
-/* Codes of 5 bits in bytes take the loops of 6 bits: the codebook is repeated. */
-#define TQKV__FEW_LOOPS(format, kind, book) (TQKV__HAS_INTEGERS(kind, book) && (format) != TQKV_TQ5_BYTES)
+/* Whether a format has such loops: I8 and packed codes, of 6 bits where these gain 15%. */
+#define TQKV__FEW_LOOPS(kind, main, book)                                                                              \
+    ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (main) < 8 && (book) < (TQKV__INTEGER_LANES == 16 ? 7 : 6)))
 #define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain)                                    \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a, int end,                 \
-                                                                    const TQKV__I(product) * product, int rows)        \
+                                                                    const TQKV__I(product) * p, int rows)              \
     {                                                                                                                  \
-        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
-        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(score_rows, format, kind, book);                        \
+        if (TQKV__FEW_LOOPS(kind, main, book)) TQKV__BY_ROWS(score_rows, format, kind, book);                          \
     }                                                                                                                  \
     TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a, int end,                   \
-                                                                  const TQKV__I(product) * product, int rows)          \
+                                                                  const TQKV__I(product) * p, int rows)                \
     {                                                                                                                  \
-        const TQKV__I(product) less = TQKV__I(less_offset)(format, product), *p = &less;                               \
-        if (TQKV__FEW_LOOPS(format, kind, book)) TQKV__BY_ROWS(add_rows, format, kind, book);                          \
+        if (TQKV__FEW_LOOPS(kind, main, book)) TQKV__BY_ROWS(add_rows, format, kind, book);                            \
     }
-TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const TQKV__I(product) * p)
-{
-    TQKV__I(product) product = *p;
-    (void)format;
-    if (!TQKV__OFFSET_OF(format)) product.offsets = NULL;
-    return product;
-}
-
 #define TQKV__BY_ROWS(loop, format, kind, book)                                                                        \
     (rows == 1   ? TQKV__I(loop)(format, 1, a, end, p)                                                                 \
      : rows == 2 ? TQKV__I(loop)(format, 2, a, end, p)                                                                 \
@@ -618,15 +616,18 @@ TQKV__OP TQKV__I(product) TQKV__I(less_offset)(const tqkv_format format, const T
          : (void)0)
 TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
 
-#define TQKV__LOOPS_ENTRY(unused, format, ...) {TQKV__I(score_##format), TQKV__I(add_##format)},
+#define TQKV__LOOPS_ENTRY(unused, format, name, kind, main, upper, book, plain)                                        \
+    {TQKV__FEW_LOOPS(kind, main, book) ? TQKV__I(score_##format) : NULL,                                               \
+     TQKV__FEW_LOOPS(kind, main, book) ? TQKV__I(add_##format) : NULL},
 static const TQKV__I(loops) TQKV__I(loops_by_format)[] = {{NULL, NULL}, TQKV__FORMATS(TQKV__LOOPS_ENTRY, )};
 
-/* Whether so many rows are multiplied straight from the codes. Codes of 6 bits are in no preset: they have no loop of
-   four rows. */
+/* Whether so many rows are multiplied straight from the codes, which have no loop of four rows for 6 bits. */
 static bool TQKV__I(are_few)(tqkv_format format, int n_rows)
 {
     const tqkv__format *f = tqkv__format_of(format);
-    return n_rows < (f->kind == TQKV__GRID ? TQKV__LANES_ROWS : f->book_bits == 6 ? 3 : TQKV__LANES_ROWS_OF_BOOKS);
+    return TQKV__I(loops_by_format)[format].score && n_rows < (f->kind == TQKV__GRID ? TQKV__LANES_ROWS
+                                                               : f->book_bits == 6   ? 3
+                                                                                     : TQKV__LANES_ROWS_OF_BOOKS);
 }
 
 /* Returns the dimensions that few rows add straight from the codes: all, or whole passes of 32. */
@@ -639,6 +640,7 @@ static int TQKV__I(fused_end)(const TQKV__S(panel) * a, int n_rows)
 TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const TQKV__I(product) *, int),
                                 const TQKV__S(panel) * panel, int end, TQKV__I(product) p, int n_rows)
 {
+    if (!TQKV__OFFSET_OF(panel->format)) p.offsets = NULL;
     for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
         rows = left >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : left >= 2 ? 2 : 1;
         loop(panel, end, &p, rows);
