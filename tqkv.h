@@ -307,8 +307,9 @@ typedef struct tqkv_attention tqkv_attention;         /* see >>attention */
 /* What tqkv_cache_attend with so many queries attends to, as it is now: for tqkv_attend with a tree or a list, for
    slices and batches of caches. Its positions are [end - kv_len, end); it holds until the next append or edit. Refuses
    what that call refuses for the halves that it needs, and TQKV_OUT_OF_RANGE, too, if nothing is resident, or if the
-   queries stand on both sides of the position at which the cache learned: then they read different stores. With 0
-   queries it refuses nothing and has the stores of the codes, with centre and scale, learned or given. */
+   queries stand on both sides of the position at which the cache learned: then they read different stores. A view of
+   the newest query with a larger n_queries reads codes for all of them. With 0 queries it refuses nothing and has the
+   stores of the codes, with centre and scale, learned or given. */
 TQKV_API tqkv_result tqkv_cache_view(const tqkv_cache *c, int n_queries, tqkv_attention *out);
 /* Codes and norms of all streams, and the halves kept besides, now; 0 for NULL. */
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c);
@@ -770,7 +771,7 @@ typedef struct tqkv_metal_store {
     tqkv_metal_buffer pages;
 } tqkv_metal_store;
 
-/* As tqkv_encode, tqkv_probe, tqkv_decode, tqkv_rotate and tqkv_unrotate. A source row with NaN or Inf is stored as
+/* As tqkv_encode, tqkv_probe, tqkv_decode and tqkv_rotate. A source row with NaN or Inf is stored as
    zeros and sets not_finite, a uint32_t cleared by the caller, to 1. not_finite may be zero. */
 TQKV_METAL_API tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
                                              tqkv_metal_buffer src, int n_tokens, int64_t position,
@@ -780,7 +781,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object
                                                 const tqkv_metal_store *values, tqkv_metal_buffer k,
                                                 tqkv_metal_buffer v, int n_tokens, int64_t position,
                                                 tqkv_metal_buffer not_finite);
-/* As tqkv_encode_slots; the second for keys and values at once, with the same slots. slots: int32_t [n_tokens], read
+/* As tqkv_encode with pages of one position; the second for keys and values at once, with the same slots. slots: int32_t [n_tokens], read
    when the kernel runs. known, if it is not NULL, is what it will hold then: a bad or repeated slot is refused. Without
    it a slot outside the store leaves its token out, and of two tokens with one slot either may win. */
 TQKV_METAL_API tqkv_result tqkv_metal_encode_slots(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,

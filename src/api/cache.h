@@ -92,8 +92,9 @@ typedef struct tqkv_attention tqkv_attention;         /* see >>attention */
 /* What tqkv_cache_attend with so many queries attends to, as it is now: for tqkv_attend with a tree or a list, for
    slices and batches of caches. Its positions are [end - kv_len, end); it holds until the next append or edit. Refuses
    what that call refuses for the halves that it needs, and TQKV_OUT_OF_RANGE, too, if nothing is resident, or if the
-   queries stand on both sides of the position at which the cache learned: then they read different stores. With 0
-   queries it refuses nothing and has the stores of the codes, with centre and scale, learned or given. */
+   queries stand on both sides of the position at which the cache learned: then they read different stores. A view of
+   the newest query with a larger n_queries reads codes for all of them. With 0 queries it refuses nothing and has the
+   stores of the codes, with centre and scale, learned or given. */
 TQKV_API tqkv_result tqkv_cache_view(const tqkv_cache *c, int n_queries, tqkv_attention *out);
 /* Codes and norms of all streams, and the halves kept besides, now; 0 for NULL. */
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c);
