@@ -617,7 +617,14 @@ static void run_learns_tree(const void *parameters)
     host_work work = host_begin(true);
     CHECK_RESULT(tqkv_metal_cache_attend_some(m, work.encoder, caches[1], &some, qb, N, scratch, ob), TQKV_OK);
     host_end(&work);
-    CHECK_RESULT(test_attend_some(caches[0], &known, q, N, out), TQKV_OK);
+    tqkv_attention codes = test_view(caches[0], 1); /* all queries read these; those before have a cache of their own */
+    codes.n_queries = N;
+    codes.tree = tree;
+    CHECK_RESULT(tqkv_attend(&codes, q, out), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_truncate(caches[0], 0), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_append(caches[0], rows, rows, BEFORE), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_append(caches[0], rows + BEFORE * D, rows, N / 2), TQKV_OK);
+    CHECK_RESULT(test_attend_some(caches[0], &known, q, N / 2, out), TQKV_OK);
     check_close(host_contents(ob), out, OUT, difference_of(caches[0]), "of a tree, recorded");
     const tqkv_metal_buffer all[] = {some.tree, qb, ob, scratch};
     for (int i = 0; i < 4; i++) host_release(all[i]);
