@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Changes src/ in one place at a time and asks whether the tests notice.
 
-usage: mutants.py RUNNER_FOLDER BUILD [--count 150] [--seed 1] [--only src/cache] [--jobs 1] [--list]
+usage: mutants.py RUNNER_FOLDER BUILD [--count 150] [--seed 1] [--only src/cache] [--jobs 1] [--list] [--groups NAMES]
 
 RUNNER_FOLDER has the objects of a build of the C tests, as build/tests/gcc: of them only that of tqkv.h is compiled anew.
 A mutant counts if it compiles to other code. It is caught if a case fails, or the program dies or takes too long. Lines:
 `mutant caught|missed FILE:LINE OLD -> NEW (CASE)`, then `N caught, N missed`. A mutant that is missed may be none: one
-that changes a size of scratch memory upwards, or a bound that nothing reaches.
+that changes a size of scratch memory upwards, or a bound that nothing reaches. With --groups only cases with one of these
+names run, all of them, and all groups with a case that fails are printed: what a group shows that no other does.
 """
 import argparse
 import concurrent.futures
@@ -91,6 +92,17 @@ def failure_of(command):
     return None if running.returncode == 0 else f"ended with {running.returncode}"
 
 
+def failed_groups(program, names):
+    """STEM/WHAT of all cases that fail, or what ended the program, by names: each in a process of its own."""
+    found = set()
+    for name in names:
+        run = subprocess.run(["timeout", str(SECONDS), str(program), name, NO_STACK], capture_output=True, check=False)
+        found |= {"/".join(case.split("/")[:2]) for case in re.findall(r"^FAIL (\S+)", run.stdout.decode(errors="replace"), re.M)}
+        if run.returncode not in (0, 1):
+            found.add(f"{name} ended with {run.returncode}")
+    return ", ".join(sorted(found)) or None
+
+
 def first_failure(program):
     """With the best set of instructions, then with each other, which a change may concern alone."""
     return next(filter(None, (failure_of([str(program), *isa, NO_STACK]) for isa in ([], ["--isa", "avx2"], ["--isa", "scalar"]))), None)
@@ -101,7 +113,7 @@ def link(folder, objects):
 
 
 def try_mutant(job):
-    (name, number, old, new), folder, command, objects, original = job
+    (name, number, old, new), folder, command, objects, original, groups = job
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "src", folder / "src")
     path = folder / name
@@ -113,7 +125,7 @@ def try_mutant(job):
         verdict = "broken"
     elif text_of(folder / "tqkv.o") != original:
         link(folder, objects)
-        case = first_failure(folder / "runner")
+        case = failed_groups(folder / "runner", groups) if groups else first_failure(folder / "runner")
         verdict = "caught" if case else "missed"
     shutil.rmtree(folder)
     return verdict, f"{name}:{number + 1} {old.strip()} -> {new.strip()} ({case or 'no case'})"
@@ -128,6 +140,7 @@ def main():
     parser.add_argument("--only", default="src/")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--groups", default="", help="names with commas between them, as cache/,learn/")
     a = parser.parse_args()
     a.objects, a.build = a.objects.resolve(), a.build.resolve()
     found = list(candidates(a.only))
@@ -141,10 +154,11 @@ def main():
         sys.exit(f"{a.objects} has no objects, or src/ does not compile")
     original = text_of(a.build / "tqkv.o")
     link(a.build, objects)
-    if first_failure(a.build / "runner"):
+    groups = [name for name in a.groups.split(",") if name]
+    if failed_groups(a.build / "runner", groups) if groups else first_failure(a.build / "runner"):
         sys.exit("the tests fail without a change")
     counts = {"caught": 0, "missed": 0}
-    jobs = ((m, a.build / str(i % (4 * a.jobs)), command, objects, original) for i, m in enumerate(found))
+    jobs = ((m, a.build / str(i % (4 * a.jobs)), command, objects, original, groups) for i, m in enumerate(found))
     with concurrent.futures.ThreadPoolExecutor(a.jobs) as pool:
         while sum(counts.values()) < a.count:
             some = [job for job, _ in zip(jobs, range(a.jobs))]

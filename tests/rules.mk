@@ -354,3 +354,7 @@ coverage: ## share of the lines and branches of src/ that the tests run, by file
 		END { printf "ratio coverage_lines %.4f\nratio coverage_branches %.4f\n", lines_hit / lines, \
 			branches_hit / branches; \
 			exit lines_hit < 0.95 * lines || branches_hit < 0.90 * branches }' $(COVERAGE)/tqkv.info
+
+# Their text is that of fuzzers.
+$(VARIANTS:%=$(TEST_BUILD)/%/test_history.o): tests/fuzz/fuzz_cache.c tests/fuzz/fuzz.h
+$(VARIANTS:%=$(TEST_BUILD)/%/test_learn_history.o): tests/fuzz/fuzz_learn.c tests/fuzz/fuzz.h

@@ -1,4 +1,4 @@
-/* The cache: the bytes and results of two stores, and what truncation and rings drop. */
+/* The cache: the bytes and results of two stores, forks, refusals. Edits: test_history.c. */
 #include "cache_fixture.h"
 
 /* Compares the cache's answer to random queries with the reference over its stores. kv_len: positions that must be
@@ -225,152 +225,7 @@ static void check_not_finite(const void *parameters)
     tqkv_cache_destroy(cache);
 }
 
-/* ---- Truncate ---- */
-
-static void check_truncate_linear(const void *parameters)
-{
-    (void)parameters;
-    cache_row row = {TQKV_TQ8, TQKV_TQ5, 64, 20, false, 15, -1};
-    tqkv_cache_desc desc = cache_desc(&row, NULL);
-    tqkv_cache *cache = cache_make(&row, &desc);
-    REQUIRE(cache, "no cache");
-    CHECK_RESULT(tqkv_cache_truncate(cache, 16), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv_cache_truncate(cache, -1), TQKV_OUT_OF_RANGE);
-    CHECK(tqkv_cache_end(cache) == 15, "a refused truncate moved the end to %d", (int)tqkv_cache_end(cache));
-    CHECK_RESULT(tqkv_cache_truncate(cache, 15), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_truncate(cache, 6), TQKV_OK);
-    CHECK(tqkv_cache_end(cache) == 6, "end is %d", (int)tqkv_cache_end(cache));
-    check_attend(cache, &desc, 2, 6);
-    cache_append_seed(cache, 60, 14, 64);
-    check_attend(cache, &desc, 2, 20);
-    CHECK_RESULT(tqkv_cache_truncate(cache, 0), TQKV_OK);
-    cache_append_seed(cache, 61, 3, 64);
-    check_attend(cache, &desc, 1, 3);
-    tqkv_cache_destroy(cache);
-}
-
-/* Truncation cannot restore overwritten positions: 33 tokens in a ring of 10, truncated to 27, leave [23, 27). */
-static void check_truncate_ring(const void *parameters)
-{
-    const cache_row *row = (const cache_row *)parameters;
-    tqkv_cache_desc desc = cache_desc(row, NULL);
-    tqkv_cache *cache = cache_make(row, &desc);
-    REQUIRE(cache, "no cache");
-    CHECK_RESULT(tqkv_cache_truncate(cache, 22), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv_cache_truncate(cache, 34), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv_cache_truncate(cache, 27), TQKV_OK);
-    check_attend(cache, &desc, 2, 4);
-    CHECK_RESULT(tqkv_cache_truncate(cache, 22), TQKV_OUT_OF_RANGE);
-    cache_append_seed(cache, 70, 3, row->head_dim); /* [23, 30) */
-    check_attend(cache, &desc, 2, 7);
-    CHECK_RESULT(tqkv_cache_truncate(cache, 25), TQKV_OK);
-    check_attend(cache, &desc, 2, 2);
-    cache_append_seed(cache, 71, 25, row->head_dim); /* full again */
-    check_attend(cache, &desc, 2, 10);
-    CHECK_RESULT(tqkv_cache_truncate(cache, 40), TQKV_OK); /* the oldest position of a full ring: none is left */
-    float q[4 * 128], out[4 * 128];
-    data_rows(1, DATA_GAUSSIAN, q, 4, row->head_dim);
-    CHECK_RESULT(tqkv_cache_attend(cache, q, 1, out), TQKV_OK);
-    CHECK(out[0] == 0.0f, "nothing is resident, but the answer is %g", (double)out[0]);
-    CHECK_RESULT(tqkv_cache_truncate(cache, 0), TQKV_OK);
-    cache_append_seed(cache, 72, 4, row->head_dim);
-    check_attend(cache, &desc, 1, 4);
-    tqkv_cache_destroy(cache);
-}
-
-/* A run longer than the ring, appended after a truncation. */
-static void check_long_run(const void *parameters)
-{
-    (void)parameters;
-    cache_row row = {TQKV_F16, TQKV_TQ4, 32, 10, true, 33, 27};
-    tqkv_cache_desc desc = cache_desc(&row, NULL);
-    tqkv_cache *cache = cache_make(&row, &desc);
-    REQUIRE(cache, "no cache");
-    cache_append_seed(cache, 80, 37, 32);
-    CHECK(tqkv_cache_end(cache) == 64, "end is %d", (int)tqkv_cache_end(cache));
-    check_attend(cache, &desc, 4, 10);
-    tqkv_cache_destroy(cache);
-}
-
-/* ---- Remove, keep, fork ---- */
-
-/* The positions from `at` on hold the tokens of seed 21 with these numbers: the same codes and norms. */
-static void check_tokens(const tqkv_store *s, uint64_t seed, int64_t at, const int *tokens, int n)
-{
-    tqkv_store expected = test_store(s->format, s->head_dim, CACHE_HEADS, n + 1, false);
-    const size_t codes = reference_row_bytes(s->format, s->head_dim);
-    const size_t norms = (size_t)reference_norms_per_row(s->format, s->head_dim) * sizeof(float);
-    expected.center = s->center;
-    for (int i = 0; i < n; i++) {
-        float *rows = cache_data(seed, tokens[i] + 1, s->head_dim);
-        CHECK_RESULT(tqkv_encode(&expected, rows + tokens[i] * CACHE_HEADS * s->head_dim, 1, i), TQKV_OK);
-        free(rows);
-        for (int h = 0; h < CACHE_HEADS; h++) {
-            CHECK(!memcmp(reference_codes_at(s, h, at + i), reference_codes_at(&expected, h, i), codes),
-                  "position %d does not hold the codes of token %d", (int)at + i, tokens[i]);
-            CHECK(!norms || !memcmp(reference_norms_at(s, h, at + i), reference_norms_at(&expected, h, i), norms),
-                  "position %d does not hold the norms of token %d", (int)at + i, tokens[i]);
-        }
-    }
-    test_store_free(&expected);
-}
-
-/* Tokens appended by cache_make are all that is resident. */
-static void check_holds(tqkv_cache *cache, const tqkv_cache_desc *desc, int64_t first, const int *tokens, int n)
-{
-    CHECK(tqkv_cache_end(cache) == first + n, "end is %d", (int)tqkv_cache_end(cache));
-    check_tokens(test_keys(cache), 21, first, tokens, n);
-    check_tokens(test_values(cache), 121, first, tokens, n);
-    check_attend(cache, desc, 2, n);
-}
-
-static void check_remove(const void *parameters)
-{
-    const cache_row *row = (const cache_row *)parameters;
-    const int after[] = {0, 1, 2, 3, 9, 10, 11, 12, 13, 14}, last[] = {0, 1, 2, 3, 9, 10, 11, 12}, none[] = {0};
-    tqkv_cache_desc desc = cache_desc(row, NULL);
-    tqkv_cache *cache = cache_make(row, &desc);
-    REQUIRE(cache, "no cache");
-    CHECK_RESULT(tqkv_cache_remove(cache, 4, 5), TQKV_OK);
-    check_holds(cache, &desc, 0, after, 10);
-    CHECK_RESULT(tqkv_cache_remove(cache, 10, 0), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_remove(cache, 8, 2), TQKV_OK);
-    check_holds(cache, &desc, 0, last, 8);
-    CHECK_RESULT(tqkv_cache_remove(cache, 0, 8), TQKV_OK);
-    check_tokens(test_keys(cache), 21, 0, none, 0);
-    CHECK(tqkv_cache_end(cache) == 0, "end is %d", (int)tqkv_cache_end(cache));
-    cache_append_seed(cache, 60, 3, row->head_dim);
-    check_attend(cache, &desc, 1, 3);
-    tqkv_cache_destroy(cache);
-}
-
-/* A ring of 10 after 33 tokens, or a linear cache of 15: what is kept of the newest 7, twice; then of nothing. */
-static void check_keep(const void *parameters)
-{
-    const cache_row *row = (const cache_row *)parameters;
-    const int first = row->ring ? row->n_tokens - row->capacity : 0, old = row->n_tokens - 7 - first;
-    const int kept[] = {0, 2, 3, 6}, again[] = {1, 3};
-    int tokens[16];
-    tqkv_cache_desc desc = cache_desc(row, NULL);
-    tqkv_cache *cache = cache_make(row, &desc);
-    REQUIRE(cache, "no cache");
-    for (int i = 0; i < old; i++) tokens[i] = first + i;
-    for (int i = 0; i < 4; i++) tokens[old + i] = first + old + kept[i];
-    CHECK_RESULT(tqkv_cache_keep(cache, 7, kept, 4), TQKV_OK);
-    check_holds(cache, &desc, first, tokens, old + 4);
-    CHECK_RESULT(tqkv_cache_keep(cache, 4, again, 2), TQKV_OK);
-    tokens[old] = tokens[old + 1];
-    tokens[old + 1] = tokens[old + 3];
-    check_holds(cache, &desc, first, tokens, old + 2);
-    if (row->ring) CHECK_RESULT(tqkv_cache_remove(cache, first, 1), TQKV_UNSUPPORTED);
-    CHECK_RESULT(tqkv_cache_keep(cache, old + 3, again, 2), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv_cache_keep(cache, old + 2, NULL, 0), TQKV_OK);
-    CHECK(tqkv_cache_end(cache) == first, "end is %d", (int)tqkv_cache_end(cache));
-    CHECK_RESULT(tqkv_cache_keep(cache, 1, NULL, 0), TQKV_OUT_OF_RANGE);
-    cache_append_seed(cache, 60, 3, row->head_dim);
-    check_attend(cache, &desc, 1, 3);
-    tqkv_cache_destroy(cache);
-}
+/* ---- Fork ---- */
 
 typedef struct fork_row {
     cache_row cache;
@@ -629,17 +484,6 @@ void test_cache_cases(void)
                  tqkv_format_name(row.key_format), tqkv_format_name(row.value_format), row.head_dim,
                  row.ring ? "ring" : "linear");
     }
-    for (int i = 0; i < TEST_FORMATS; i++) {
-        cache_row row = {test_formats[i], test_formats[(i + 3) % TEST_FORMATS], 64, 10, true, 33, -1};
-        test_add(check_truncate_ring, &row, sizeof row, "cache/truncate_ring/%s", tqkv_format_name(row.key_format));
-    }
-    for (int i = 0; i < TEST_FORMATS; i++) {
-        const tqkv_format keys = test_formats[i], values = test_formats[(i + 4) % TEST_FORMATS];
-        const cache_row linear = {keys, values, 64, 15, false, 15, -1}, ring = {keys, values, 32, 10, true, 33, -1};
-        test_add(check_remove, &linear, sizeof linear, "cache/remove/%s", tqkv_format_name(keys));
-        test_add(check_keep, i % 2 ? &ring : &linear, sizeof ring, "cache/keep/%s/%s", i % 2 ? "ring" : "linear",
-                 tqkv_format_name(keys));
-    }
     static const fork_row forks[] = {{{TQKV_I8, TQKV_TQ4, 64, 20, false, 15, -1}, 0, false},    /* all the same */
                                      {{TQKV_TQ5, TQKV_F16, 512, 15, false, 15, -1}, 40, false}, /* grows */
                                      {{TQKV_TQ3, TQKV_TQ6, 32, 15, false, 15, -1}, 15, true},   /* overflows */
@@ -654,8 +498,6 @@ void test_cache_cases(void)
     test_add(check_empty, NULL, 0, "cache/empty");
     test_add(check_full, NULL, 0, "cache/full");
     test_add(check_not_finite, NULL, 0, "cache/not_finite");
-    test_add(check_truncate_linear, NULL, 0, "cache/truncate_linear");
-    test_add(check_long_run, NULL, 0, "cache/long_run");
     test_add(check_non_causal_copy, NULL, 0, "cache/non_causal_copy");
     test_add(check_too_large, NULL, 0, "cache/too_large");
 }

@@ -188,17 +188,6 @@ static void model_remove(ends_model *m, int first, int count)
     m->end -= count;
 }
 
-static void model_keep(ends_model *m, data_random *random, int n)
-{
-    int kept[MOST], n_kept = 0;
-    const int first = m->end - n;
-    for (int i = 0; i < n; i++)
-        if (data_below(random, 2)) kept[n_kept++] = i;
-    CHECK_RESULT(tqkv_cache_keep(m->cache, n, kept, n_kept), TQKV_OK);
-    for (int i = 0; i < n_kept; i++) m->rows[first + i] = m->rows[first + kept[i]];
-    m->end = first + n_kept;
-}
-
 static void model_fork(ends_model *m, bool load)
 {
     tqkv_cache *copy = NULL;
@@ -209,41 +198,6 @@ static void model_fork(ends_model *m, bool load)
     if (!copy) return;
     tqkv_cache_destroy(m->cache);
     m->cache = copy;
-}
-
-/* Edits at random: halves are always those of their positions, and come back with new positions. */
-static void check_edits(const void *parameters)
-{
-    const ends_row *row = (const ends_row *)parameters;
-    data_random random = {(uint64_t)row->head_dim + (uint64_t)row->exact_last};
-    ends_model m;
-    if (!model_open(&m, row)) return;
-    for (int step = 0; m.n_used < MOST - 140; step++) {
-        const int first = (int)test_first(m.cache), resident = m.end - first, what = data_below(&random, 8);
-        const int room = row->ring ? MOST : row->capacity - m.end, some = data_below(&random, resident + 1);
-        if (what < 3 && room > 0) {
-            const int n = 1 + data_below(&random, data_below(&random, 3) ? 5 : 70);
-            model_append(&m, n < room ? n : room);
-        } else if (what == 3) {
-            m.end -= some / 4;
-            CHECK_RESULT(tqkv_cache_truncate(m.cache, m.end), TQKV_OK);
-        } else if (what == 4 && !row->ring) {
-            model_remove(&m, m.end - some, data_below(&random, some + 1));
-        } else if (what == 5) {
-            model_keep(&m, &random, data_below(&random, 2) ? some / 8 : some);
-        } else if (what > 5) {
-            model_fork(&m, what == 6);
-        }
-        check_halves(&m);
-        if (step % 16 == 0 && test_first(m.cache) < m.end) free(attend(&m));
-    }
-    if (!row->ring) model_remove(&m, 0, m.end);
-    for (int i = 0; i < 70; i++) model_append(&m, 1);
-    check_halves(&m);
-    const tqkv_attention a = test_view(m.cache, 1);
-    const int last = at_most(&m, row->exact_last);
-    CHECK(a.last.n == (last < 70 ? last : 70), "%d newest positions", a.last.n);
-    model_close(&m);
 }
 
 /* What remains of the halves where it can: a part of the middle removed, the newest taken back by few. The same in the
@@ -523,7 +477,6 @@ void test_ends_cases(void)
                                     {TQKV_I8, TQKV_TQ4, 64, 0, 150, 151, 1000, 0, 0, false, false, true}};
     for (int i = 0; i < (int)(sizeof rows / sizeof *rows); i++) {
         test_add(check_pieces, &rows[i], sizeof rows[i], "ends/pieces/%d", i);
-        test_add(check_edits, &rows[i], sizeof rows[i], "ends/edits/%d", i);
     }
     for (int way = 0; way < 3; way++) test_add(check_remains, &way, sizeof way, "ends/remains/%s", ways[way]);
     test_add(check_keep_first, NULL, 0, "ends/keep_first");

@@ -1,4 +1,4 @@
-/* Caches whose keys are the values, and with a tail: answers, moves, copies, and their snapshots. */
+/* Caches whose keys are the values, and with a tail: answers, copies, and their snapshots. Edits: test_history.c. */
 #include "cache_fixture.h"
 
 #define XXH_INLINE_ALL
@@ -93,32 +93,6 @@ static void check_answer(tqkv_cache *cache, const latent_row *row)
     free(same);
     free(q);
     free(expected);
-}
-
-/* ---- Moves ---- */
-
-/* Removing, keeping and truncating leave what appending the others would have. */
-static void check_moves(const latent_row *row, counting *counter)
-{
-    static const int kept[3] = {0, 2, 3};
-    tqkv_cache *some = make(row, counter), *all = make(row, counter);
-    append(all, row, 0, 12, 5);
-    append(some, row, 0, 9, 1);
-    CHECK_RESULT(tqkv_cache_truncate(all, 9), TQKV_OK);
-    check_same(all, some, "truncate");
-    some = make(row, counter);
-    append(some, row, 0, 2, 2);
-    append(some, row, 5, 4, 4);
-    CHECK_RESULT(tqkv_cache_remove(all, 2, 3), TQKV_OK);
-    check_same(all, some, "remove");
-    some = make(row, counter);
-    append(some, row, 0, 2, 2);
-    append(some, row, 5, 1, 1);
-    append(some, row, 7, 2, 2);
-    CHECK_RESULT(tqkv_cache_keep(all, 4, kept, 3), TQKV_OK);
-    check_same(all, some, "keep");
-    check_answer(all, row);
-    tqkv_cache_destroy(all);
 }
 
 /* ---- Copies ---- */
@@ -249,7 +223,6 @@ static void check_cache(const void *parameters)
     check_snapshot(cache, row, &counter);
     if (row->ring) CHECK_RESULT(tqkv_cache_truncate(cache, 30), TQKV_OK);
     if (row->ring) check_answer(cache, row);
-    if (!row->ring) check_moves(row, &counter);
     check_refusals(cache, row);
     tqkv_cache_destroy(cache);
     CHECK_NO_LEAK(&counter);

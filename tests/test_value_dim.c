@@ -1,82 +1,10 @@
-/* Keys and values of different head_dim: attention, its slices, caches and snapshots. */
+/* Keys and values of different head_dim: attention and its slices. Caches: test_history.c. */
 #include "attend_fixture.h"
 #include "cache_fixture.h"
 
 #include <math.h>
 
 void test_check_attend(const void *parameters);
-
-typedef struct dims_row {
-    int head_dim, value_dim;
-    bool ring, centered;
-} dims_row;
-
-/* Attends and compares with the reference over the cache's stores. out: [3 queries][heads][value_dim] */
-static void check_answer(tqkv_cache *cache, const tqkv_cache_desc *desc, const float *q, float *out)
-{
-    const size_t n = (size_t)(3 * desc->n_heads * desc->value_dim);
-    const tqkv_attention a = cache_attention(cache, desc, 3, 0);
-    double *expected = (double *)test_alloc(n * sizeof(double));
-    CHECK_RESULT(tqkv_cache_attend(cache, q, 3, out), TQKV_OK);
-    reference_attend(&a, q, expected);
-    const double error = reference_relative_error(out, expected, n);
-    CHECK(error <= reference_attention_tolerance(&a, 1.0), "relative error %.3g", error);
-    free(expected);
-}
-
-/* A desc's value_dim must be the snapshot's, if it is not 0; the loaded cache has the first one's bytes and answers. */
-static void check_snapshot(const tqkv_cache *cache, const tqkv_cache_desc *desc, const float *q, const float *out)
-{
-    const size_t size = (size_t)(3 * desc->n_heads * desc->value_dim) * sizeof(float);
-    float *again = (float *)test_alloc(size);
-    for (int value_dim = 0; value_dim <= 1024; value_dim += 16) {
-        stream saved = stream_of_cache(cache);
-        tqkv_cache *loaded = NULL;
-        tqkv_cache_desc other = *desc;
-        other.value_dim = value_dim;
-        const bool fits = value_dim == 0 || value_dim == desc->value_dim;
-        CHECK_RESULT(tqkv_cache_load(&other, stream_read, &saved, &loaded), fits ? TQKV_OK : TQKV_INVALID_ARGUMENT);
-        if (loaded) {
-            stream second = stream_of_cache(loaded);
-            CHECK(stream_is_equal(&saved, &second), "saving after loading gives other bytes");
-            CHECK(test_values(loaded)->head_dim == desc->value_dim, "values of another head_dim");
-            CHECK_RESULT(tqkv_cache_attend(loaded, q, 3, again), TQKV_OK);
-            CHECK(!memcmp(out, again, size), "the loaded cache answers differently");
-            stream_free(&second);
-        }
-        stream_free(&saved);
-        tqkv_cache_destroy(loaded);
-    }
-    free(again);
-}
-
-static void check_cache(const void *parameters)
-{
-    const dims_row *row = (const dims_row *)parameters;
-    const int d = row->head_dim, value_dim = row->value_dim, n_tokens = row->ring ? 30 : 20;
-    const cache_row shape = {TQKV_TQ5, TQKV_I8, d, 20, row->ring, 0, -1};
-    counting counter = {0, 0, 0, 0, 0};
-    tqkv_cache_desc desc = cache_desc(&shape, &counter);
-    desc.value_dim = value_dim;
-    float *k = cache_data(1, n_tokens, d), *v = cache_data(2, n_tokens, value_dim);
-    float *centers[2] = {cache_data(3, 1, d), cache_data(4, 1, value_dim)};
-    float *q = test_rows(5, DATA_GAUSSIAN, 3 * desc.n_heads, d);
-    float *out = (float *)test_alloc(sizeof(float) * (size_t)(3 * desc.n_heads * value_dim));
-    tqkv_cache *cache =
-        cache_given(&desc, row->centered ? centers[0] : NULL, NULL, row->centered ? centers[1] : NULL, NULL);
-    REQUIRE(cache, "no cache");
-    CHECK_RESULT(tqkv_cache_append(cache, k, v, n_tokens), TQKV_OK);
-    check_answer(cache, &desc, q, out);
-    check_snapshot(cache, &desc, q, out);
-    tqkv_cache_destroy(cache);
-    CHECK_NO_LEAK(&counter);
-    free(k);
-    free(v);
-    free(centers[0]);
-    free(centers[1]);
-    free(q);
-    free(out);
-}
 
 /* Slices over values in other formats merge, and those of another head_dim do not. */
 static void check_merge(const void *parameters)
@@ -148,11 +76,6 @@ static void add_attention(void)
 
 void test_value_dim_cases(void)
 {
-    static const dims_row rows[] = {{192, 128, false, true}, {576, 512, true, true},  {48, 1024, false, false},
-                                    {1024, 32, true, false}, {64, 80, false, true},   {96, 64, true, true},
-                                    {32, 48, false, true},   {128, 256, false, false}};
     add_attention();
-    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
-        test_add(check_cache, &rows[i], sizeof *rows, "value_dim/cache/%d-%d", rows[i].head_dim, rows[i].value_dim);
     test_add(check_merge, NULL, 0, "value_dim/merge");
 }

@@ -217,6 +217,26 @@ static void make_rows(fuzz_input *input, const model *m, float *keys, float *val
     fuzz_data((uint64_t)kinds + 1, value_kinds[kinds >> 2 & 3], values, n_rows, value_dim(m));
 }
 
+/* Whether the halves that an append brings hold n rows of keys (0) or values. */
+static bool halves_hold(const model *m, int side, const float *rows, int n)
+{
+    const tqkv_store *s = &m->halves[side];
+    const int first = m->desc.exact_first < m->desc.capacity ? m->desc.exact_first : m->desc.capacity;
+    const int dim = s->head_dim, n_rows = n * s->n_kv_heads;
+    bool hold = true;
+    const tqkv_format format = side && !m->desc.shared ? m->values.format : m->keys.format;
+    if (!s->codes || format == TQKV_F16 || (!m->desc.exact_last && m->base + m->end >= first)) return true;
+    float *stored = fuzz_new_floats(n_rows, dim, 1);
+    CHECK_RESULT(tqkv_probe(s, rows, n, stored), TQKV_OK);
+    for (int i = 0; i < n_rows; i++) {
+        float most = 0.0f;
+        for (int d = 0; d < dim; d++) most = fmaxf(most, fabsf(stored[i * dim + d]));
+        hold = hold && most < 65520.0f && (s->center || most == 0.0f || most >= 0x1p-17f);
+    }
+    free(stored);
+    return hold;
+}
+
 static void append(fuzz_input *input, model *m)
 {
     int heads = m->desc.n_kv_heads, n = fuzz_range(input, 0, m->desc.capacity + 3);
@@ -230,24 +250,25 @@ static void append(fuzz_input *input, model *m)
     if (is_bad) (bad_key ? keys : values)[bad % (bad_key ? n_keys : n_values)] = bad & 2 ? NAN : -INFINITY;
     void *k = fuzz_typed(m->desc.type, keys, n_keys), *v = fuzz_typed(m->desc.type, values, n_values);
     bool fits = m->desc.ring ? m->base + m->end <= INT64_MAX - n : m->end + n <= m->desc.capacity;
-    tqkv_result expected = !fits ? TQKV_OUT_OF_RANGE : is_bad ? TQKV_NOT_FINITE : TQKV_OK;
+    float *main = part_of(m, keys, 0, m->desc.head_dim, n * heads);
+    const bool hold = is_bad || (halves_hold(m, 0, main, n) && halves_hold(m, 1, m->desc.shared ? main : values, n));
+    tqkv_result expected = !fits ? TQKV_OUT_OF_RANGE : is_bad || !hold ? TQKV_NOT_FINITE : TQKV_OK;
     tqkv_result result = tqkv_cache_append(m->cache, k, m->desc.shared ? NULL : v, n);
     CHECK(result == expected || result == TQKV_OUT_OF_MEMORY, "append: %s, not %s", tqkv_result_string(result),
           tqkv_result_string(expected));
     CHECK(result != TQKV_OUT_OF_MEMORY || m->counter.fail_at, "no allocation failed");
     if (result == TQKV_OK) {
-        float *main = part_of(m, keys, 0, m->desc.head_dim, n * heads);
         float *tail = part_of(m, keys, m->desc.head_dim, m->desc.tail_dim, n * heads);
         model_append(m, &m->keys, main, n);
         model_append(m, &m->values, m->desc.shared ? main : values, n);
         if (m->tail.codes) model_append(m, &m->tail, tail, n);
         if (m->halves[0].codes) model_append(m, &m->halves[0], main, n);
         if (m->halves[1].codes) model_append(m, &m->halves[1], m->desc.shared ? main : values, n);
-        free(main);
         free(tail);
         m->end += n;
         if (m->end - m->first > m->desc.capacity) m->first = m->end - m->desc.capacity;
     }
+    free(main);
     free(k);
     free(v);
     free(keys);
