@@ -38,7 +38,6 @@
      >>rotate         the rotation alone
      >>attention      attention over two stores, whole or in slices
      >>index          scores of an index, and the choice of blocks by them
-     >>threads        a hook for the threads of an engine
      >>isa            the instruction set in use
      >>metal          all of it on Apple's GPUs, with tqkv_metal.m
      >>metal-plan     the same as plans, for engines that dispatch kernels themselves
@@ -75,7 +74,7 @@
      writes a slot that another writes or sees. So two threads may encode into different slots, and one may encode a
      position while others attend to those before it.
      The only hidden state is the choice of an instruction set, made once. The hook tqkv_parallel runs tasks of one call
-     on the caller's threads; tqkv_team is such a hook for threads that call at once. The number of threads does not
+     on the caller's threads. The number of threads does not
      change any bit of the results. A call takes at most 64 KiB of stack.
 
    MATHEMATICS
@@ -157,13 +156,6 @@ extern "C" {
 TQKV_API const char *tqkv_format_name(tqkv_format f);
 /* The format of that name; TQKV_FORMAT_DEFAULT for NULL and for an unknown name. */
 TQKV_API tqkv_format tqkv_format_from_name(const char *name);
-/* Bytes of the codes of one row (one position of one head); 0 for an unsupported format or head_dim. */
-TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim);
-/* Norms of one row; 0 for F16 and for an unsupported format or head_dim. */
-TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim);
-/* The scaled value (tqkv_probe) where a format saturates: its last boundary, 127 for I8, 65504 for F16, else 0. */
-TQKV_API float tqkv_last_boundary(tqkv_format f);
-
 /* >>result
    A call that does not return TQKV_OK has written nothing, unless its comment says otherwise. */
 typedef enum tqkv_result {
@@ -226,6 +218,9 @@ typedef struct tqkv_parallel {
 typedef struct tqkv_cache tqkv_cache;
 typedef struct tqkv_store tqkv_store; /* see >>store */
 typedef struct tqkv_metal tqkv_metal; /* see >>metal */
+typedef struct tqkv_cache_strides {
+    tqkv_strides k, v, q, out;
+} tqkv_cache_strides;
 typedef struct tqkv_cache_desc {
     /* The shape, and how many positions it holds. */
     int head_dim, n_kv_heads, n_heads, capacity;
@@ -257,18 +252,25 @@ typedef struct tqkv_cache_desc {
        gives their memory back (with non_causal, until this one). What it has learned counts from that append on:
        tqkv_cache_truncate, or tqkv_cache_keep with no more than 64 positions behind that point, to a position before it
        brings the halves back, as if what is taken had never come. The same codes however positions came.
-       What it has learned is in tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work
+       What it has learned is in the stores of tqkv_cache_view. On a GPU the halves' memory stays as long as the cache, because work
        under way may read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
     int calibrate;
     tqkv_pairs pairs; /* of the rotary embedding: share a scale in what it learns */
     int rotary_dim;   /* as tqkv_store's */
 
+    /* Centres (means) and scales of channels as tqkv_store's, copied; NULL: none. Of keys: [n_kv_heads][head_dim, then
+       tail_dim]; of values: [n_kv_heads][value_dim], NULL if the keys are the values, which then have those of the
+       keys. A cache that is given one of them does not learn. Snapshots keep them; tqkv_cache_bytes does not count
+       them. */
+    const float *key_center, *key_scale, *value_center, *value_scale;
+
     /* Attention, as the fields of tqkv_attention. */
     int window;
     float scale, softcap;
-    const float *sinks; /* [n_heads] or NULL; copied */
-    bool non_causal;    /* every query sees all resident positions: for cross-attention */
-    tqkv_type type;     /* of k, v, q and out */
+    const float *sinks;         /* [n_heads] or NULL; copied */
+    bool non_causal;            /* every query sees all resident positions: for cross-attention */
+    tqkv_type type;             /* of k, v, q and out */
+    tqkv_cache_strides strides; /* of the same rows */
 
     /* Resources. */
     tqkv_parallel parallel;
@@ -301,15 +303,20 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
    to do for 0. TQKV_OUT_OF_RANGE, and nothing is written, where a query's window, or a half that it reads, is gone. */
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out);
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c); /* positions appended; 0 for NULL */
-/* The oldest resident position; 0 for NULL. After truncate, keep, fork or load a ring may hold fewer positions than its
-   capacity: tqkv_attend over its stores then needs kv_len = end - first, which is not its default. */
-TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c);
+typedef struct tqkv_attention tqkv_attention;         /* see >>attention */
+/* What tqkv_cache_attend with so many queries attends to, as it is now: for tqkv_attend with a tree or a list, for
+   slices and batches of caches. Its positions are [end - kv_len, end); it holds until the next append or edit. Refuses
+   what that call refuses for the halves that it needs, and TQKV_OUT_OF_RANGE, too, if nothing is resident, or if the
+   queries stand on both sides of the position at which the cache learned: then they read different stores. A view of
+   the newest query with a larger n_queries reads codes for all of them. With 0 queries it refuses nothing and has the
+   stores of the codes, with centre and scale, learned or given. */
+TQKV_API tqkv_result tqkv_cache_view(const tqkv_cache *c, int n_queries, tqkv_attention *out);
 /* Codes and norms of all streams, and the halves kept besides, now; 0 for NULL. */
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c);
 /* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
    the oldest resident position. 0 is always valid and empties the cache, which forgets what it has learned itself and
    learns anew; a copy keeps what it was made with. With a window the next query that is answered
-   stands at tqkv_cache_first + window - 1 or behind. */
+   stands at the oldest resident position + window - 1 or behind. */
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
 /* Removes the positions [first, first + count); those behind move down, with their codes as they are: a key keeps the
    rotary embedding of its old position. For linear caches; TQKV_UNSUPPORTED for a ring. */
@@ -322,7 +329,7 @@ TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int 
    refuses queries that need the halves (TQKV_OUT_OF_RANGE), as a snapshot does. One that still learns does so from no
    fewer positions than the cache. desc: NULL, or nonzero fields for what the copy has otherwise: capacity
    (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
-   threads), type (not back to TQKV_TYPE_F32, which is 0), sinks, parallel, allocator, metal, matrix_group, non_causal,
+   threads), type (not back to TQKV_TYPE_F32, which is 0), strides, sinks, parallel, allocator, metal, matrix_group, non_causal,
    exact_batch, a tag. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as
    a ring, and one that needs less memory goes on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
@@ -334,26 +341,11 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc, never NULL, supplies what a snapshot lacks: type (zero is TQKV_TYPE_F32), parallel, allocator, metal,
+/* desc, never NULL, supplies what a snapshot lacks: type (zero is TQKV_TYPE_F32), strides, parallel, allocator, metal,
    matrix_group, exact_batch, non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must
    match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or
    another version of tqkv; TQKV_EXPLAIN says which. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
-
-/* Centres (means) and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
-   [n_kv_heads][value_dim], NULL if the keys are the values, which then have those of the keys. Only while end is 0,
-   else TQKV_INVALID_ARGUMENT. Snapshots keep them; tqkv_cache_bytes does not count them. The cache then does not learn
-   its own. */
-TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values);
-TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values);
-/* Strides of the rows that later calls take and give; NULL, and at first: none. Copies and snapshots have none. */
-typedef struct tqkv_cache_layout {
-    tqkv_strides k, v, q, out;
-} tqkv_cache_layout;
-TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout);
-TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c);   /* the stores behind it; NULL for NULL */
-TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c); /* the keys if they are the values */
-TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c);   /* NULL without one */
 
 /* >>store
    One stream (keys or values) of one layer in the caller's memory:
@@ -362,6 +354,14 @@ TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c);   /* NULL witho
    with a store of its own over the same codes and norms; position p is slot pages[p / page_size] * page_size +
    p % page_size. Tables may share pages, as for a common prompt. Entries of positions that nothing sees or
    writes are not looked at. */
+/* Whether rows are rotated before they are stored. */
+typedef enum tqkv_rotation {
+    TQKV_ROTATION_DEFAULT = 0, /* as the format has it: F16 is not rotated, all other formats are */
+    /* For caches written without the rotation: TQ5, TQ6, TQ8, their _BYTES forms and F16. The rotation spreads the heavy
+       tails of real values: without it the error of codes grows by up to four digits. */
+    TQKV_ROTATION_OFF,
+    TQKV_ROTATION_ON /* of F16: halves of the rotated row, less the centre, in the basis of other formats' codes */
+} tqkv_rotation;
 struct tqkv_store {
     tqkv_format format; /* not TQKV_FORMAT_DEFAULT: a store alone does not know whether it holds keys or values */
     int head_dim; /* 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512, 576, 640, 768, 896
@@ -382,11 +382,11 @@ struct tqkv_store {
     float *norms;      /* may be NULL for F16 */
     size_t norms_size; /* bytes */
 
-    /* Rows given to encode, probe, mean and measure, and written by decode. The codes of a half or a bfloat16 are those
+    /* Rows given to encode, probe, measure and calibrate, and written by decode. The codes of a half or a bfloat16 are those
        of the same value as a float. Attention looks at neither. */
     tqkv_type type;
     tqkv_strides strides;
-    tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
+    tqkv_parallel parallel; /* for encode and convert, of many rows; zero = the calling thread alone */
 
     /* From rows to codes. The same for all positions: set these before the first row is encoded, and keep the arrays as
        long as the store. */
@@ -401,9 +401,7 @@ struct tqkv_store {
     const float *channel_scale;
     float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
     int rotary_dim; /* channels [0, rotary_dim) are turned by the rotary embedding; for tqkv_pairs alone; 0 = head_dim */
-    bool rotated;   /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
-    bool unrotated; /* for caches written without the rotation; TQ5, TQ6, TQ8 and their _BYTES forms only. The rotation
-                       spreads the heavy tails of real values: without it the error grows by up to four digits. */
+    tqkv_rotation rotation;
 };
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
@@ -411,21 +409,18 @@ TQKV_API size_t tqkv_codes_size(const tqkv_store *s);
 TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
-   `capacity` tokens. A page may not occur twice among those written. TQKV_NOT_FINITE if src holds NaN or Inf, even in
-   tokens that a ring drops. Values near 1e19, whose squared length overflows, give an infinite norm. What shares a norm
+   `capacity` tokens. A page may not occur twice among those written; a page of -1 leaves its tokens out. So tokens of
+   many sequences go by one call to slots of a common pool: pages = the slot of each token, page_size 1, position 0.
+   TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that are left out. Values near 1e19, whose squared length overflows, give an infinite norm. What shares a norm
    becomes zeros where all is at most 1e-10: the length of a row, or of I8 its largest value. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
-/* Token t goes to slot slots[t] of the pool, a token with slot -1 nowhere; no slot twice. For tokens of many sequences
-   at once: pages and ring are not looked at. NaN and Inf are refused in all rows, left-out ones too.
-   slots: [n_tokens] */
-TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *s, const void *src, int n_tokens, const int32_t *slots);
 
 /* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries, rotated,
    divided by the norm, and scaled to unit variance. For I8 the values are in steps of the grid, for F16 they are what
    is rounded. src, scaled: [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled);
 
-/* The basis of a vector. Streams without rotation (F16, unrotated) and without a scale have one basis. */
+/* The basis of a vector. Streams without rotation and without a scale have one basis. */
 typedef enum tqkv_basis {
     TQKV_ORIGINAL = 0,
     /* The basis of the codes: after scale and rotation. Rows have the centre in them, scaled and rotated: a caller's
@@ -440,7 +435,7 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
 /* Writes the positions [position, position + n_positions) of `from` into `to`, which may have another format,
    block_scale, capacity and page table: decoded in the basis of the codes and encoded there, the same bytes on every
    machine. Rows of F16 that are not rotated are on the way, rows of the same format and block_scale are copied.
-   TQKV_INVALID_ARGUMENT unless n_kv_heads, head_dim, unrotated (F16 goes with either), the centre and the scale are the
+   TQKV_INVALID_ARGUMENT unless n_kv_heads, head_dim, the rotation (F16 goes with either), the centre and the scale are the
    same. A page may not occur twice among those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a
    norm of 1e30 or more. Many rows go to tasks of to->parallel.
    Two page tables of one pool, with rows of as many bytes: a copy of a sequence, if the pages that have these positions
@@ -451,10 +446,6 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
    checks come before the first write: a conversion never ends halfway. */
 TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *from, int64_t position,
                                         int n_positions);
-
-/* The mean of the rows of each head, a centre for such rows; mean: [n_kv_heads][head_dim], zeros for no tokens. Sums in
-   double. shape and src as for tqkv_probe; the centre, the scale and the format of shape do not matter. */
-TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean);
 
 /* How well a store of this format, centre and scale keeps the rows of one head. */
 typedef struct tqkv_quality {
@@ -496,7 +487,7 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
    or a ring. */
 TQKV_API tqkv_result tqkv_store_save(const tqkv_store *s, int64_t position, int n_positions, tqkv_write write,
                                      void *user);
-/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, unrotated,
+/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, rotation,
    block_scale, centre and scale, else TQKV_INVALID_ARGUMENT. They may have been other positions: rows come back in
    their order, to where there is room. A page may not occur twice among those written. TQKV_CORRUPT: a missing or
    changed byte. After TQKV_CORRUPT or TQKV_IO these positions may hold anything; all others are as they were. */
@@ -504,9 +495,10 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *s, int64_t position, int 
                                      void *user);
 
 /* >>rotate
-   y = R(s*x)/sqrt(D) and its inverse x = s*R(y)/sqrt(D), in place; rows: [n_rows][head_dim]. NaN and Inf spread. */
-TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim);
-TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim);
+   y = R(s*x)/sqrt(D) to TQKV_ROTATED, and its inverse x = s*R(y)/sqrt(D) to TQKV_ORIGINAL, in place; rows:
+   [n_rows][head_dim]. NaN and Inf spread. For an engine that passes queries or takes outputs in the basis of the codes,
+   or folds the rotation into its weights. */
+TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim, tqkv_basis to);
 
 /* >>attention
    out = sum_j softmax_j( cap( scale * q.k_j ) ) v_j,   cap(x) = softcap > 0 ? softcap * tanh(x/softcap) : x
@@ -524,7 +516,29 @@ TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim);
    The relative L2 error against double precision with the integer centroids (docs/formats.md) is at most 2e-4 plus 5e-5
    times the standard deviation of the scores, at any length. For F16 and TQ8, and on a GPU against what tqkv_decode
    gives, it is at most 2e-5; beyond a deviation of 10, 2e-6 times that. */
-typedef struct tqkv_attention {
+
+/* Block-sparse attention: the blocks that a query sees. */
+typedef struct tqkv_list {
+    /* [n_queries][heads][length], or NULL: all positions. Ascending numbers of blocks, the first -1 ends a row; block b
+       is the positions from b * block on. A query sees what it would see without a list, if it is in a block of its row
+       or among the `newest` positions that it would see. Blocks beyond the end, and positions that are gone, are
+       nothing. A list that names all blocks gives the result without a list, bit for bit. */
+    const int32_t *rows;
+    int length;
+    int heads;  /* 0 = 1, or n_kv_heads: a row for each */
+    int block;  /* 1, 4, 16, 64 or 128 positions */
+    int newest; /* so many of the newest are seen besides */
+} tqkv_list;
+
+/* Positions that are kept in fp16 besides their codes, at one end of the context. */
+typedef struct tqkv_ends {
+    const tqkv_store *keys, *values;
+    const tqkv_store *tail; /* of the first positions alone */
+    int n;                  /* so many of the first positions, or of the newest before each query */
+    int64_t from;           /* of the newest: none below it, as after a truncation; 0: none missing */
+} tqkv_ends;
+
+struct tqkv_attention {
     /* The streams. Same n_kv_heads; head_dim may differ. One stream may be both, as MLA's latent is: the same store, or
        two that describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre
        is added back to both, as both are scaled. */
@@ -547,14 +561,7 @@ typedef struct tqkv_attention {
     /* [n_queries], at most 64, or NULL. Of the newest n_queries positions query i sees position j of them only if bit j
        of tree[i] is set and j <= i: for drafts with several branches (a tree mask). Higher bits are ignored. */
     const uint64_t *tree;
-    /* [n_queries][list_heads][list_length], or NULL: all positions. Block-sparse attention: ascending numbers of
-       blocks, the first -1 ends a row; block b is the positions from b * list_block on. A query sees what it would see
-       without a list, if it is in a block of its row or among the newest list_newest positions that it would see.
-       Blocks beyond the end, and positions that are gone, are nothing. A list that names all blocks gives the result
-       without a list, bit for bit. */
-    const int32_t *list;
-    int list_length, list_heads; /* list_heads: 0 = 1, or n_kv_heads: a row for each */
-    int list_block, list_newest; /* list_block: 1, 4, 16, 64 or 128 positions */
+    tqkv_list list;
 
     /* Scores. */
     float scale;   /* 0 = 1/sqrt(head_dim of the keys, with that of the tail) */
@@ -576,26 +583,23 @@ typedef struct tqkv_attention {
     /* Exact ends: the first positions (a model's attention sinks) and the newest (the recent window) in fp16 in place
        of their codes. A query at position p reads position j from
 
-         first_keys, first_values    where j < exact_first
-         last_keys, last_values      else where j > p - exact_last and j >= exact_from
+         first.keys, first.values    where j < first.n
+         last.keys, last.values      else where j > p - last.n and j >= last.from
          keys, values                else
 
        A NULL store is passed over, as are all of a stream that is F16 itself.
        p is where the query stands in the sequence, also with a tree; with non_causal and no window, end - 1. All four
        are stores of F16: linear, paged or rings (multiples of 64 read fastest), with n_kv_heads, head_dim, centre and
-       scale of the codes, and rotated if these are. first_* hold the positions below exact_first, last_* the newest
-       exact_last + n_queries - 1 of those up to `end`, else TQKV_OUT_OF_RANGE. If the keys are the values, first_keys
-       and last_keys serve both. The tail is read from its own store. On a GPU these stores have no pages, and keys with
-       a tail have none beside them. */
-    const tqkv_store *first_keys, *first_values, *last_keys, *last_values;
-    int exact_first, exact_last;
-    int64_t exact_from; /* below it there are no newest halves, as after a truncation; 0: none missing */
-    /* A ring forgets its first positions, but first_keys, first_values and, with a tail, first_tail (a store of the
-       tail's kind) keep them: where all of these are given, those below exact_first are seen as if they were resident.
+       scale of the codes, and rotated if these are. Those of `first` hold the positions below first.n, those of `last`
+       the newest last.n + n_queries - 1 of those up to `end`, else TQKV_OUT_OF_RANGE. If the keys are the values,
+       first.keys and last.keys serve both. The tail is read from its own store. On a GPU these stores have no pages,
+       and keys with a tail have none beside them.
+       A ring forgets its first positions, but first.keys, first.values and, with a tail, first.tail (a store of the
+       tail's kind) keep them: where all of these are given, those below first.n are seen as if they were resident.
        Streams of F16 need theirs for that, too. They are added apart from the others, before and after they are gone. A
        slice that begins with the oldest resident position has those that are gone. */
-    const tqkv_store *first_tail;
-} tqkv_attention;
+    tqkv_ends first, last;
+};
 
 /* q: [n_queries][n_heads][head_dim of the keys, then of the tail], out: [n_queries][n_heads][head_dim of the values].
    TQKV_NOT_FINITE if q holds NaN or Inf, or a sink is NaN or +Inf. A score, or a sum of values, beyond the range of
@@ -635,14 +639,6 @@ TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, floa
 /* Adds the sinks, divides, rotates back, scales, and adds the values' centre, as tqkv_attend with `a` does. */
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, const float *max, const float *sum);
 
-/* Of a cache, as tqkv_cache_attend, with a list of blocks, a tree or both: those of `a`, whose other fields are
-   ignored. */
-TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention *a, const void *q, int n_queries,
-                                            void *out);
-/* What tqkv_cache_attend attends to, as it is now, for one query: for slices and batches of caches. kv_len is 0 if
-   nothing is resident; do not attend then. All zeros for NULL. */
-TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c);
-
 /* >>index
    An index chooses the positions that a query attends to. It has keys of its own, one for each `ratio` positions of the
    context, and a few heads score them:
@@ -681,38 +677,6 @@ TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *x, const void *q, float
    scores: as above, list: [n_queries][k]. Reads only the shape of keys. TQKV_NOT_FINITE if the score of a block that
    its query sees is NaN. */
 TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *x, const float *scores, int k, int32_t *list);
-
-/* >>threads
-   A hook for threads that are there already: of an engine that calls each operation on all its threads at once, as ggml
-   does, and has no pool to lend. All call tqkv_team_begin. It returns true in thread 0, whose calls to tqkv the others
-   then help with; in these it returns false after tqkv_team_end, when there is nothing left to do. Example:
-
-     void attend_layer(layer *l, int thread, int n_threads)          // on all threads, with one l
-     {
-         if (!tqkv_team_begin(l->team, thread, n_threads)) return;
-         l->result = tqkv_encode(&l->keys, l->k, 1, l->position);    // l->keys.parallel = tqkv_team_parallel(l->team)
-         if (l->result == TQKV_OK) l->result = tqkv_encode(&l->values, l->v, 1, l->position);
-         l->attention.end = l->position + 1;                         // l->attention.parallel: the same
-         if (l->result == TQKV_OK) l->result = tqkv_attend(&l->attention, l->q, l->out);
-         tqkv_team_end(l->team);
-     }
-
-   Thread 0 begins at once; its tqkv_team_end, and tqkv_team_begin in the others, wait until all n_threads threads have
-   come to tqkv_team_begin. The next begin may follow at once; another number of threads only after all have returned.
-   Waiting threads spin, and after a while give way to others. One team serves all layers; two operations at once need
-   two. */
-typedef struct tqkv_team tqkv_team;
-/* allocator: NULL = malloc, free. *out is NULL on failure. */
-TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team **out);
-TQKV_API void tqkv_team_destroy(tqkv_team *team); /* NULL is fine. No thread may be between begin and end. */
-TQKV_API bool tqkv_team_begin(tqkv_team *team, int thread, int n_threads);
-TQKV_API void tqkv_team_end(tqkv_team *team); /* by thread 0 */
-/* The hook, for calls of thread 0 between begin and end. Elsewhere the calling thread, one at a time, runs all
-   tasks. */
-TQKV_API tqkv_parallel tqkv_team_parallel(tqkv_team *team);
-/* Scratch for the same calls, and caches, which must be destroyed before the team. The team keeps what is freed, so
-   that after the first calls nothing is allocated. */
-TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team);
 
 /* >>isa
    The instruction set in use: "avx512" (with VBMI and VNNI), "avx2" (with FMA), "neon" or "scalar". The first call
@@ -807,7 +771,7 @@ typedef struct tqkv_metal_store {
     tqkv_metal_buffer pages;
 } tqkv_metal_store;
 
-/* As tqkv_encode, tqkv_probe, tqkv_decode, tqkv_rotate and tqkv_unrotate. A source row with NaN or Inf is stored as
+/* As tqkv_encode, tqkv_probe, tqkv_decode and tqkv_rotate. A source row with NaN or Inf is stored as
    zeros and sets not_finite, a uint32_t cleared by the caller, to 1. not_finite may be zero. */
 TQKV_METAL_API tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
                                              tqkv_metal_buffer src, int n_tokens, int64_t position,
@@ -817,7 +781,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object
                                                 const tqkv_metal_store *values, tqkv_metal_buffer k,
                                                 tqkv_metal_buffer v, int n_tokens, int64_t position,
                                                 tqkv_metal_buffer not_finite);
-/* As tqkv_encode_slots; the second for keys and values at once, with the same slots. slots: int32_t [n_tokens], read
+/* As tqkv_encode with pages of one position; the second for keys and values at once, with the same slots. slots: int32_t [n_tokens], read
    when the kernel runs. known, if it is not NULL, is what it will hold then: a bad or repeated slot is refused. Without
    it a slot outside the store leaves its token out, and of two tokens with one slot either may win. */
 TQKV_METAL_API tqkv_result tqkv_metal_encode_slots(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
@@ -847,6 +811,11 @@ TQKV_METAL_API tqkv_result tqkv_metal_calibrate(tqkv_metal *m, tqkv_metal_object
                                                 int n_queries, tqkv_pairs pairs, tqkv_metal_buffer center,
                                                 tqkv_metal_buffer channel_scale);
 
+/* The stores of a tqkv_ends. */
+typedef struct tqkv_metal_ends {
+    const tqkv_metal_store *keys, *values, *tail;
+} tqkv_metal_ends;
+
 /* tqkv_attention with buffers. NaN and Inf in q or sinks are not detected; they spread. */
 typedef struct tqkv_metal_attention {
     tqkv_attention attention; /* its keys, values, tail, sinks, parallel and allocator are not read */
@@ -860,15 +829,14 @@ typedef struct tqkv_metal_attention {
        sequence. */
     int matrix_group;
     const tqkv_metal_store *tail; /* as tqkv_attention's; NULL = none. With the keys' page table in the same buffer. */
-    /* int32_t [n_queries][list_heads][list_length]; zero = none. Kernels read it when they run; attention.list, if it
+    /* attention.list.rows in a buffer; zero = none. Kernels read it when they run; attention.list.rows, if it
        is not NULL, is what it will hold then. Without that what follows the first -1 of a row, and a bad entry
        (negative, or not larger than all before it) is left out. A list of all blocks gives the bits that there are
        without, but not in a ring that has wrapped. */
     tqkv_metal_buffer list;
-    /* With attention.exact_first and exact_last, as tqkv_attention's. Without pages and, where keys have a tail, not
+    /* Their counts are those of attention.first and attention.last. Without pages and, where keys have a tail, not
        beside codes in pages. */
-    const tqkv_metal_store *first_keys, *first_values, *last_keys, *last_values;
-    const tqkv_metal_store *first_tail; /* as tqkv_attention's */
+    tqkv_metal_ends first, last;
 } tqkv_metal_attention;
 
 /* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
@@ -902,7 +870,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_ob
 /* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in as many dispatches as one item
    alone takes, cut evenly over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types,
    bases, sinks and matrix_group, in which of the stores of halves they have, and all or none have a softcap, centres,
-   lists and pages; window, scale, softcap's size, tree, blocks of the lists, exact_first, exact_last, n_queries and
+   lists and pages; window, scale, softcap's size, tree, blocks of the lists, first.n, last.n, n_queries and
    what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one buffer, at
    any offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that
    the processor can write, at a multiple of 256, with the bytes that the first call tells, for this call alone until it
@@ -944,7 +912,7 @@ TQKV_METAL_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
 TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffer *out);
 
 /* A cache whose desc has `metal` lies in shared memory. tqkv_cache_append and tqkv_cache_attend run on the GPU and
-   wait; all other calls, and encode and attend on tqkv_cache_keys and _values, run on the processor. Those that read
+   wait; all other calls, and attention to a tqkv_cache_view, run on the processor. Those that read
    or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
    The two calls below record into an encoder. An append counts at once, and attention can be recorded after it; if the
@@ -960,7 +928,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_obj
                                                    tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                    tqkv_metal_buffer out);
 TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes);
-/* As tqkv_cache_attend_some: with the list and the tree of `some`, in buffers, whose other fields are ignored; and what
+/* With the list and the tree of `some`, in buffers, whose other fields are ignored; and what
    scratch that takes. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_attend_some(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
                                                         const tqkv_metal_attention *some, tqkv_metal_buffer q,
@@ -1159,10 +1127,10 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqk
                                                   tqkv_metal_buffer scratch, tqkv_metal_buffer list,
                                                   tqkv_metal_plan *plan);
 
-/* Of a cache at the beginning of `memory`. layout: as tqkv_cache_set_layout's, or NULL: the one that was set. some: as
+/* Of a cache at the beginning of `memory`. layout: strides of the rows, or NULL: those of the cache. some: as
    tqkv_metal_cache_attend_some's, or NULL. An append counts when tqkv_metal_cache_appended is called. */
 TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                                  const tqkv_cache_strides *layout, tqkv_metal_buffer k,
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                   tqkv_metal_plan *plan);
 TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens);
@@ -1172,7 +1140,7 @@ TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end);
 TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                                    size_t *bytes);
 TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_layout *layout, const tqkv_metal_attention *some,
+                                                  const tqkv_cache_strides *layout, const tqkv_metal_attention *some,
                                                   tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan);
 
@@ -1203,13 +1171,12 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>needs          what the implementation needs of the compiler, and xxHash
      >>exact          arithmetic whose bits depend on nothing but its operands
      >>store-code     sizes, names, what a valid store is, which positions and rows are valid
-     >>team           tqkv_team
      >>set            what an instruction set provides
      >>rotate-code    the rotation
      >>codec          norms, quantising, packing, and back: the specification
      >>encode         tqkv_encode, tqkv_probe, tqkv_decode
      >>convert        tqkv_store_convert, and rows that move
-     >>measure        tqkv_mean, tqkv_measure, tqkv_rotate
+     >>measure        tqkv_measure, tqkv_rotate
      >>calibrate      tqkv_calibrate, tqkv_logit_noise
      >>attend         types of attention
      >>plain          attention of a tile in plain C: the specification
@@ -1567,9 +1534,7 @@ extern "C" {
 typedef struct tqkv__backend {
     tqkv_allocator memory; /* of codes, norms and the cache itself */
     tqkv_result (*append)(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens);
-    /* some: with the list and the tree, or NULL */
-    tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                          void *out);
+    tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const void *q, int n_queries, void *out);
 } tqkv__backend;
 #ifdef __cplusplus
 }
@@ -1604,27 +1569,6 @@ typedef struct tqkv__backend {
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-/* Gives the core to another thread, and gives up what another thread of the core needs. */
-#if defined(__x86_64__) || defined(__i386__)
-#define TQKV__PAUSE() __builtin_ia32_pause()
-#elif defined(__aarch64__)
-#define TQKV__PAUSE() __asm__ volatile("yield")
-#else
-#define TQKV__PAUSE() ((void)0)
-#endif
-#if defined(__unix__) || defined(__APPLE__)
-#include <sched.h>
-#define TQKV__YIELD() sched_yield()
-#elif defined(_WIN32) /* without windows.h and its macros */
-#ifdef __cplusplus
-extern "C"
-#endif
-    __declspec(dllimport) int __stdcall SwitchToThread(void);
-#define TQKV__YIELD() SwitchToThread()
-#else
-#define TQKV__YIELD() TQKV__PAUSE()
-#endif
-
 #ifdef __has_include
 #if !__has_include("xxhash.h")
 #error "tqkv.h: xxhash.h 0.8.0 or later is missing: Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h"
@@ -1973,6 +1917,29 @@ static int tqkv__norm_dim(int kind, int head_dim)
     return kind == TQKV__GRID ? tqkv__size_of(head_dim)->grid : TQKV__NORM_DIM(kind, head_dim);
 }
 
+/* Bytes of the codes of one row (one position of one head); 0 for an unsupported format or head_dim. */
+static size_t tqkv__row_bytes(tqkv_format f, int head_dim)
+{
+    const tqkv__format *row = tqkv__format_of(f);
+    return tqkv__head_dim_known(head_dim) ? (size_t)(head_dim * (row->main_bits + row->upper_bits) / 8) : 0;
+}
+
+/* Norms of one row; 0 for F16 and for an unsupported format or head_dim. */
+static int tqkv__norms_per_row(tqkv_format f, int head_dim)
+{
+    const int kind = tqkv__format_of(f)->kind;
+    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || kind == TQKV__HALF) return 0;
+    return head_dim / tqkv__norm_dim(kind, head_dim);
+}
+
+/* The scaled value where a format saturates; 0 for an unknown one. */
+static float tqkv__last_boundary(tqkv_format f)
+{
+    const int kind = tqkv__format_of(f)->kind, bits = tqkv__format_of(f)->book_bits;
+    if (kind == TQKV__BOOK) return TQKV__BOUNDARIES(bits)[(1 << bits) - 2];
+    return kind == TQKV__HALF ? 65504.0f : kind == TQKV__GRID ? 127.5f : 0.0f;
+}
+
 #define TQKV__PANEL 256
 
 /* A store with its defaults resolved and its sizes derived. */
@@ -2078,10 +2045,9 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (!tqkv__format_known(store->format))
         return TQKV__REFUSE(UNSUPPORTED, "format, key_format, value_format or tail_format: not a stored format");
     if (!tqkv__head_dim_known(store->head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
-    if (store->unrotated && !TQKV__PLAIN(store->format))
-        return TQKV__REFUSE(UNSUPPORTED, "unrotated: only TQ5, TQ6, TQ8 and their _BYTES forms can be");
-    if (store->rotated && tqkv__format_of(store->format)->kind != TQKV__HALF)
-        return TQKV__REFUSE(UNSUPPORTED, "rotated: for F16 alone; other formats are, unless unrotated says otherwise");
+    if ((unsigned)store->rotation > TQKV_ROTATION_ON) return TQKV__INVALID("rotation: no tqkv_rotation");
+    if (store->rotation == TQKV_ROTATION_OFF && store->format != TQKV_F16 && !TQKV__PLAIN(store->format))
+        return TQKV__REFUSE(UNSUPPORTED, "rotation: TQ2, TQ3, TQ4 and I8 have it always");
     if (store->n_kv_heads <= 0) return TQKV__INVALID("n_kv_heads is not positive");
     if (store->capacity <= 0) return TQKV__INVALID("capacity is not positive");
     if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f))
@@ -2095,10 +2061,10 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->type = store->type;
     s->strides = tqkv__strides_of(store->strides, store->n_kv_heads, store->head_dim);
     s->ring = store->ring;
-    s->rotated = s->kind == TQKV__HALF ? store->rotated : !store->unrotated;
+    s->rotated = store->rotation ? store->rotation == TQKV_ROTATION_ON : s->kind != TQKV__HALF;
     s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
-    s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
-    s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
+    s->row_bytes = tqkv__row_bytes(store->format, store->head_dim);
+    s->norms_per_row = tqkv__norms_per_row(store->format, store->head_dim);
     s->norm_dim = tqkv__norm_dim(s->kind, s->head_dim);
     int panels = (s->norm_dim + TQKV__PANEL - 1) / TQKV__PANEL;
     while (s->norm_dim % panels) panels++;
@@ -2275,26 +2241,6 @@ TQKV_API tqkv_format tqkv_format_from_name(const char *name)
     return TQKV_FORMAT_DEFAULT;
 }
 
-TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim)
-{
-    const tqkv__format *row = tqkv__format_of(f);
-    return tqkv__head_dim_known(head_dim) ? (size_t)(head_dim * (row->main_bits + row->upper_bits) / 8) : 0;
-}
-
-TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim)
-{
-    const int kind = tqkv__format_of(f)->kind;
-    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || kind == TQKV__HALF) return 0;
-    return head_dim / tqkv__norm_dim(kind, head_dim);
-}
-
-TQKV_API float tqkv_last_boundary(tqkv_format f)
-{
-    const int kind = tqkv__format_of(f)->kind, bits = tqkv__format_of(f)->book_bits;
-    if (kind == TQKV__BOOK) return TQKV__BOUNDARIES(bits)[(1 << bits) - 2];
-    return kind == TQKV__HALF ? 65504.0f : kind == TQKV__GRID ? 127.0f : 0.0f;
-}
-
 TQKV_API size_t tqkv_codes_size(const tqkv_store *store)
 {
     tqkv__stream s;
@@ -2309,15 +2255,20 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *store)
 
 static bool tqkv__basis_known(tqkv_basis basis) { return basis == TQKV_ORIGINAL || basis == TQKV_ROTATED; }
 
-/* Checks the entries of the positions [first, end), which the table has. */
-static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64_t end)
+/* Checks the entries of the positions [first, end), which the table has. lowest: -1 where such a page is left out */
+static tqkv_result tqkv__check_pages_from(const tqkv__stream *s, int64_t first, int64_t end, int lowest)
 {
     if (!s->pages || first >= end) return TQKV_OK;
     for (int64_t i = first / s->page_size; i <= (end - 1) / s->page_size; i++)
-        if (s->pages[i] < 0 || s->pages[i] >= s->capacity / s->page_size)
+        if (s->pages[i] < lowest || s->pages[i] >= s->capacity / s->page_size)
             return TQKV__REFUSE(OUT_OF_RANGE,
                                 "pages: the entry of a position that is seen or written lies outside the pool");
     return TQKV_OK;
+}
+
+static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64_t end)
+{
+    return tqkv__check_pages_from(s, first, end, 0);
 }
 
 /* Whether no number of ids occurs twice or among others, but for negative ones; ids: [n], others: [n_others], or NULL
@@ -2345,13 +2296,14 @@ static bool tqkv__all_distinct(const int32_t *ids, int64_t n, const int32_t *oth
     return true;
 }
 
-static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t position)
+/* Checks n positions; lowest: as tqkv__check_pages_from's */
+static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t position, int lowest)
 {
     if (position < 0 || position > INT64_MAX - n) return TQKV__REFUSE(OUT_OF_RANGE, "position: negative or too large");
     if (!s->ring && position + n > tqkv__room(s))
         return TQKV__REFUSE(OUT_OF_RANGE,
                             "positions beyond the capacity, of a full cache say, or beyond the page table");
-    return tqkv__check_pages(s, position, position + n);
+    return tqkv__check_pages_from(s, position, position + n, lowest);
 }
 
 /* Refuses a table that names a page twice among those of n positions to write; follows tqkv__check_positions. */
@@ -2370,7 +2322,7 @@ static tqkv_result tqkv__open_positions(const tqkv_store *store, int n, int64_t 
     if (r != TQKV_OK) return r;
     if (n < 0) return TQKV__INVALID("n_positions is negative");
     if (s->ring && n > s->capacity) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
-    return tqkv__check_positions(s, n, position);
+    return tqkv__check_positions(s, n, position, 0);
 }
 
 /* Returns the bytes from the first of the caller's rows to that of a token and a head. */
@@ -2437,202 +2389,6 @@ static void tqkv__run_serial(void *user, int count, tqkv_task task, void *contex
 {
     (void)user;
     for (int i = 0; i < count; i++) task(context, i);
-}
-
-/* >>team: tqkv_team */
-
-enum { TQKV__KEPT = 4 };
-
-/* Fields that threads write at different times lie on different cache lines. */
-struct tqkv_team {
-    tqkv_allocator memory;
-    uint8_t *kept[TQKV__KEPT];    /* scratch that is not in use */
-    size_t kept_size[TQKV__KEPT]; /* 0: none */
-    /* One run of the hook. Thread 0 writes these while no other thread is inside. */
-    tqkv_task task;
-    void *context;
-    int count;
-    unsigned n_runs;
-    char line_0[64];
-    int next; /* the next task */
-    char line_1[64];
-    unsigned open; /* the number of the run whose tasks may be taken, or 0 */
-    char line_2[64];
-    int inside; /* threads beside thread 0 that may be taking tasks */
-    char line_3[64];
-    int n_threads, arrived, left; /* of this begin */
-    bool full, ended;             /* all threads have arrived; thread 0 has ended it */
-};
-
-enum { TQKV__KEPT_HEADER = 64, TQKV__KEPT_MOST = 1 << 26 }; /* larger memory is of caches, not scratch */
-
-/* Memory begins with its size, which may be above what was asked for. */
-static void *tqkv__team_alloc(void *user, size_t size)
-{
-    tqkv_team *team = (tqkv_team *)user;
-    int best = -1; /* the smallest of those kept that is large enough */
-    for (int i = 0; i < TQKV__KEPT; i++)
-        if (team->kept_size[i] && team->kept_size[i] >= size &&
-            (best < 0 || team->kept_size[i] < team->kept_size[best]))
-            best = i;
-    uint8_t *memory = NULL;
-    if (best >= 0) {
-        memory = team->kept[best];
-        team->kept_size[best] = 0;
-    } else if (size <= SIZE_MAX - TQKV__KEPT_HEADER) {
-        memory = (uint8_t *)team->memory.alloc(team->memory.user, size + TQKV__KEPT_HEADER);
-        if (memory) memcpy(memory, &size, sizeof size);
-    }
-    return memory ? memory + TQKV__KEPT_HEADER : NULL;
-}
-
-static void tqkv__drop_memory(tqkv_team *team, uint8_t *memory, size_t size)
-{
-    team->memory.free(team->memory.user, memory, size + TQKV__KEPT_HEADER);
-}
-
-/* Keeps the largest memory. */
-static void tqkv__team_free(void *user, void *pointer, size_t size)
-{
-    tqkv_team *team = (tqkv_team *)user;
-    uint8_t *memory = (uint8_t *)pointer - TQKV__KEPT_HEADER;
-    int least = 0;
-    memcpy(&size, memory, sizeof size);
-    for (int i = 1; i < TQKV__KEPT; i++)
-        if (team->kept_size[i] < team->kept_size[least]) least = i;
-    if (size > TQKV__KEPT_MOST || size <= team->kept_size[least]) {
-        tqkv__drop_memory(team, memory, size);
-        return;
-    }
-    if (team->kept_size[least]) tqkv__drop_memory(team, team->kept[least], team->kept_size[least]);
-    team->kept[least] = memory;
-    team->kept_size[least] = size;
-}
-
-/* Waits for a moment: the other threads are about to come, or lack a core. */
-static void tqkv__spin(int *spins)
-{
-    enum { patience = 100 }; /* some microseconds */
-    if (*spins < patience) {
-        ++*spins;
-        TQKV__PAUSE();
-        return;
-    }
-    TQKV__YIELD();
-}
-
-static void tqkv__take_tasks(tqkv_team *team)
-{
-    while (__atomic_load_n(&team->next, __ATOMIC_RELAXED) <
-           team->count) { /* it grows by one a thread beyond the count */
-        const int index = __atomic_fetch_add(&team->next, 1, __ATOMIC_RELAXED);
-        if (index < team->count) team->task(team->context, index);
-    }
-}
-
-/* This is the hook. A helper counts itself in before it looks whether tasks are open, and thread 0 closes before it
-   looks who is inside: one of them sees the other, so no helper has a task or looks at `task` when this returns. */
-static void tqkv__team_run(void *user, int count, tqkv_task task, void *context)
-{
-    tqkv_team *team = (tqkv_team *)user;
-    int spins = 0;
-    if (count <= 1) {
-        tqkv__run_serial(NULL, count, task, context);
-        return;
-    }
-    team->task = task;
-    team->context = context;
-    team->count = count;
-    if (++team->n_runs == 0) team->n_runs = 1;
-    __atomic_store_n(&team->next, 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&team->open, team->n_runs, __ATOMIC_SEQ_CST);
-    tqkv__take_tasks(team);
-    __atomic_store_n(&team->open, 0, __ATOMIC_SEQ_CST);
-    while (__atomic_load_n(&team->inside, __ATOMIC_SEQ_CST) > 0) tqkv__spin(&spins);
-}
-
-/* Runs tasks of thread 0's calls until it has ended and all threads have arrived. */
-static void tqkv__team_help(tqkv_team *team)
-{
-    unsigned known = 0; /* the last run, of which no task is left */
-    int spins = 0;
-    while (!__atomic_load_n(&team->ended, __ATOMIC_ACQUIRE) || !__atomic_load_n(&team->full, __ATOMIC_ACQUIRE)) {
-        const unsigned open = __atomic_load_n(&team->open, __ATOMIC_RELAXED);
-        tqkv__spin(&spins);
-        if (open == 0 || open == known) continue;
-        __atomic_fetch_add(&team->inside, 1, __ATOMIC_SEQ_CST);
-        known = __atomic_load_n(&team->open, __ATOMIC_SEQ_CST);
-        if (known) tqkv__take_tasks(team);
-        __atomic_fetch_sub(&team->inside, 1, __ATOMIC_SEQ_CST);
-        spins = 0;
-    }
-}
-
-/* The last thread to leave opens the next begin. */
-static void tqkv__team_leave(tqkv_team *team, int n_threads)
-{
-    if (__atomic_add_fetch(&team->left, 1, __ATOMIC_ACQ_REL) < n_threads) return;
-    __atomic_store_n(&team->arrived, 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&team->left, 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&team->ended, false, __ATOMIC_RELAXED);
-    __atomic_store_n(&team->full, false, __ATOMIC_RELEASE);
-}
-
-TQKV_API bool tqkv_team_begin(tqkv_team *team, int thread, int n_threads)
-{
-    int spins = 0;
-    while (__atomic_load_n(&team->full, __ATOMIC_ACQUIRE)) tqkv__spin(&spins); /* some have not left the last one yet */
-    if (thread == 0) team->n_threads = n_threads;
-    if (__atomic_add_fetch(&team->arrived, 1, __ATOMIC_ACQ_REL) >= n_threads)
-        __atomic_store_n(&team->full, true, __ATOMIC_RELEASE);
-    if (thread == 0) return true;
-    tqkv__team_help(team);
-    tqkv__team_leave(team, n_threads);
-    return false;
-}
-
-TQKV_API void tqkv_team_end(tqkv_team *team)
-{
-    int spins = 0;
-    __atomic_store_n(&team->ended, true, __ATOMIC_RELEASE);
-    while (!__atomic_load_n(&team->full, __ATOMIC_ACQUIRE)) tqkv__spin(&spins);
-    tqkv__team_leave(team, team->n_threads);
-}
-
-TQKV__COLD TQKV_API tqkv_result tqkv_team_create(const tqkv_allocator *allocator, tqkv_team **out)
-{
-    tqkv_allocator memory = {NULL, NULL, NULL};
-    if (!out) return TQKV__INVALID("out is NULL");
-    *out = NULL;
-    if (allocator) memory = *allocator;
-    if (!tqkv__resolve_allocator(&memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");
-    tqkv_team *team = (tqkv_team *)memory.alloc(memory.user, sizeof *team);
-    if (!team) return TQKV_OUT_OF_MEMORY;
-    memset(team, 0, sizeof *team);
-    team->memory = memory;
-    *out = team;
-    return TQKV_OK;
-}
-
-TQKV__COLD TQKV_API void tqkv_team_destroy(tqkv_team *team)
-{
-    if (!team) return;
-    const tqkv_allocator memory = team->memory;
-    for (int i = 0; i < TQKV__KEPT; i++)
-        if (team->kept_size[i]) tqkv__drop_memory(team, team->kept[i], team->kept_size[i]);
-    memory.free(memory.user, team, sizeof *team);
-}
-
-TQKV_API tqkv_parallel tqkv_team_parallel(tqkv_team *team)
-{
-    const tqkv_parallel parallel = {tqkv__team_run, team};
-    return parallel;
-}
-
-TQKV_API tqkv_allocator tqkv_team_allocator(tqkv_team *team)
-{
-    const tqkv_allocator allocator = {tqkv__team_alloc, tqkv__team_free, team};
-    return allocator;
 }
 
 /* >>set: what an instruction set provides, in plain C or by vectors. Which one is in use >>isa-code decides. */
@@ -3228,23 +2984,17 @@ static TQKV__NOINLINE void tqkv__decode_in(const tqkv__stream *s, int kv_head, c
 
 /* >>encode: rows into a store and out of it; how they lie on the scale */
 
-/* Opens a store to encode into, somewhere. */
-static tqkv_result tqkv__encode_target(const tqkv_store *store, const void *src, int n_tokens, tqkv__stream *s)
-{
-    size_t bytes;
-    tqkv_result r = tqkv__stream_open(store, s);
-    if (r != TQKV_OK || (r = tqkv__check_rows(s, src, n_tokens, &bytes)) != TQKV_OK) return r;
-    if (tqkv__encoding_overlaps(s, src, bytes))
-        return TQKV__INVALID("src overlaps the store"); /* it may overlap the centre, which is only read */
-    return TQKV_OK;
-}
-
 /* Opens a store to encode at `position`. The checks that encode and append share, except for NaN and infinity. */
 static tqkv_result tqkv__encode_open(const tqkv_store *store, const void *src, int n_tokens, int64_t position,
                                      tqkv__stream *s)
 {
-    tqkv_result r = tqkv__encode_target(store, src, n_tokens, s);
-    if (r == TQKV_OK) r = tqkv__check_positions(s, n_tokens, position);
+    size_t bytes;
+    tqkv_result r = tqkv__stream_open(store, s);
+    if (r == TQKV_OK) r = tqkv__check_rows(s, src, n_tokens, &bytes);
+    if (r != TQKV_OK) return r;
+    if (tqkv__encoding_overlaps(s, src, bytes))
+        return TQKV__INVALID("src overlaps the store"); /* it may overlap the centre, which is only read */
+    r = tqkv__check_positions(s, n_tokens, position, -1);
     return r == TQKV_OK ? tqkv__check_written(s, n_tokens, position) : r;
 }
 
@@ -3477,56 +3227,19 @@ static tqkv_result tqkv__check_sources(tqkv__encode_job *job)
     return TQKV_OK;
 }
 
-/* Encodes after all checks but that for NaN and infinity. */
-static tqkv_result tqkv__encode_sources(tqkv__encode_job *job)
-{
-    const tqkv_result r = tqkv__check_sources(job);
-    if (r != TQKV_OK) return r;
-    job->encode = true;
-    tqkv__run_encode_tasks(job);
-    return TQKV_OK;
-}
-
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const void *src, int n_tokens, int64_t position)
 {
     tqkv__stream s;
     tqkv__encode_job job;
-    const tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s);
+    tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s);
     if (r != TQKV_OK) return r;
     tqkv__encode_job_open(&job, &store->parallel, n_tokens, position);
     tqkv__add_stream(&job, &s, src);
-    return tqkv__encode_sources(&job);
-}
-
-static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slot_list, int n)
-{
-    const size_t size = (size_t)n * sizeof *slot_list;
-    if (!slot_list || (uintptr_t)slot_list % sizeof *slot_list)
-        return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
-    if (tqkv__encoding_overlaps(s, slot_list, size)) return TQKV__INVALID("slots overlap the store");
-    for (int t = 0; t < n; t++)
-        if (slot_list[t] < -1 || slot_list[t] >= s->capacity)
-            return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
-    return tqkv__all_distinct(slot_list, n, NULL, 0) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
-}
-
-TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src, int n_tokens, const int32_t *slot_list)
-{
-    tqkv__stream s;
-    tqkv__encode_job job;
-    if (!store) return TQKV__INVALID("a store is NULL");
-    tqkv_store pool = *store;
-    pool.ring = false;
-    pool.pages = NULL;
-    tqkv_result r = tqkv__encode_target(&pool, src, n_tokens, &s);
-    if (r == TQKV_OK) r = tqkv__check_slots(&s, slot_list, n_tokens);
+    r = tqkv__check_sources(&job);
     if (r != TQKV_OK) return r;
-    s.pages = slot_list; /* a table with pages of one position; -1 leaves it out */
-    s.n_pages = n_tokens;
-    s.page_size = 1;
-    tqkv__encode_job_open(&job, &store->parallel, n_tokens, 0);
-    tqkv__add_stream(&job, &s, src);
-    return tqkv__encode_sources(&job);
+    job.encode = true;
+    tqkv__run_encode_tasks(&job);
+    return TQKV_OK;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)
@@ -3683,7 +3396,7 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
     if (to->head_dim != from->head_dim || to->n_kv_heads != from->n_kv_heads)
         return TQKV__INVALID("the stores differ in head_dim or n_kv_heads");
     if (to->rotated != from->rotated && to->kind != TQKV__HALF && from->kind != TQKV__HALF)
-        return TQKV__INVALID("unrotated: the stores differ in it");
+        return TQKV__INVALID("rotation: the stores differ in it");
     if (!tqkv__same_center(to, from)) return TQKV__INVALID("center: the stores differ in it");
     if (!tqkv__same_scale(to, from)) return TQKV__INVALID("channel_scale: the stores differ in it");
     if (n && !tqkv__stays_apart(to, from, position, n))
@@ -3780,33 +3493,7 @@ TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *
     return tqkv__convert(to, from, position, n_positions, to ? &to->parallel : &serial);
 }
 
-/* >>measure: means, errors, and the rotation of rows alone */
-
-/* mean: [head_dim] */
-static TQKV__NOINLINE void tqkv__mean_of(const tqkv__stream *s, const void *src, int n_tokens, size_t h, float *mean)
-{
-    double sums[TQKV_MAX_HEAD_DIM] = {0};
-    for (int t = 0; t < n_tokens; t++) {
-        float row[TQKV_MAX_HEAD_DIM];
-        tqkv__codec_for(s->head_dim)
-            ->widen(s->type, tqkv__source_row(s, src, (size_t)t, h), NULL, NULL, s->head_dim, row);
-        for (int d = 0; d < s->head_dim; d++) sums[d] += (double)row[d];
-    }
-    for (int d = 0; d < s->head_dim; d++) mean[d] = n_tokens ? (float)(sums[d] / n_tokens) : 0.0f;
-}
-
-TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean)
-{
-    tqkv__stream s;
-    tqkv_result r = tqkv__stream_shape(shape, &s);
-    if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, mean, sizeof(float), tqkv__center_size(&s));
-    if (r != TQKV_OK) return r;
-    const uint64_t mode = tqkv__fp_exact();
-    for (size_t h = 0; h < (size_t)s.n_kv_heads; h++)
-        tqkv__mean_of(&s, src, n_tokens, h, mean + h * (size_t)s.head_dim);
-    tqkv__fp_restore(mode);
-    return TQKV_OK;
-}
+/* >>measure: errors, and the rotation of rows alone */
 
 /* Sums over the rows of a head, for tqkv_quality. */
 typedef struct tqkv__moments {
@@ -3820,7 +3507,7 @@ typedef struct tqkv__moments {
 static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__row *row, tqkv__moments *m)
 {
     float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
-    const float last = tqkv_last_boundary(s->format);
+    const float last = tqkv__last_boundary(s->format);
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     codec->widen(s->type, row->src, row->center, row->inverses, s->head_dim, x);
     codec->scale_row(s, x, norms);
@@ -3894,28 +3581,19 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     return TQKV_OK;
 }
 
-static tqkv_result tqkv__rotate_rows(float *rows, int n_rows, int head_dim, bool back)
+TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim, tqkv_basis to)
 {
     size_t bytes;
     if (!tqkv__head_dim_known(head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
+    if (!tqkv__basis_known(to)) return TQKV__INVALID("to: no tqkv_basis");
     if (!tqkv__floats_at(rows) || n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &bytes))
         return TQKV__INVALID("rows: NULL or not aligned as floats, or n_rows negative or too large");
     const tqkv__codec *codec = tqkv__codec_for(head_dim);
     const uint64_t mode = tqkv__fp_exact();
     for (int i = 0; i < n_rows; i++)
-        (back ? codec->unrotate : codec->rotate)(rows + (size_t)i * (size_t)head_dim, head_dim);
+        (to == TQKV_ROTATED ? codec->rotate : codec->unrotate)(rows + (size_t)i * (size_t)head_dim, head_dim);
     tqkv__fp_restore(mode);
     return TQKV_OK;
-}
-
-TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim)
-{
-    return tqkv__rotate_rows(rows, n_rows, head_dim, false);
-}
-
-TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
-{
-    return tqkv__rotate_rows(rows, n_rows, head_dim, true);
 }
 
 /* >>calibrate: tqkv_calibrate, tqkv_logit_noise */
@@ -8372,8 +8050,8 @@ static tqkv_result tqkv__take_strides(tqkv__attention *a)
 /* Checks what does not depend on other fields. */
 static tqkv_result tqkv__check_options(const tqkv_attention *a)
 {
-    if (a->exact_first < 0 || a->exact_last < 0 || a->exact_from < 0)
-        return TQKV__INVALID("exact_first, exact_last or exact_from is negative");
+    if (a->first.n < 0 || a->last.n < 0 || a->last.from < 0)
+        return TQKV__INVALID("first.n, last.n or last.from is negative");
     if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
         return TQKV__INVALID("scale or softcap is NaN or infinite");
     if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
@@ -8466,11 +8144,10 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
 static TQKV__NOINLINE tqkv_result tqkv__check_beside(const tqkv__stream *stream, const tqkv__stream *s)
 {
     if (s->head_dim != stream->head_dim || s->n_kv_heads != stream->n_kv_heads)
-        return TQKV__INVALID("exact_first, exact_last: a store of other head_dim or n_kv_heads than its stream");
-    if (!tqkv__same_center(s, stream))
-        return TQKV__INVALID("exact_first, exact_last: a store with another centre than its stream");
+        return TQKV__INVALID("first, last: a store of other head_dim or n_kv_heads than its stream");
+    if (!tqkv__same_center(s, stream)) return TQKV__INVALID("first, last: a store with another centre than its stream");
     if (!tqkv__same_scale(s, stream))
-        return TQKV__INVALID("exact_first, exact_last: a store with another channel_scale than its stream");
+        return TQKV__INVALID("first, last: a store with another channel_scale than its stream");
     return TQKV_OK;
 }
 
@@ -8479,9 +8156,9 @@ static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream 
                                    const tqkv__stream *s)
 {
     if (s->kind != TQKV__HALF || s->rotated != codes->rotated)
-        return TQKV__INVALID("exact_first, exact_last: a store that is not F16, or rotated otherwise than the codes");
+        return TQKV__INVALID("first, last: a store that is not F16, or rotated otherwise than the codes");
     if (s->ring ? a->call.end - low > s->capacity : high > tqkv__room(s))
-        return TQKV__REFUSE(OUT_OF_RANGE, "exact_first, exact_last: a store that does not hold so many positions");
+        return TQKV__REFUSE(OUT_OF_RANGE, "first, last: a store that does not hold so many positions");
     return tqkv__check_beside(codes, s);
 }
 
@@ -8491,20 +8168,18 @@ static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
 {
     const tqkv_attention *call = &a->call;
     const bool at_end = call->non_causal && !call->window;
-    const int64_t from = call->end - (at_end ? 0 : call->n_queries - 1 - query) - call->exact_last;
+    const int64_t from = call->end - (at_end ? 0 : call->n_queries - 1 - query) - call->last.n;
     if (!a->exact[1][0] && !a->exact[1][1]) return 0;
-    return from > call->exact_from ? from : call->exact_from;
+    return from > call->last.from ? from : call->last.from;
 }
 
-/* Returns the oldest position that some query reads from the halves of the newest; they are asked for, but nothing else
-   is known of them. */
-static int64_t tqkv__exact_oldest(const tqkv__attention *a)
+/* Returns the oldest position that some query reads from the halves of the newest. first: the oldest resident one */
+static int64_t tqkv__exact_oldest(const tqkv_attention *call, int64_t first)
 {
-    const tqkv_attention *call = &a->call;
     const bool at_end = call->non_causal && !call->window;
-    int64_t from = call->end - (at_end ? 0 : call->n_queries - 1) - call->exact_last;
-    if (from < call->exact_from) from = call->exact_from;
-    if (from < a->first) from = a->first;
+    int64_t from = call->end - (at_end ? 0 : call->n_queries - 1) - call->last.n;
+    if (from < call->last.from) from = call->last.from;
+    if (from < first) from = first;
     return from < call->end ? from : call->end;
 }
 
@@ -8513,23 +8188,23 @@ static int64_t tqkv__exact_oldest(const tqkv__attention *a)
 static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
-    const tqkv_store *const stores[2][2] = {{call->first_keys, call->first_values},
-                                            {call->last_keys, call->last_values}};
-    const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
-    const int64_t newest = call->end - call->exact_last, oldest = tqkv__exact_oldest(a);
+    const tqkv_store *const stores[2][2] = {{call->first.keys, call->first.values},
+                                            {call->last.keys, call->last.values}};
+    const int64_t below = call->first.n < call->end ? call->first.n : call->end;
+    const int64_t newest = call->end - call->last.n, oldest = tqkv__exact_oldest(call, a->first);
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
         const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
         if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__take_kept */
         const tqkv__stream *codes = side ? &a->values : &a->keys;
         const tqkv_store *store = stores[last][a->shared ? 0 : side];
-        if (!store || codes->kind == TQKV__HALF || (last ? !call->exact_last : below == 0)) continue;
+        if (!store || codes->kind == TQKV__HALF || (last ? !call->last.n : below == 0)) continue;
         tqkv__stream *s = &a->ends[last][side];
         tqkv_result r = open(store, s);
         if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? oldest : 0, last ? call->end : below, s);
         if (r != TQKV_OK) return r;
         a->exact[last][side] = true;
         if (last)
-            a->exact_from = newest > call->exact_from ? newest : call->exact_from;
+            a->exact_from = newest > call->last.from ? newest : call->last.from;
         else
             a->exact_below = below;
     }
@@ -8541,9 +8216,9 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
 {
     const tqkv__stream *tail = &a->tail;
     if (s->format != tail->format || s->rotated != tail->rotated || s->block_scale != tail->block_scale)
-        return TQKV__INVALID("first_tail: a store of another format or basis than the tail");
-    if (s->ring || a->call.exact_first > tqkv__room(s))
-        return TQKV__REFUSE(OUT_OF_RANGE, "first_tail: a store that does not hold so many positions");
+        return TQKV__INVALID("first.tail: a store of another format or basis than the tail");
+    if (s->ring || a->call.first.n > tqkv__room(s))
+        return TQKV__REFUSE(OUT_OF_RANGE, "first.tail: a store that does not hold so many positions");
     return tqkv__check_beside(tail, s);
 }
 
@@ -8552,10 +8227,10 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
 static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
-    const tqkv_store *const stores[2] = {call->first_keys, call->first_values};
-    const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
+    const tqkv_store *const stores[2] = {call->first.keys, call->first.values};
+    const int64_t below = call->first.n < call->end ? call->first.n : call->end;
     const bool ring = a->keys.ring;
-    if (!below || (!a->first && !ring) || !stores[0] || (!a->shared && !stores[1]) || (call->tail && !call->first_tail))
+    if (!below || (!a->first && !ring) || !stores[0] || (!a->shared && !stores[1]) || (call->tail && !call->first.tail))
         return TQKV_OK;
     for (int side = 0; side < 2; side++) {
         tqkv__stream *s = &a->ends[0][side];
@@ -8566,7 +8241,7 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
         a->exact[0][side] = true;
     }
     if (call->tail) {
-        tqkv_result r = open(call->first_tail, &a->first_tail);
+        tqkv_result r = open(call->first.tail, &a->first_tail);
         if (r == TQKV_OK) r = tqkv__check_first_tail(a, &a->first_tail);
         if (r != TQKV_OK) return r;
         tqkv__fill_integers(&a->first_tail);
@@ -8637,8 +8312,8 @@ static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__r
 
 static const int32_t *tqkv__list_row(const tqkv__attention *a, int query, int kv_head)
 {
-    const size_t heads = (size_t)a->call.list_heads, head = heads > 1 ? (size_t)kv_head : 0;
-    return a->call.list + ((size_t)query * heads + head) * (size_t)a->call.list_length;
+    const size_t heads = (size_t)a->call.list.heads, head = heads > 1 ? (size_t)kv_head : 0;
+    return a->call.list.rows + ((size_t)query * heads + head) * (size_t)a->call.list.length;
 }
 
 static int tqkv__list_shift(int block)
@@ -8662,13 +8337,13 @@ static tqkv_result tqkv__list_shape(tqkv__attention *a)
 {
     tqkv_attention *call = &a->call;
     size_t size;
-    if (!call->list) return TQKV_OK;
-    if (!call->list_heads) call->list_heads = 1;
-    if (call->list_length < 0 || call->list_newest < 0) return TQKV__INVALID("list_length or list_newest is negative");
-    if (call->list_heads != 1 && call->list_heads != a->n_kv_heads)
-        return TQKV__INVALID("list_heads: neither 1 nor n_kv_heads");
-    if (tqkv__list_shift(call->list_block) < 0) return TQKV__INVALID("list_block: none of 1, 4, 16, 64 and 128");
-    if (!tqkv__array_size(call->n_queries, call->list_heads, call->list_length, sizeof *call->list, &size))
+    if (!call->list.rows) return TQKV_OK;
+    if (!call->list.heads) call->list.heads = 1;
+    if (call->list.length < 0 || call->list.newest < 0) return TQKV__INVALID("list: length or newest is negative");
+    if (call->list.heads != 1 && call->list.heads != a->n_kv_heads)
+        return TQKV__INVALID("list.heads: neither 1 nor n_kv_heads");
+    if (tqkv__list_shift(call->list.block) < 0) return TQKV__INVALID("list.block: none of 1, 4, 16, 64 and 128");
+    if (!tqkv__array_size(call->n_queries, call->list.heads, call->list.length, sizeof *call->list.rows, &size))
         return TQKV__INVALID("a list of more than SIZE_MAX bytes");
     return TQKV_OK;
 }
@@ -8677,11 +8352,12 @@ static tqkv_result tqkv__check_list(tqkv__attention *a)
 {
     const tqkv_attention *call = &a->call;
     tqkv_result r = tqkv__list_shape(a);
-    if (!call->list || r != TQKV_OK) return r;
-    if (!tqkv__aligned_at(call->list, sizeof *call->list)) return TQKV__INVALID("list: not aligned as int32_t");
+    if (!call->list.rows || r != TQKV_OK) return r;
+    if (!tqkv__aligned_at(call->list.rows, sizeof *call->list.rows))
+        return TQKV__INVALID("list: not aligned as int32_t");
     for (int i = 0; i < call->n_queries; i++)
-        for (int h = 0; r == TQKV_OK && h < call->list_heads; h++)
-            r = tqkv__check_row(tqkv__list_row(a, i, h), call->list_length);
+        for (int h = 0; r == TQKV_OK && h < call->list.heads; h++)
+            r = tqkv__check_row(tqkv__list_row(a, i, h), call->list.length);
     return r;
 }
 
@@ -8697,12 +8373,12 @@ static tqkv__range tqkv__gone_from_window(const tqkv__attention *a, int query)
 static bool tqkv__list_meets(const tqkv__attention *a, int query, int kv_head, tqkv__range gone)
 {
     const int32_t *row = tqkv__list_row(a, query, kv_head);
-    const int shift = tqkv__list_shift(a->call.list_block);
+    const int shift = tqkv__list_shift(a->call.list.block);
     const int64_t position = a->call.end - a->call.n_queries + query;
     const int64_t resident = (a->call.non_causal ? a->call.end : position + 1) - a->first;
-    for (int i = 0; i < a->call.list_length && row[i] >= 0; i++)
+    for (int i = 0; i < a->call.list.length && row[i] >= 0; i++)
         if (((int64_t)row[i] + 1) << shift > gone.from && (int64_t)row[i] << shift < gone.to) return true;
-    return a->call.list_newest > resident;
+    return a->call.list.newest > resident;
 }
 
 /* Refuses queries whose window was longer than what is there. What a list leaves out, nobody misses. */
@@ -8712,8 +8388,8 @@ static tqkv_result tqkv__check_window(const tqkv__attention *a)
     if (!call->window || !call->whole_window) return TQKV_OK;
     for (int i = 0; i < call->n_queries; i++) {
         const tqkv__range gone = tqkv__gone_from_window(a, i);
-        bool missed = gone.from < gone.to && !call->list;
-        for (int h = 0; h < call->list_heads && call->list && gone.from < gone.to && !missed; h++)
+        bool missed = gone.from < gone.to && !call->list.rows;
+        for (int h = 0; h < call->list.heads && call->list.rows && gone.from < gone.to && !missed; h++)
             missed = tqkv__list_meets(a, i, h, gone);
         if (missed) return TQKV__REFUSE(OUT_OF_RANGE, "a query's window begins before the oldest resident position");
         if (gone.from >= gone.to) break; /* nor do those behind it */
@@ -8737,8 +8413,8 @@ static tqkv_result tqkv__attention_streams(const tqkv_attention *a, tqkv__attent
 static tqkv_result tqkv__attention_ends(tqkv__attention *a)
 {
     tqkv_result r = TQKV_OK;
-    if (a->call.exact_first || a->call.exact_last) r = tqkv__take_ends(a, tqkv__stream_open);
-    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a, tqkv__stream_open);
+    if (a->call.first.n || a->call.last.n) r = tqkv__take_ends(a, tqkv__stream_open);
+    if (r == TQKV_OK && a->call.first.n) r = tqkv__take_kept(a, tqkv__stream_open);
     return r == TQKV_OK ? tqkv__check_window(a) : r;
 }
 
@@ -8868,10 +8544,10 @@ static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_he
     tqkv__list l;
     const tqkv__range resident = {a->first > a->kept ? a->first : a->kept, a->call.end},
                       all = tqkv__visible(a, query, resident), kept = {0, a->kept};
-    int newest = a->call.list_newest;
+    int newest = a->call.list.newest;
     l.entries = l.row = tqkv__list_row(a, query, kv_head);
-    l.shift = tqkv__list_shift(a->call.list_block);
-    int64_t n = tqkv__row_length(l.row, a->call.list_length);
+    l.shift = tqkv__list_shift(a->call.list.block);
+    int64_t n = tqkv__row_length(l.row, a->call.list.length);
     l.n_row = n;
     const int64_t gone = tqkv__entry_at(l.entries, n, all.from >> l.shift);
     l.entries += gone;
@@ -8911,7 +8587,7 @@ static tqkv__range tqkv__listed_to(const tqkv__attention *a, tqkv__range range)
 {
     tqkv__range all = {INT64_MAX, 0};
     for (int i = 0; i < a->call.n_queries; i++)
-        for (int h = 0; h < a->call.list_heads; h++) {
+        for (int h = 0; h < a->call.list.heads; h++) {
             const tqkv__range seen = tqkv__open_list(a, i, h, range).seen;
             if (seen.from < all.from) all.from = seen.from;
             if (seen.to > all.to) all.to = seen.to;
@@ -8941,7 +8617,7 @@ static tqkv_result tqkv__check_lists_seen(const tqkv__attention *a, tqkv__range 
 {
     tqkv_result r = TQKV_OK;
     for (int i = 0; i < a->call.n_queries; i++)
-        for (int h = 0; r == TQKV_OK && h < a->call.list_heads; h++) {
+        for (int h = 0; r == TQKV_OK && h < a->call.list.heads; h++) {
             const tqkv__list l = tqkv__open_list(a, i, h, range);
             for (int j = 0; r == TQKV_OK && j < TQKV__STREAMS; j++) r = tqkv__check_listed(a, j, range, i, &l);
         }
@@ -8974,8 +8650,8 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 {
     const int64_t first = a->call.end - a->call.n_queries; /* of the tree */
     tqkv_result r = tqkv__check_kept(a);
-    if (r == TQKV_OK && a->call.list) r = tqkv__check_lists_seen(a, range);
-    if (r != TQKV_OK || a->call.list) return r;
+    if (r == TQKV_OK && a->call.list.rows) r = tqkv__check_lists_seen(a, range);
+    if (r != TQKV_OK || a->call.list.rows) return r;
     const tqkv__range seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, range);
     const int64_t base = a->call.tree && first < seen.to ? first : seen.to;
     r = tqkv__check_entries(a, seen.from, base);
@@ -9559,7 +9235,7 @@ static size_t tqkv__gathered_size(const tqkv__stream *s)
 static size_t tqkv__gathered_floats(const tqkv__attention *a)
 {
     size_t size = 64;
-    if (!a->call.list && !tqkv__small_pages(a) && !tqkv__odd_rings(a)) return 0;
+    if (!a->call.list.rows && !tqkv__small_pages(a) && !tqkv__odd_rings(a)) return 0;
     for (int i = 0; i < TQKV__STREAMS; i++)
         if (tqkv__stream_read(a, i)) size += tqkv__gathered_size(tqkv__stream_read(a, i));
     return size / sizeof(float);
@@ -9779,7 +9455,7 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
    one KV head after the other: neighbours share most of their entries, whose rows are then still in the L2 cache. */
 static bool tqkv__heads_follow(const tqkv__attention *a)
 {
-    return !a->call.list || (a->call.n_queries == 1 && a->call.list_heads == 1);
+    return !a->call.list.rows || (a->call.n_queries == 1 && a->call.list.heads == 1);
 }
 
 /* Asks for the first tile of the next KV head, which has the same list and comes next: nothing else would in time. */
@@ -10156,7 +9832,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     w.offsets = offsets;
     w.tiles = (tqkv__tile *)(void *)scratch;
     w.piece = tqkv__sums_at(next, rows, a->value_dim);
-    w.list = a->call.list ? &list : NULL;
+    w.list = a->call.list.rows ? &list : NULL;
     w.small_pages = tqkv__small_pages(a);
     w.odd_rings = tqkv__odd_rings(a);
     w.gathered = &gathered;
@@ -10237,8 +9913,8 @@ static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q
     const tqkv__range kept = {begins ? 0 : slice.from, slice.to < a->kept ? slice.to : a->kept};
     if (slice.from < kept.to) slice.from = kept.to;
     const tqkv__range seen =
-        a->call.list ? tqkv__listed_to(a, slice) : tqkv__visible_to(a, 0, a->call.n_queries - 1, slice);
-    const int each = a->n_kv_heads * (a->call.list ? a->call.n_queries : 1);
+        a->call.list.rows ? tqkv__listed_to(a, slice) : tqkv__visible_to(a, 0, a->call.n_queries - 1, slice);
+    const int each = a->n_kv_heads * (a->call.list.rows ? a->call.n_queries : 1);
     memset(request, 0, sizeof *request);
     request->a = a;
     request->q = q;
@@ -10253,7 +9929,7 @@ static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q
     request->stretch -= kept.from < kept.to;
     request->n_stretches += kept.from < kept.to;
     request->wave = request->stretch;
-    request->n_rows = a->call.list ? a->group : a->call.n_queries * a->group;
+    request->n_rows = a->call.list.rows ? a->group : a->call.n_queries * a->group;
     request->rows_each = tqkv__item_rows(a, request->n_rows, request->n_stretches * each);
     request->n_items = each * ((request->n_rows - 1) / request->rows_each + 1);
     request->sums_floats = a->n_rows * ((size_t)a->value_dim + 2);
@@ -10416,8 +10092,8 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
 /* Returns the bytes of a list. */
 static size_t tqkv__list_size(const tqkv__attention *a)
 {
-    if (!a->call.list) return 0;
-    return (size_t)a->call.n_queries * (size_t)a->call.list_heads * (size_t)a->call.list_length * sizeof(int32_t);
+    if (!a->call.list.rows) return 0;
+    return (size_t)a->call.n_queries * (size_t)a->call.list.heads * (size_t)a->call.list.length * sizeof(int32_t);
 }
 
 /* Whether an attention reads memory at p. */
@@ -10430,7 +10106,7 @@ static bool tqkv__reads(const tqkv__attention *a, const void *q, const void *p, 
     return tqkv__overlap(q, a->q_size, p, size) ||
            tqkv__overlap(a->call.sinks, (size_t)a->call.n_heads * sizeof(float), p, size) ||
            tqkv__overlap(a->call.tree, (size_t)a->call.n_queries * sizeof(uint64_t), p, size) ||
-           tqkv__overlap(a->call.list, tqkv__list_size(a), p, size);
+           tqkv__overlap(a->call.list.rows, tqkv__list_size(a), p, size);
 }
 
 /* Checks the outputs in arrays against what the call reads, and q for NaN and infinity. */
@@ -11222,9 +10898,9 @@ static void tqkv__drop_raw(tqkv_cache *c);
 struct tqkv__append;
 static tqkv_result tqkv__append_learning(tqkv_cache *c, struct tqkv__append *append);
 static void tqkv__count_append(tqkv_cache *c, int n_tokens);
-static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
-static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                    void *out);
+static int tqkv__raw_queries(const tqkv_cache *c, int n_queries);
+static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int n_queries);
+static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const void *q, int n_queries, void *out);
 
 /* Starts each array in memory on a cache line: attention to codes that straddle two takes a tenth longer. 63 bytes more
    than *end still have a size. */
@@ -11294,7 +10970,7 @@ static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
     *s = *stream;
     if (halves) {
         s->format = TQKV_F16;
-        s->rotated = true;
+        s->rotation = TQKV_ROTATION_ON;
     }
     s->ring = last;
     s->capacity = last ? (int)room : c->exact_first;
@@ -11350,11 +11026,11 @@ static void tqkv__cache_attach(tqkv_attention *a, const tqkv_cache *c)
     a->keys = &c->keys;
     a->values = c->shared ? &c->keys : &c->values;
     a->tail = c->tail.head_dim ? &c->tail : NULL;
-    a->first_keys = tqkv__store_of(c, TQKV__FIRST_KEYS);
-    a->first_values = tqkv__store_of(c, c->shared ? TQKV__FIRST_KEYS : TQKV__FIRST_VALUES);
-    a->first_tail = tqkv__store_of(c, TQKV__FIRST_TAIL);
-    a->last_keys = tqkv__store_of(c, TQKV__LAST_KEYS);
-    a->last_values = tqkv__store_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_VALUES);
+    a->first.keys = tqkv__store_of(c, TQKV__FIRST_KEYS);
+    a->first.values = tqkv__store_of(c, c->shared ? TQKV__FIRST_KEYS : TQKV__FIRST_VALUES);
+    a->first.tail = tqkv__store_of(c, TQKV__FIRST_TAIL);
+    a->last.keys = tqkv__store_of(c, TQKV__LAST_KEYS);
+    a->last.values = tqkv__store_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_VALUES);
 }
 
 /* Resolves the defaults of a desc; checks it and the shapes of all streams. */
@@ -11367,6 +11043,10 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     if (r == TQKV_OK) r = tqkv__end_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__raw_shapes(desc, c);
     if (r != TQKV_OK) return r;
+    c->keys.strides = desc->strides.k;
+    c->values.strides = desc->strides.v;
+    c->attention.query_strides = desc->strides.q;
+    c->attention.output_strides = desc->strides.out;
     c->attention.query_type = c->attention.output_type = desc->type;
     tqkv__cache_attach(&c->attention, c);
     c->attention.n_heads = desc->n_heads;
@@ -11414,6 +11094,95 @@ static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__ca
 static void tqkv__learn_from(tqkv_cache *c, int n);
 static bool tqkv__raw_fits(const tqkv_cache *c);
 
+/* Returns where the channels of stream i lie. */
+static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
+{
+    size_t before = 0, all = 0; /* of a cache that exists */
+    (void)tqkv__count_channels(c, i, &before);
+    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &all);
+    return c->channels + (size_t)kind * all + before;
+}
+
+/* Stream i, and what is kept of it besides, has the centres or the scales that lie in their room, or none. */
+static void tqkv__name_channels(tqkv_cache *c, int i, tqkv__channels kind, bool has)
+{
+    tqkv_store *s = TQKV__STORE_AT(c, i);
+    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = has ? tqkv__channel_room(c, i, kind) : NULL;
+    for (int last = 0; last < 2; last++) {
+        c->ends[last][i].center = s->center;
+        c->ends[last][i].channel_scale = s->channel_scale;
+    }
+}
+
+/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL:
+   none. */
+static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
+{
+    const tqkv_store *s = tqkv__store_of(c, i);
+    if (!s) return;
+    const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
+    float *own = tqkv__channel_room(c, i, kind), *inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
+    const uint64_t mode = tqkv__fp_exact();
+    for (size_t h = 0; values && h < n_kv_heads; h++) {
+        memmove(own + h * dim, values + h * stride, dim * sizeof(float));
+        if (kind == TQKV__SCALES) tqkv__invert(own + h * dim, s->head_dim, inverses + h * dim);
+    }
+    tqkv__fp_restore(mode);
+    tqkv__name_channels(c, i, kind, values != NULL);
+}
+
+/* Whether n values may be centres or scales. */
+static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values, size_t n)
+{
+    if ((uintptr_t)values % sizeof(float)) return TQKV__INVALID("a centre or a scale is not aligned as floats");
+    if (values && !tqkv__all_finite(values, n))
+        return TQKV__REFUSE(NOT_FINITE, "a centre or a scale holds NaN or infinity");
+    if (values && kind == TQKV__SCALES && !tqkv__scales_valid(values, n))
+        return TQKV__INVALID("a scale is not in [2^-32, 2^32]");
+    return TQKV_OK;
+}
+
+/* Whether a desc has centres or scales: a cache then learns none. */
+static bool tqkv__gives_channels(const tqkv_cache_desc *desc)
+{
+    return desc->key_center || desc->key_scale || desc->value_center || desc->value_scale;
+}
+
+/* Checks the centres and scales of a desc. */
+static tqkv_result tqkv__check_given(const tqkv_cache_desc *desc, const tqkv_cache *c)
+{
+    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
+    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
+    if (c->shared && (desc->value_center || desc->value_scale))
+        return TQKV__INVALID("value_center, value_scale: the values have those of the keys");
+    tqkv_result r = tqkv__check_channels(TQKV__CENTERS, desc->key_center, n_keys);
+    if (r == TQKV_OK) r = tqkv__check_channels(TQKV__SCALES, desc->key_scale, n_keys);
+    if (r == TQKV_OK) r = tqkv__check_channels(TQKV__CENTERS, desc->value_center, n_values);
+    return r == TQKV_OK ? tqkv__check_channels(TQKV__SCALES, desc->value_scale, n_values) : r;
+}
+
+/* Returns what a desc gives of stream i, and how far its heads are apart; NULL: nothing. */
+static const float *tqkv__given(const tqkv_cache_desc *desc, const tqkv_cache *c, int i, tqkv__channels kind,
+                                size_t *stride)
+{
+    const float *keys = kind == TQKV__CENTERS ? desc->key_center : desc->key_scale;
+    const bool value = i == TQKV__VALUES;
+    *stride = (size_t)(value ? c->values.head_dim : c->keys.head_dim + c->tail.head_dim);
+    if (value) return kind == TQKV__CENTERS ? desc->value_center : desc->value_scale;
+    return keys && i == TQKV__TAIL ? keys + c->keys.head_dim : keys;
+}
+
+/* Takes the centres and scales of a desc. */
+static void tqkv__take_given(const tqkv_cache_desc *desc, tqkv_cache *c)
+{
+    size_t stride;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        for (int k = TQKV__CENTERS; k <= TQKV__SCALES; k++) {
+            const float *values = tqkv__given(desc, c, i, (tqkv__channels)k, &stride);
+            tqkv__cache_channels(c, i, (tqkv__channels)k, values, stride);
+        }
+}
+
 /* Creates a cache that, if it learns, does so from at least as many positions as one that it is made of. */
 static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_from, tqkv_cache **out)
 {
@@ -11423,6 +11192,7 @@ static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_from, tqk
     *out = NULL;
     if (!desc) return TQKV__INVALID("desc is NULL");
     tqkv_result r = tqkv__cache_resolve(desc, &c);
+    if (r == TQKV_OK) r = tqkv__check_given(desc, &c);
     if (r != TQKV_OK) return r;
     if (c.learning && learn_from > c.learn_from) tqkv__learn_from(&c, learn_from);
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
@@ -11443,6 +11213,7 @@ static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_from, tqk
     c.own_room = (int)tqkv__newest_room(&c);
     *out = (tqkv_cache *)memcpy(memory, &c, sizeof c);
     tqkv__cache_attach(&(*out)->attention, *out);
+    tqkv__take_given(desc, *out);
     return TQKV_OK;
 }
 
@@ -11480,43 +11251,6 @@ static bool tqkv__in_cache(const tqkv_cache *c, const void *p, size_t size)
 {
     return tqkv__overlap(c, c->size, p, size) || tqkv__overlap(c->grown, c->grown_size, p, size) ||
            tqkv__overlap(c->raw_memory, c->raw_size, p, size);
-}
-
-/* Returns where the channels of stream i lie. */
-static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
-{
-    size_t before = 0, all = 0; /* of a cache that exists */
-    (void)tqkv__count_channels(c, i, &before);
-    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &all);
-    return c->channels + (size_t)kind * all + before;
-}
-
-/* Stream i, and what is kept of it besides, has the centres or the scales that lie in their room, or none. */
-static void tqkv__name_channels(tqkv_cache *c, int i, tqkv__channels kind, bool has)
-{
-    tqkv_store *s = TQKV__STORE_AT(c, i);
-    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = has ? tqkv__channel_room(c, i, kind) : NULL;
-    for (int last = 0; last < 2; last++) {
-        c->ends[last][i].center = s->center;
-        c->ends[last][i].channel_scale = s->channel_scale;
-    }
-}
-
-/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL:
-   none. */
-static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
-{
-    const tqkv_store *s = tqkv__store_of(c, i);
-    if (!s) return;
-    const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
-    float *own = tqkv__channel_room(c, i, kind), *inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
-    const uint64_t mode = tqkv__fp_exact();
-    for (size_t h = 0; values && h < n_kv_heads; h++) {
-        memmove(own + h * dim, values + h * stride, dim * sizeof(float));
-        if (kind == TQKV__SCALES) tqkv__invert(own + h * dim, s->head_dim, inverses + h * dim);
-    }
-    tqkv__fp_restore(mode);
-    tqkv__name_channels(c, i, kind, values != NULL);
 }
 
 /* What an append encodes: the streams, and the first positions that are kept besides. */
@@ -11567,7 +11301,7 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
 static void tqkv__copy_newest(const tqkv_cache *c, int side, int64_t from, const tqkv_store *to)
 {
     const tqkv_store *old = &c->ends[1][side];
-    const size_t size = tqkv_row_bytes(TQKV_F16, old->head_dim);
+    const size_t size = tqkv__row_bytes(TQKV_F16, old->head_dim);
     for (int h = 0; h < old->n_kv_heads; h++)
         for (int64_t p = from; p < c->attention.end; p++) {
             const size_t source = (size_t)h * (size_t)old->capacity + (size_t)(p % old->capacity);
@@ -11671,9 +11405,9 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
 static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
 {
     const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_KEYS);
-    a->exact_first = (int)c->exact_below;
-    a->exact_last = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
-    a->exact_from = c->exact_from;
+    a->first.n = (int)c->exact_below;
+    a->last.n = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
+    a->last.from = c->exact_from;
 }
 
 /* The attention of one query to codes and what is kept besides. */
@@ -11683,133 +11417,64 @@ static tqkv_attention tqkv__view_codes(const tqkv_cache *c)
     view.kv_len = (int)(c->attention.end - c->first);
     tqkv__count_ends(c, &view);
     const bool full = c->exact_held <= c->attention.end - tqkv__newest_room(c); /* of halves that came */
-    if (!full && view.exact_from < c->exact_held) view.exact_from = c->exact_held;
+    if (!full && view.last.from < c->exact_held) view.last.from = c->exact_held;
     return view;
 }
 
-TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
+#define TQKV__NO_RAW "a copy has no halves for queries at positions that its cache has learned from"
+
+/* Whether the cache has the halves of the newest that these queries read. */
+static tqkv_result tqkv__check_newest(const tqkv_cache *c, const tqkv_attention *call)
 {
-    tqkv_attention view;
-    memset(&view, 0, sizeof view);
-    if (!c || tqkv__view_raw(c, &view)) return view;
-    return tqkv__view_codes(c);
+    if (!tqkv__newest_room(c) || tqkv__exact_oldest(call, c->first) >= c->exact_held) return TQKV_OK;
+    return TQKV__REFUSE(OUT_OF_RANGE,
+                        "n_queries: above 64 and what the last append brought; exact_last has halves for no more");
 }
 
-/* Takes the list and the tree of `some`, unless that is NULL. */
-static void tqkv__take_some(const tqkv_attention *some, tqkv_attention *a)
+TQKV_API tqkv_result tqkv_cache_view(const tqkv_cache *c, int n_queries, tqkv_attention *out)
 {
-    if (!some) return;
-    a->tree = some->tree;
-    a->list = some->list;
-    a->list_length = some->list_length;
-    a->list_heads = some->list_heads;
-    a->list_block = some->list_block;
-    a->list_newest = some->list_newest;
+    if (!c || !out || n_queries < 0) return TQKV__INVALID("the cache or out is NULL, or n_queries negative");
+    const int n_raw = tqkv__raw_queries(c, n_queries);
+    if (n_raw && n_raw < n_queries)
+        return TQKV__REFUSE(OUT_OF_RANGE,
+                            "n_queries: they stand on both sides of the position at which the cache learned");
+    if (n_raw && !c->raw[0].codes) return TQKV__REFUSE(OUT_OF_RANGE, TQKV__NO_RAW);
+    tqkv_attention view = n_raw ? tqkv__raw_attention(c, c->attention.end, n_queries) : tqkv__view_codes(c);
+    view.n_queries = n_queries;
+    if (n_queries && view.end && !view.kv_len) return TQKV__REFUSE(OUT_OF_RANGE, "no position is resident");
+    const tqkv_result r = n_queries && !n_raw ? tqkv__check_newest(c, &view) : TQKV_OK;
+    if (r == TQKV_OK) *out = view;
+    return r;
 }
 
-/* Opens the attention of a cache. some: NULL, or an attention with the list and the tree */
-static tqkv_result tqkv__cache_attention(const tqkv_cache *c, const tqkv_attention *some, int n_queries,
-                                         tqkv__attention *a)
+/* Opens the attention of a cache to its codes. */
+static tqkv_result tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqkv__attention *a)
 {
     tqkv_attention attention = c->attention;
     attention.n_queries = n_queries;
-    tqkv__take_some(some, &attention);
     tqkv__count_ends(c, &attention);
     tqkv_result r = tqkv__attention_streams(&attention, a);
     a->first = c->first; /* after a truncation fewer positions than kv_len's default, or none */
     a->matrix_group = c->matrix_group;
-    if (r != TQKV_OK) return r;
-    if (tqkv__newest_room(c) && tqkv__exact_oldest(a) < c->exact_held)
-        return TQKV__REFUSE(OUT_OF_RANGE,
-                            "n_queries: above 64 and what the last append brought; exact_last has halves for no more");
-    return tqkv__attention_ends(a);
-}
-
-static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                      void *out)
-{
-    tqkv__attention a;
-    if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
-    if (n_queries == 0) return TQKV_OK;
-    if (c->raw_below) return tqkv__attend_raw(c, some, q, n_queries, out);
-    tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
-    if (r == TQKV_OK && tqkv__in_cache(c, out, a.out_size)) r = TQKV__INVALID("out overlaps the cache");
-    if (r != TQKV_OK) return r;
-    if (!c->metal) return tqkv__attend(&a, q, out);
-    r = tqkv__check_q_out(&a, q, out);
-    return r == TQKV_OK ? tqkv__backend_of(c->metal)->attend(c->metal, c, some, q, n_queries, out) : r;
+    if (r == TQKV_OK) r = tqkv__check_newest(c, &a->call);
+    return r == TQKV_OK ? tqkv__attention_ends(a) : r;
 }
 
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out)
 {
-    return tqkv__cache_attend(c, NULL, q, n_queries, out);
-}
-
-TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention *a, const void *q, int n_queries,
-                                            void *out)
-{
-    if (!a) return TQKV__INVALID("the attention is NULL");
-    return tqkv__cache_attend(c, a, q, n_queries, out);
-}
-
-/* Whether n values may be centres or scales. */
-static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values, size_t n)
-{
-    if ((uintptr_t)values % sizeof(float)) return TQKV__INVALID("a centre or a scale is not aligned as floats");
-    if (values && !tqkv__all_finite(values, n))
-        return TQKV__REFUSE(NOT_FINITE, "a centre or a scale holds NaN or infinity");
-    if (values && kind == TQKV__SCALES && !tqkv__scales_valid(values, n))
-        return TQKV__INVALID("a scale is not in [2^-32, 2^32]");
-    return TQKV_OK;
-}
-
-/* Sets centres or scales of all streams; what the cache would have learned is not wanted then. */
-static tqkv_result tqkv__set_channels(tqkv_cache *c, tqkv__channels kind, const float *keys, const float *values)
-{
-    if (!c) return TQKV__INVALID("the cache is NULL");
-    if (c->attention.end != 0) return TQKV__INVALID("centre, scale: the cache holds positions encoded without them");
-    if (c->shared && values) return TQKV__INVALID("values: they have centre and scale of the keys");
-    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
-    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
-    tqkv_result r = tqkv__check_channels(kind, keys, n_keys);
-    if (r == TQKV_OK) r = tqkv__check_channels(kind, values, n_values);
+    tqkv__attention a;
+    if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
+    if (n_queries == 0) return TQKV_OK;
+    if (c->raw_below) return tqkv__attend_raw(c, q, n_queries, out);
+    tqkv_result r = tqkv__cache_attention(c, n_queries, &a);
+    if (r == TQKV_OK && tqkv__in_cache(c, out, a.out_size)) r = TQKV__INVALID("out overlaps the cache");
     if (r != TQKV_OK) return r;
-    if (tqkv__in_cache(c, keys, n_keys * sizeof(float)) || tqkv__in_cache(c, values, n_values * sizeof(float)))
-        return TQKV__INVALID("a centre or a scale lies in the cache");
-    tqkv__drop_raw(c);
-    c->learns = false;
-    tqkv__cache_channels(c, TQKV__KEYS, kind, keys, key_dim);
-    tqkv__cache_channels(c, TQKV__VALUES, kind, values, (size_t)c->values.head_dim);
-    tqkv__cache_channels(c, TQKV__TAIL, kind, keys ? keys + c->keys.head_dim : NULL, key_dim);
-    return TQKV_OK;
-}
-
-TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
-{
-    return tqkv__set_channels(c, TQKV__CENTERS, keys, values);
-}
-
-TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values)
-{
-    return tqkv__set_channels(c, TQKV__SCALES, keys, values);
-}
-
-TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout)
-{
-    tqkv_cache_layout none;
-    memset(&none, 0, sizeof none);
-    if (!c) return TQKV__INVALID("the cache is NULL");
-    if (!layout) layout = &none;
-    c->keys.strides = layout->k;
-    c->values.strides = layout->v;
-    c->attention.query_strides = layout->q;
-    c->attention.output_strides = layout->out;
-    return TQKV_OK;
+    if (!c->metal) return tqkv__attend(&a, q, out);
+    r = tqkv__check_q_out(&a, q, out);
+    return r == TQKV_OK ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out) : r;
 }
 
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c) { return c ? c->attention.end : 0; }
-
-TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c) { return c ? c->first : 0; }
 
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
 {
@@ -11823,10 +11488,6 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
             bytes += c->ends[1][side].codes_size / (size_t)c->ends[1][side].capacity * (size_t)c->own_room;
     return bytes;
 }
-
-TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c->keys : NULL; }
-TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? c->attention.values : NULL; }
-TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c) { return c ? c->attention.tail : NULL; }
 
 /* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then
    keys and values are halves of the rows as they came, `raw`; the append that brings the last of these positions encodes
@@ -11866,6 +11527,7 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (desc->ring && desc->calibrate > most)
         return TQKV__INVALID("calibrate: a ring learns from no more than a quarter of its capacity, or 16 positions");
     c->calibrate = desc->calibrate;
+    if (tqkv__gives_channels(desc)) return TQKV_OK;
     c->learns = c->learning = true;
     c->raw_below = INT64_MAX;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
@@ -11907,7 +11569,7 @@ static tqkv_result tqkv__get_raw(tqkv_cache *c)
 {
     tqkv__raw_room room;
     if (c->metal || c->raw_memory) return TQKV_OK;
-    (void)tqkv__divide_raw(c, &room); /* of a cache that exists */
+    if (!tqkv__divide_raw(c, &room)) return TQKV_OUT_OF_MEMORY;
     c->raw_memory = c->memory.alloc(c->memory.user, room.size + 63);
     if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
     uint8_t *first = tqkv__first_line(c->raw_memory);
@@ -11962,8 +11624,12 @@ static TQKV__NOINLINE bool tqkv__judge(const tqkv__stream *raw, int slot)
             sums[1][d % LANES] = TQKV__AS_FLOAT(sums[1][d % LANES] + tqkv__rounded(row[d] * row[d]));
         }
     }
-    const float apart = tqkv__sum_16(sums[0]);
-    return apart > tqkv__sum_16(sums[1]) * 0.25f;
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int k = 0; k < half; k++) {
+            sums[0][k] = TQKV__AS_FLOAT(sums[0][k] + sums[0][k + half]);
+            sums[1][k] = TQKV__AS_FLOAT(sums[1][k] + sums[1][k + half]);
+        }
+    return sums[0][0] > sums[1][0] * 0.25f;
 }
 
 /* Finds which of the raw positions that the cache learns from are new. */
@@ -12202,17 +11868,22 @@ static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
     }
 }
 
+/* Appends the first n tokens of a job as raw halves, and leaves them out of it. */
+static void tqkv__take_raw(const tqkv_cache *c, tqkv__append *append, int n)
+{
+    tqkv__append_raw(c, append, n);
+    tqkv__skip_tokens(&append->job, n);
+    tqkv__skip_tokens(&append->first_job, n);
+}
+
 /* Appends to a cache that learns: raw halves as far as it learns from them, then codes. A failure leaves the cache as it
    was. */
 static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
 {
     const int64_t end = c->attention.end + append->job.n_tokens, at = end < c->learn_from ? end : c->learn_from;
-    const int n = (int)(at - c->attention.end);
     const tqkv_result r = tqkv__get_raw(c);
     if (r != TQKV_OK) return r;
-    tqkv__append_raw(c, append, n);
-    tqkv__skip_tokens(&append->job, n);
-    tqkv__skip_tokens(&append->first_job, n);
+    tqkv__take_raw(c, append, (int)(at - c->attention.end));
     if (at < c->learn_from) return TQKV_OK;
     (void)tqkv__settle(c, at, end); /* rows of the same format are copied */
     if (append->job.n_tokens) tqkv__append_raw(c, append, TQKV__TILE);
@@ -12264,22 +11935,15 @@ static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int 
     a.keys = &c->raw[0];
     a.values = &c->raw[c->shared ? 0 : 1];
     a.tail = c->tail.head_dim ? &c->raw[2] : NULL;
-    a.first_keys = a.first_values = a.first_tail = a.last_keys = a.last_values = NULL;
+    a.first.keys = a.first.values = a.first.tail = a.last.keys = a.last.values = NULL;
     a.end = end;
     a.kv_len = (int)end;
     a.n_queries = n_queries;
     return a;
 }
 
-static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
-{
-    if (!tqkv__raw_queries(c, 1)) return false;
-    if (c->raw[0].codes) *view = tqkv__raw_attention(c, c->attention.end, 1);
-    return true;
-}
-
-/* A call of a cache that is cut at the position from which queries read codes. The request over codes has these queries
-   or, with a tree, which counts from the first query of a call, all of them; the other one's outputs come after it. */
+/* A call of a cache that is cut at the position from which queries read codes. The second request has the other
+   queries. */
 typedef struct tqkv__cut_call {
     tqkv__attention a[2];
     tqkv__request requests[2];
@@ -12287,27 +11951,22 @@ typedef struct tqkv__cut_call {
 } tqkv__cut_call;
 
 /* Checks the arrays of all queries together: a request looks at its own queries and stores alone. */
-static TQKV__NOINLINE tqkv_result tqkv__check_whole(const tqkv_cache *c, const tqkv_attention *some, const void *q,
-                                                    int n_queries, const void *out)
+static TQKV__NOINLINE tqkv_result tqkv__check_whole(const tqkv_cache *c, const void *q, int n_queries, const void *out)
 {
     tqkv__attention a;
     tqkv_attention whole = c->attention;
     whole.n_queries = n_queries;
-    tqkv__take_some(some, &whole);
     tqkv_result r = tqkv__attention_shape(&whole, &a);
-    if (r == TQKV_OK) r = tqkv__check_list(&a);
     if (r == TQKV_OK) r = tqkv__check_q_out(&a, q, out);
     if (r == TQKV_OK && tqkv__in_cache(c, out, a.out_size)) r = TQKV__INVALID("out overlaps the cache");
     return r;
 }
 
 /* Opens the request whose queries read what is raw. */
-static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                 void *out, tqkv__cut_call *cut)
+static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const void *q, int n_queries, void *out, tqkv__cut_call *cut)
 {
     tqkv__attention *a = &cut->a[0];
-    tqkv_attention raw = tqkv__raw_attention(c, c->attention.end - (n_queries - cut->n_raw), cut->n_raw);
-    tqkv__take_some(some, &raw);
+    const tqkv_attention raw = tqkv__raw_attention(c, c->attention.end - (n_queries - cut->n_raw), cut->n_raw);
     tqkv_result r = tqkv__attention_streams(&raw, a);
     if (r != TQKV_OK) return r;
     a->first = 0;
@@ -12316,43 +11975,32 @@ static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some
     return r;
 }
 
-/* Opens the request whose queries, from number `first` on, read codes. */
-static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *some, const void *q, int first,
-                                   int n_queries, void *out, tqkv__cut_call *cut)
+/* Opens the request whose queries, from number n_raw on, read codes. */
+static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const void *q, int n_queries, void *out, tqkv__cut_call *cut)
 {
     tqkv__attention *a = &cut->a[1];
-    tqkv_attention coded;
-    memset(&coded, 0, sizeof coded);
-    tqkv__take_some(some, &coded);
-    const size_t heads = (size_t)(coded.list_heads ? coded.list_heads : 1);
-    if (coded.list) coded.list += (size_t)first * heads * (size_t)coded.list_length;
-    tqkv_result r = tqkv__cache_attention(c, some ? &coded : NULL, n_queries - first, a);
+    tqkv_result r = tqkv__cache_attention(c, n_queries - cut->n_raw, a);
     if (r != TQKV_OK) return r;
-    const size_t skipped = (size_t)first;
+    const size_t size = tqkv__type_size(a->call.output_type), skipped = (size_t)cut->n_raw;
     const void *rest = (const uint8_t *)q + skipped * a->call.query_strides.token * tqkv__type_size(a->call.query_type);
-    uint8_t *to = (uint8_t *)out + skipped * a->call.output_strides.token * tqkv__type_size(a->call.output_type);
+    uint8_t *to = (uint8_t *)out + skipped * a->call.output_strides.token * size;
     r = tqkv__cut_whole(a, rest, to, &cut->requests[cut->n_requests]);
     cut->n_requests++;
     return r;
 }
 
-static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q,
-                                                   int n_queries, void *out)
+static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const void *q, int n_queries, void *out)
 {
     tqkv__cut_call cut;
     cut.n_requests = 0;
     cut.n_raw = tqkv__raw_queries(c, n_queries);
-    const bool whole = cut.n_raw && cut.n_raw < n_queries && some && some->tree;
-    tqkv_result r = tqkv__check_whole(c, some, q, n_queries, out);
-    if (r == TQKV_OK && cut.n_raw && !c->raw[0].codes)
-        r = TQKV__REFUSE(OUT_OF_RANGE, "a copy has no halves for queries at positions that its cache has learned from");
-    if (r == TQKV_OK && cut.n_raw < n_queries)
-        r = tqkv__cut_coded(c, some, q, whole ? 0 : cut.n_raw, n_queries, out, &cut);
-    if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, some, q, n_queries, out, &cut);
+    tqkv_result r = tqkv__check_whole(c, q, n_queries, out);
+    if (r == TQKV_OK && cut.n_raw && !c->raw[0].codes) r = TQKV__REFUSE(OUT_OF_RANGE, TQKV__NO_RAW);
+    if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, q, n_queries, out, &cut);
+    if (r == TQKV_OK && cut.n_raw < n_queries) r = tqkv__cut_coded(c, q, n_queries, out, &cut);
     if (r != TQKV_OK) return r;
-    if (c->metal) return tqkv__backend_of(c->metal)->attend(c->metal, c, some, q, n_queries, out);
-    if (whole && (r = tqkv__run_job(cut.requests, 1)) != TQKV_OK) return r;
-    return tqkv__run_job(cut.requests + whole, cut.n_requests - whole);
+    return c->metal ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out)
+                    : tqkv__run_job(cut.requests, cut.n_requests);
 }
 
 /* -- Presets -- */
@@ -12548,6 +12196,10 @@ static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
     memset(&desc, 0, sizeof desc);
     TQKV__CACHE_SHAPE(TQKV__FIELD_OF)
     TQKV__CACHE_USE(TQKV__FIELD_OF)
+    desc.strides.k = c->keys.strides;
+    desc.strides.v = c->values.strides;
+    desc.strides.q = c->attention.query_strides;
+    desc.strides.out = c->attention.output_strides;
     return desc;
 }
 
@@ -12563,6 +12215,29 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     if (from->exact_batch) to->exact_batch = from->exact_batch;
     if (from->tag) to->tag = from->tag;
     to->non_causal = to->non_causal || from->non_causal;
+    const tqkv_strides all[] = {from->strides.k, from->strides.v, from->strides.q, from->strides.out};
+    bool has = false;
+    for (int i = 0; i < 4; i++) has = has || all[i].token || all[i].head;
+    if (has) to->strides = from->strides;
+}
+
+/* Checks that the centres and scales of a desc are those that a cache has. */
+static tqkv_result tqkv__check_same_given(const tqkv_cache_desc *desc, const tqkv_cache *c)
+{
+    tqkv_result r = tqkv__check_given(desc, c);
+    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++)
+        for (int k = TQKV__CENTERS; k <= TQKV__SCALES; k++) {
+            size_t stride;
+            const tqkv_store *s = tqkv__store_of(c, i);
+            const float *given = s ? tqkv__given(desc, c, i, (tqkv__channels)k, &stride) : NULL;
+            if (!given) continue;
+            const float *own = k == TQKV__CENTERS ? s->center : s->channel_scale;
+            const size_t dim = (size_t)s->head_dim;
+            for (size_t h = 0; h < (size_t)s->n_kv_heads; h++)
+                if (!own || memcmp(given + h * stride, own + h * dim, dim * sizeof(float)) != 0)
+                    return TQKV__INVALID("desc: a centre or a scale is neither NULL nor that of the cache or snapshot");
+        }
+    return r;
 }
 
 /* Checks that the nonzero fields of the shape of `wanted` are those of `found`. */
@@ -12627,7 +12302,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
             copied.value_format = desc->value_format ? desc->value_format : copied.key_format;
         if (desc->tail_format) copied.tail_format = desc->tail_format;
         copied.ring = copied.ring || desc->ring;
-        const tqkv_result match = tqkv__check_match(desc, &copied);
+        tqkv_result match = tqkv__check_match(desc, &copied);
+        if (match == TQKV_OK) match = tqkv__check_same_given(desc, c);
         if (match != TQKV_OK) return match;
         tqkv__take_use(desc, &copied);
     }
@@ -13142,6 +12818,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     r = tqkv__move_stores(&pipe, c);
     if (r == TQKV_OK) r = tqkv__follow_tail(c);
     if (r == TQKV_OK) tqkv__take_channels(c, 0, found.scales);
+    if (r == TQKV_OK) r = tqkv__check_same_given(desc, c);
     tqkv__drop_held(&ahead);
     if (r == TQKV_OK)
         *out = c;
@@ -13892,7 +13569,7 @@ static tqkv_result tqkv__plan_check_pages(const tqkv_store *shape, int64_t first
     table.pages = shape->pages;
     table.page_size = shape->page_size;
     table.capacity = shape->capacity;
-    const tqkv_result r = tqkv__check_pages(&table, first, first + n);
+    const tqkv_result r = tqkv__check_pages_from(&table, first, first + n, written ? -1 : 0);
     return r == TQKV_OK && written ? tqkv__check_written(&table, n, first) : r;
 }
 
@@ -13999,6 +13676,18 @@ static void tqkv__plan_encode_memory(tqkv_metal_dispatch *d, int index, int head
     if (d->memory_each[index] < rows) d->memory_each[index] = rows;
 }
 
+static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slot_list, int n)
+{
+    const size_t size = (size_t)n * sizeof *slot_list;
+    if (!slot_list || (uintptr_t)slot_list % sizeof *slot_list)
+        return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
+    if (tqkv__encoding_overlaps(s, slot_list, size)) return TQKV__INVALID("slots overlap the store");
+    for (int t = 0; t < n; t++)
+        if (slot_list[t] < -1 || slot_list[t] >= s->capacity)
+            return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
+    return tqkv__all_distinct(slot_list, n, NULL, 0) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
+}
+
 /* Opens the store of a call that encodes. */
 static tqkv_result tqkv__plan_target(const tqkv_metal_store *store, const tqkv__mapping *mapping, tqkv__stream *s)
 {
@@ -14020,7 +13709,7 @@ static tqkv_result tqkv__plan_mapping(const tqkv_store *shape, const tqkv__mappi
         return r == TQKV_OK ? tqkv__plan_positions(s) : r;
     }
     tqkv_result r = tqkv__plan_positions(s);
-    if (r == TQKV_OK) r = tqkv__check_positions(s, n, mapping->position);
+    if (r == TQKV_OK) r = tqkv__check_positions(s, n, mapping->position, -1);
     return r == TQKV_OK ? tqkv__plan_check_pages(shape, mapping->position, n, true) : r;
 }
 
@@ -14215,7 +13904,7 @@ static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t posit
     if (n_positions < 0 || !tqkv__basis_known(basis))
         return TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
     if (n_positions > slot_list) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
-    if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
+    if ((r = tqkv__check_positions(&s, n_positions, position, 0)) != TQKV_OK) return r;
     if ((r = tqkv__plan_check_pages(&store->shape, position, n_positions, false)) != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
@@ -14484,10 +14173,11 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
                                       tqkv__split *split)
 {
     split->matrix = tqkv__choose_matrix(a);
-    const int64_t each = a->call.list ? a->group : (int64_t)a->call.n_queries * a->group; /* rows that share tiles */
+    const int64_t each =
+        a->call.list.rows ? a->group : (int64_t)a->call.n_queries * a->group; /* rows that share tiles */
     const int64_t most = split->matrix ? tqkv__matrix_rows(a->keys.head_dim) : TQKV__MAX_COLUMNS(a->keys.head_dim);
     const int64_t shares = (each + most - 1) / most, section = TQKV__SECTION;
-    const int64_t groups = a->call.list ? shares * a->call.n_queries : shares;
+    const int64_t groups = a->call.list.rows ? shares * a->call.n_queries : shares;
     const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
     split->n_short = a->call.window || most_sums == SIZE_MAX ? INT_MAX : TQKV__SHORT_STRETCHES;
     split->first_stretch = tqkv__stretch_of(first, split->n_short);
@@ -14500,7 +14190,7 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     split->sections_each = full ? n_sections : stretches ? 0 : 1;
     split->n_groups = (size_t)(groups * a->n_kv_heads);
     split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
-    split->columns = tqkv__choose_columns((each + shares - 1) / shares, a->call.list ? 1 : a->call.n_queries);
+    split->columns = tqkv__choose_columns((each + shares - 1) / shares, a->call.list.rows ? 1 : a->call.n_queries);
     split->strands = tqkv__choose_strands(split, a->keys.head_dim, end, most_sums) ? TQKV__STRANDS : 1;
     split->n_splits *= split->strands;
     split->n_partials *= split->strands;
@@ -14551,20 +14241,20 @@ static tqkv_result tqkv__check_list_rows(const tqkv__attention *a)
 {
     const tqkv_attention *c = &a->call;
     size_t size;
-    if (c->list_length <= INT_MAX - TQKV__LIST_HEADER && c->n_queries <= INT_MAX / c->list_heads &&
-        tqkv__array_size(c->n_queries, c->list_heads, c->list_length + TQKV__LIST_HEADER, 8 * sizeof(int32_t), &size))
+    if (c->list.length <= INT_MAX - TQKV__LIST_HEADER && c->n_queries <= INT_MAX / c->list.heads &&
+        tqkv__array_size(c->n_queries, c->list.heads, c->list.length + TQKV__LIST_HEADER, 8 * sizeof(int32_t), &size))
         return TQKV_OK;
     return TQKV__INVALID("list: too large for a GPU");
 }
 
 static size_t tqkv__list_rows_size(const tqkv__attention *a)
 {
-    const size_t row = ((size_t)a->call.list_length + TQKV__LIST_HEADER) * sizeof(int32_t);
-    return a->call.list ? ((size_t)a->call.n_queries * (size_t)a->call.list_heads * row + 15) / 16 * 16 : 0;
+    const size_t row = ((size_t)a->call.list.length + TQKV__LIST_HEADER) * sizeof(int32_t);
+    return a->call.list.rows ? ((size_t)a->call.n_queries * (size_t)a->call.list.heads * row + 15) / 16 * 16 : 0;
 }
 
 /* Returns the positions of its block before the oldest resident one. */
-static int tqkv__list_inside(const tqkv__attention *a) { return (int)(a->first % a->call.list_block); }
+static int tqkv__list_inside(const tqkv__attention *a) { return (int)(a->first % a->call.list.block); }
 
 /* Whether positions up to slice_end have ascending slots, and enough before them, so that ranks can take slots. */
 static bool tqkv__list_in_order(const tqkv__attention *a, int64_t slice_end)
@@ -14594,7 +14284,7 @@ static int64_t tqkv__window_block(const tqkv__attention *a, int query)
     const int64_t end = (int64_t)newest + query + 1, own = tqkv__exact_at(a, query) - a->first;
     int64_t from = window && end > window ? end - window : 0;
     if (a->newest_halves && own > from) from = own;
-    return (from + tqkv__list_inside(a)) / a->call.list_block * a->call.list_block;
+    return (from + tqkv__list_inside(a)) / a->call.list.block * a->call.list.block;
 }
 
 /* Finds the tiles of ranks: from that of the first query's on, and before *end; with ascending slots not beyond the
@@ -14602,11 +14292,11 @@ static int64_t tqkv__window_block(const tqkv__attention *a, int query)
 static void tqkv__listed_tiles(const tqkv__attention *a, int64_t slice_end, int64_t *first, int64_t *end)
 {
     const tqkv_attention *c = &a->call;
-    const int64_t size = c->list_block, width = TQKV__SIMD_WIDTH, base = tqkv__list_base(a, slice_end);
-    const int64_t most = c->list_newest + (c->tree ? 64 : 0),
-                  newest = c->list_newest ? (most + 2 * size - 2) / size : 0;
+    const int64_t size = c->list.block, width = TQKV__SIMD_WIDTH, base = tqkv__list_base(a, slice_end);
+    const int64_t most = c->list.newest + (c->tree ? 64 : 0),
+                  newest = c->list.newest ? (most + 2 * size - 2) / size : 0;
     const int64_t all = (tqkv__list_inside(a) + slice_end - a->first + size - 1) / size * size,
-                  listed = tqkv__window_block(a, c->n_queries - 1) + (c->list_length + newest) * size;
+                  listed = tqkv__window_block(a, c->n_queries - 1) + (c->list.length + newest) * size;
     const int64_t tiles = (base + (listed < all ? listed : all) + width - 1) / width;
     const int64_t begin = (base + tqkv__window_block(a, 0)) / width;
     if (begin < *first) *first = begin;
@@ -14658,14 +14348,14 @@ static bool tqkv__same_pages(const tqkv__attend_args *args, const tqkv__attend_b
 
 static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tqkv__attend_args *args)
 {
-    const int64_t first_block = a->first / a->call.list_block;
-    args->list_heads = a->call.list_heads;
-    args->list_row = TQKV__LIST_HEADER + a->call.list_length;
-    args->list_shift = tqkv__list_shift(a->call.list_block);
+    const int64_t first_block = a->first / a->call.list.block;
+    args->list_heads = a->call.list.heads;
+    args->list_row = TQKV__LIST_HEADER + a->call.list.length;
+    args->list_shift = tqkv__list_shift(a->call.list.block);
     args->list_inside = tqkv__list_inside(a);
     args->list_base = (int)tqkv__list_base(a, slice_end);
     args->list_slots = tqkv__list_in_order(a, slice_end) ? args->key_capacity : INT_MAX;
-    args->list_newest = a->call.list_newest;
+    args->list_newest = a->call.list.newest;
     args->list_first_block = first_block < INT_MAX ? (int32_t)first_block : INT_MAX;
 }
 
@@ -14698,12 +14388,12 @@ static void tqkv__plan_boundary(const tqkv__attention *a, tqkv__attend_args *arg
     const int own = args->kv_len - a->call.n_queries,
               most = args->kv_len + a->call.n_queries; /* own: the first query's */
     const bool one = a->call.non_causal && !a->call.window;
-    const int64_t from = (one ? tqkv__exact_at(a, 0) : a->call.exact_from) - a->first;
+    const int64_t from = (one ? tqkv__exact_at(a, 0) : a->call.last.from) - a->first;
     if (!a->exact[1][0] && !a->exact[1][1]) {
         args->exact_from = INT_MAX;
         return;
     }
-    args->exact_last = one || a->call.exact_last > most ? most : a->call.exact_last;
+    args->exact_last = one || a->call.last.n > most ? most : a->call.last.n;
     args->exact_last += args->first_newest - own;
     args->exact_from = from < 0 ? 0 : from < INT_MAX ? (int)from : INT_MAX;
 }
@@ -14730,7 +14420,7 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     if (b->tail) args->tail_slots = b->tail->shape.capacity;
     args->tail_capacity = a->tail.capacity;
     args->tail_oldest_slot = b->tail && args->kv_len ? tqkv__slot(&a->tail, a->first) : 0;
-    if (a->call.list) tqkv__plan_list_args(a, b->slice_end, args);
+    if (a->call.list.rows) tqkv__plan_list_args(a, b->slice_end, args);
     if (!a->keys.n_pages) return;
     args->value_page_size = a->values.page_size;
     args->value_last_page = args->value_slots / args->value_page_size - 1;
@@ -14929,7 +14619,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_args(d, &args, sizeof args);
     tqkv__plan_key_constants(d, a, center, tail_center);
     tqkv__plan_slot_constants(d, a, b, &args);
-    tqkv__plan_constant(d, TQKV_FC_LIST, a->call.list != NULL);
+    tqkv__plan_constant(d, TQKV_FC_LIST, a->call.list.rows != NULL);
     tqkv__plan_bind_rows(d, "q", 1, b->q, TQKV_FC_TYPE, a->call.query_type, a->q_size, false);
     tqkv__plan_bind_store(d, "keys' codes", "keys' norms", 2, b->keys, &a->keys, false);
     tqkv__plan_bind_store(d, "values' codes", "values' norms", 4, b->values, &a->values, false);
@@ -14950,7 +14640,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     tqkv__plan_constant(d, TQKV_FC_STRANDS, split->strands > 1);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
-    if (a->call.list) d->barrier = b->list_rows.buffer;
+    if (a->call.list.rows) d->barrier = b->list_rows.buffer;
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,
                          tqkv__plan_out_size(a, b), true);
     tqkv__plan_bind_slices(d, a, &b->slice);
@@ -14964,8 +14654,8 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
 static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                             const tqkv_metal_dispatch *attend)
 {
-    const size_t n_queries = (size_t)a->call.n_queries, n_rows = n_queries * (size_t)a->call.list_heads,
-                 length = (size_t)a->call.list_length;
+    const size_t n_queries = (size_t)a->call.n_queries, n_rows = n_queries * (size_t)a->call.list.heads,
+                 length = (size_t)a->call.list.length;
     tqkv__plan_begin(d, TQKV_METAL_ATTEND_LIST, 0, 0);
     tqkv__plan_args(d, attend->arguments[0].bytes, attend->arguments[0].size);
     tqkv__plan_bind(d, "list", 1, b->list, n_rows * length * sizeof(int32_t), false);
@@ -15092,8 +14782,8 @@ static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffe
     if (i != TQKV__FIRST_REGION || !a->kept) return;
     if (a->call.tail) own->tail = a->first_tail;
     if (a->call.tail) buffers->tail = b->first_tail;
-    if (a->call.list_newest) /* counts what there is */
-        own->call.list_newest = gone < INT_MAX - a->call.list_newest ? a->call.list_newest + (int)gone : INT_MAX;
+    if (a->call.list.newest) /* counts what there is */
+        own->call.list.newest = gone < INT_MAX - a->call.list.newest ? a->call.list.newest + (int)gone : INT_MAX;
 }
 
 /* Divides each region, and scratch: rows of lists, then sums, then states. Those of the first and last region lie
@@ -15116,7 +14806,7 @@ static tqkv_result tqkv__split_regions(const tqkv__attention *a, const tqkv__att
         if (regions[p].from == regions[p].to && (p != TQKV__CODES_REGION || halves)) continue;
         tqkv__take_region(a, b, p, regions[p], &alone, &buffers);
         tqkv__tiles_seen(&alone, buffers.slice_end, &first, &end);
-        if (a->call.list) tqkv__listed_tiles(&alone, buffers.slice_end, &first, &end);
+        if (a->call.list.rows) tqkv__listed_tiles(&alone, buffers.slice_end, &first, &end);
         const tqkv_result r =
             tqkv__choose_split(&alone, first, end, p == TQKV__CODES_REGION ? most_sums : SIZE_MAX, own);
         if (r != TQKV_OK) return r;
@@ -15145,7 +14835,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     if (r == TQKV_OK) r = tqkv__split_regions(a, b, regions, most_sums, splits, &all);
     if (r != TQKV_OK) return r;
     behind.scratch = tqkv__buffer_after(b->scratch, all.list_at);
-    plan->listed = a->call.list != NULL;
+    plan->listed = a->call.list.rows != NULL;
     plan->scratch_size = all.list_at + all.scratch_size;
     for (int p = 0; p < TQKV__REGIONS; p++) {
         plan->has[p] = splits[p].n_partials > 0;
@@ -15257,24 +14947,24 @@ static tqkv_result tqkv__plan_check_streams(const tqkv_metal_attention *from, co
 /* Takes the stores of the positions that are kept as halves. Their centres are buffers, too. */
 static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv__plan_call *call)
 {
-    const tqkv_metal_store *const ends[2][2] = {{from->first_keys, from->first_values},
-                                                {from->last_keys, from->last_values}};
+    const tqkv_metal_store *const ends[2][2] = {{from->first.keys, from->first.values},
+                                                {from->last.keys, from->last.values}};
     tqkv_attention *to = &call->attention;
-    const tqkv_store **const shapes[2][2] = {{&to->first_keys, &to->first_values}, {&to->last_keys, &to->last_values}};
+    const tqkv_store **const shapes[2][2] = {{&to->first.keys, &to->first.values}, {&to->last.keys, &to->last.values}};
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
         const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
         if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__plan_first_tail */
         const tqkv_metal_store *end = ends[last][side], *codes = side == TQKV__VALUES ? from->values : from->keys;
         tqkv_store *shape = &call->ends[last][side];
         *shapes[last][side] = end ? shape : NULL;
-        if (!end || !(last ? to->exact_last : to->exact_first)) continue;
+        if (!end || !(last ? to->last.n : to->first.n)) continue;
         tqkv__plan_store(end, shape);
         shape->center = codes->shape.center;
         if (!tqkv__same_buffer(end->center, codes->center) ||
             !tqkv__same_buffer(end->channel_scale, codes->channel_scale))
-            return TQKV__INVALID("exact_first or exact_last: a store with another centre or scale than the codes");
+            return TQKV__INVALID("first or last: a store with another centre or scale than the codes");
         if (end->pages.buffer || shape->n_pages)
-            return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last with pages of their own: not on a GPU");
+            return TQKV__REFUSE(UNSUPPORTED, "first or last with pages of their own: not on a GPU");
     }
     return TQKV_OK;
 }
@@ -15283,15 +14973,15 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
 static tqkv_result tqkv__plan_first_tail(const tqkv_metal_attention *from, tqkv__plan_call *call)
 {
     tqkv_attention *to = &call->attention;
-    to->first_tail = NULL;
-    if (!from->tail || !from->first_tail || !to->exact_first) return TQKV_OK;
-    if (!tqkv__same_buffer(from->first_tail->center, from->tail->center) ||
-        !tqkv__same_buffer(from->first_tail->channel_scale, from->tail->channel_scale))
-        return TQKV__INVALID("first_tail: a store with another centre or scale than the tail");
-    tqkv__plan_store(from->first_tail, &call->first_tail);
+    to->first.tail = NULL;
+    if (!from->tail || !from->first.tail || !to->first.n) return TQKV_OK;
+    if (!tqkv__same_buffer(from->first.tail->center, from->tail->center) ||
+        !tqkv__same_buffer(from->first.tail->channel_scale, from->tail->channel_scale))
+        return TQKV__INVALID("first.tail: a store with another centre or scale than the tail");
+    tqkv__plan_store(from->first.tail, &call->first_tail);
     call->first_tail.center = call->tail.center;
     call->first_tail.channel_scale = call->tail.channel_scale;
-    to->first_tail = &call->first_tail;
+    to->first.tail = &call->first_tail;
     return TQKV_OK;
 }
 
@@ -15306,7 +14996,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     tqkv_attention *to = &call->attention;
     if (!from) return TQKV__INVALID("the attention is NULL");
     if (from->attention.tree && !from->tree.buffer) return TQKV__INVALID("tree: no buffer");
-    if (from->attention.list && !from->list.buffer) return TQKV__INVALID("list: no buffer");
+    if (from->attention.list.rows && !from->list.buffer) return TQKV__INVALID("list: no buffer");
     if (from->matrix_group < 0) return TQKV__INVALID("matrix_group is negative");
     tqkv_result r = tqkv__plan_store(from->keys, &call->keys);
     if (r == TQKV_OK) r = tqkv__plan_store(from->values, &call->values);
@@ -15319,7 +15009,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if ((r = tqkv__plan_first_tail(from, call)) != TQKV_OK) return r;
     if ((r = tqkv__plan_end_shapes(from, call)) != TQKV_OK) return r;
     if (from->tree.buffer && !to->tree) to->tree = tqkv__unknown_tree;
-    if (from->list.buffer && !to->list) to->list = tqkv__unknown_list;
+    if (from->list.buffer && !to->list.rows) to->list.rows = tqkv__unknown_list;
     to->sinks = NULL;
     memset(&to->parallel, 0, sizeof to->parallel);
     memset(&to->allocator, 0, sizeof to->allocator);
@@ -15328,8 +15018,8 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if (r == TQKV_OK) r = tqkv__plan_table(from->values, &a->values);
     if (r == TQKV_OK) r = tqkv__check_kernels(a->keys.head_dim, a->value_dim);
     if (r == TQKV_OK) r = tqkv__check_tail(a->keys.head_dim, a->tail.head_dim);
-    if (r == TQKV_OK) r = from->attention.list ? tqkv__check_list(a) : tqkv__list_shape(a);
-    if (r == TQKV_OK && a->call.list) r = tqkv__check_list_rows(a);
+    if (r == TQKV_OK) r = from->attention.list.rows ? tqkv__check_list(a) : tqkv__list_shape(a);
+    if (r == TQKV_OK && a->call.list.rows) r = tqkv__check_list_rows(a);
     if (r == TQKV_OK) r = tqkv__check_call_strides(a);
     a->matrix_group = from->matrix_group;
     if (r != TQKV_OK || !a->keys.page_size == !a->values.page_size) return r;
@@ -15348,27 +15038,27 @@ static tqkv_result tqkv__plan_attention_positions(tqkv__attention *a)
 /* Takes the positions that are kept as halves; slots of positions follow. */
 static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__attention *a, tqkv__attend_buffers *b)
 {
-    if (!a->call.exact_first && !a->call.exact_last) return TQKV_OK;
+    if (!a->call.first.n && !a->call.last.n) return TQKV_OK;
     a->shared = tqkv__plan_shared(from, a);
     tqkv_result r = tqkv__take_ends(a, tqkv__stream_shape);
-    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a, tqkv__stream_shape);
+    if (r == TQKV_OK && a->call.first.n) r = tqkv__take_kept(a, tqkv__stream_shape);
     if (r != TQKV_OK) return r;
     if (a->kept && a->call.window && a->call.end > 1 << 30)
-        return TQKV__REFUSE(UNSUPPORTED, "exact_first of a ring behind 2^30 positions, and a window: not on a GPU");
-    b->first_tail = from->first_tail;
-    b->ends[0][0] = from->first_keys;
-    b->ends[0][1] = a->shared ? from->first_keys : from->first_values;
-    b->ends[1][0] = from->last_keys;
-    b->ends[1][1] = a->shared ? from->last_keys : from->last_values;
+        return TQKV__REFUSE(UNSUPPORTED, "first, of a ring behind 2^30 positions, and a window: not on a GPU");
+    b->first_tail = from->first.tail;
+    b->ends[0][0] = from->first.keys;
+    b->ends[0][1] = a->shared ? from->first.keys : from->first.values;
+    b->ends[1][0] = from->last.keys;
+    b->ends[1][1] = a->shared ? from->last.keys : from->last.values;
     for (int last = 0; last < 2; last++) {
         if (a->keys.page_size && a->exact[last][0] != a->exact[last][1])
             return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
         if (a->keys.page_size && a->exact[last][0] && from->tail)
-            return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last of keys with a tail in pages: not on a GPU");
+            return TQKV__REFUSE(UNSUPPORTED, "first or last of keys with a tail in pages: not on a GPU");
     }
     const bool last = a->exact[1][0] || a->exact[1][1], meet = last && tqkv__exact_at(a, 0) < a->exact_below;
     if (!meet || ((a->exact[0][0] || !a->exact[1][0]) && (a->exact[0][1] || !a->exact[1][1]))) return TQKV_OK;
-    return TQKV__REFUSE(UNSUPPORTED, "exact_first and exact_last meet, and are of different streams: not on a GPU");
+    return TQKV__REFUSE(UNSUPPORTED, "first and last meet, and are of different streams: not on a GPU");
 }
 
 /* Takes [first, first + count) if b says slice, else all resident positions, and checks the pages that the processor
@@ -15376,7 +15066,7 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
 static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attention *a,
                                     tqkv__attend_buffers *b)
 {
-    const bool known = !a->call.list || from->attention.list, slice = b->slice.to;
+    const bool known = !a->call.list.rows || from->attention.list.rows, slice = b->slice.to;
     tqkv_result r = slice ? tqkv__check_slice_range(a, first, count) : TQKV_OK;
     if (r != TQKV_OK) return r;
     if (!slice) b->sinks = from->sinks;
@@ -15520,10 +15210,10 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *f
 static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, size_t *bytes)
 {
     const tqkv_attention *call = &a->call;
-    const tqkv_store *keys = last ? call->last_keys : call->first_keys,
-                     *values = last ? call->last_values : call->first_values;
-    const int64_t newest = call->exact_last ? (int64_t)call->exact_last + call->n_queries : 0,
-                  n = last ? newest : call->exact_first, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
+    const tqkv_store *keys = last ? call->last.keys : call->first.keys,
+                     *values = last ? call->last.values : call->first.values;
+    const int64_t newest = call->last.n ? (int64_t)call->last.n + call->n_queries : 0,
+                  n = last ? newest : call->first.n, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
     if (!n || (!keys && !values)) return TQKV_OK;
     const bool ring = keys ? keys->ring : a->keys.ring;
     const int64_t room = !ring ? 0 : keys ? keys->capacity : a->keys.capacity;
@@ -15553,7 +15243,7 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums,
     tqkv__split split;
     const int64_t section = (int64_t)TQKV__SECTION * TQKV__STRETCH_TILES, width = TQKV__SIMD_WIDTH;
     const int64_t seen = (int64_t)a->call.window - 1 + a->call.n_queries,
-                  all = (a->keys.capacity + width - 1) / width + (a->call.list ? 8 : 0);
+                  all = (a->keys.capacity + width - 1) / width + (a->call.list.rows ? 8 : 0);
     const bool bounded = a->call.window && !a->keys.ring && seen / width + 2 < all;
     const int64_t first = bounded ? section - 1 : 0, end = bounded ? section + (seen + width - 2) / width : all;
     tqkv_result r = tqkv__choose_split(a, first, end, most_sums, &split);
@@ -15563,7 +15253,7 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums,
     const size_t strands = tqkv__scratch_of_strands(a, &split, end, most_sums);
     if (split.sections_each == 1 && *bytes < stretches) *bytes = stretches;
     if (*bytes < strands) *bytes = strands;
-    *bytes += tqkv__list_rows_size(a) * (a->call.exact_first || a->call.exact_last ? TQKV__REGIONS : 1);
+    *bytes += tqkv__list_rows_size(a) * (a->call.first.n || a->call.last.n ? TQKV__REGIONS : 1);
     for (int last = 0; last < 2 && r == TQKV_OK; last++) r = tqkv__add_scratch_of_end(a, last, bytes);
     return r;
 }
@@ -15794,7 +15484,7 @@ static int tqkv__count_items(const tqkv_metal_attention *items, int n_items)
 static int tqkv__batch_tables(const tqkv_metal_attention *items, int n)
 {
     for (int i = 0; i < n; i++)
-        if (items[i].attention.exact_first || items[i].attention.exact_last) return TQKV__REGIONS + 1;
+        if (items[i].attention.first.n || items[i].attention.last.n) return TQKV__REGIONS + 1;
     return 1;
 }
 
@@ -16235,10 +15925,10 @@ static void tqkv__take_learnt_buffers(const tqkv_cache *c, tqkv_metal_buffer mem
 }
 
 /* Returns the strides of a call: those that are given, or the cache's. */
-static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_layout *given)
+static tqkv_cache_strides tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_strides *given)
 {
-    const tqkv_cache_layout own = {c->keys.strides, c->values.strides, c->attention.query_strides,
-                                   c->attention.output_strides};
+    const tqkv_cache_strides own = {c->keys.strides, c->values.strides, c->attention.query_strides,
+                                    c->attention.output_strides};
     return given ? *given : own;
 }
 
@@ -16430,11 +16120,11 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens, int n_r
 }
 
 /* Returns the caller's rows, from the cache's end on. Those of a tail come as v, or behind all of the keys'. */
-static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_strides *layout, tqkv_metal_buffer k,
                                    tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                    tqkv__rows_in_buffers *rows)
 {
-    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
+    const tqkv_cache_strides own = tqkv__layout_of_call(c, layout);
     tqkv__stream keys;
     size_t bytes;
     tqkv_store shape = c->keys;
@@ -16463,11 +16153,11 @@ static tqkv_result tqkv__check_room(const tqkv_cache *c, int n_tokens)
     tqkv__stream s;
     if (n_tokens < 0) return TQKV__INVALID("n_tokens is negative");
     const tqkv_result r = tqkv__stream_shape(&c->keys, &s);
-    return r == TQKV_OK ? tqkv__check_positions(&s, n_tokens, c->attention.end) : r;
+    return r == TQKV_OK ? tqkv__check_positions(&s, n_tokens, c->attention.end, -1) : r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                                  const tqkv_cache_strides *layout, tqkv_metal_buffer k,
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                   tqkv_metal_plan *plan)
 {
@@ -16507,17 +16197,17 @@ static const tqkv_metal_store *tqkv__store_of_call(const tqkv_cache *c, const tq
 static void tqkv__take_some_buffers(const tqkv_metal_attention *some, int first, tqkv_metal_attention *a)
 {
     const tqkv_attention *call = &some->attention;
-    const size_t heads = (size_t)(call->list_heads > 0 ? call->list_heads : 1),
-                 skipped = (size_t)first * heads * (size_t)(call->list_length > 0 ? call->list_length : 0);
+    const size_t heads = (size_t)(call->list.heads > 0 ? call->list.heads : 1),
+                 skipped = (size_t)first * heads * (size_t)(call->list.length > 0 ? call->list.length : 0);
     a->tree = some->tree;
     a->list = some->list;
     if (skipped) a->list = tqkv__buffer_after(some->list, skipped * sizeof(int32_t));
     a->attention.tree = call->tree;
-    a->attention.list = call->list ? call->list + skipped : NULL;
-    a->attention.list_length = call->list_length;
-    a->attention.list_heads = call->list_heads;
-    a->attention.list_block = call->list_block;
-    a->attention.list_newest = call->list_newest;
+    a->attention.list.rows = call->list.rows ? call->list.rows + skipped : NULL;
+    a->attention.list.length = call->list.length;
+    a->attention.list.heads = call->list.heads;
+    a->attention.list.block = call->list.block;
+    a->attention.list.newest = call->list.newest;
 }
 
 /* Opens a call of one query, over the cache's streams (0), or over what is raw of them (TQKV__RAW). */
@@ -16544,11 +16234,11 @@ static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     const int values = c->shared ? TQKV__KEYS : TQKV__VALUES;
     tqkv_metal_attention *a = &call->attention;
     tqkv__open_cache_call(c, memory, &view, 0, call);
-    a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS);
-    a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_TAIL);
-    a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS + values);
-    a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_KEYS);
-    a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_KEYS + values);
+    a->first.keys = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS);
+    a->first.tail = tqkv__store_of_call(c, call, TQKV__FIRST_TAIL);
+    a->first.values = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS + values);
+    a->last.keys = tqkv__store_of_call(c, call, TQKV__LAST_KEYS);
+    a->last.values = tqkv__store_of_call(c, call, TQKV__LAST_KEYS + values);
     for (int i = 0; learnt && i < TQKV__RAW; i++)
         if (tqkv__stream_kinds[i].side == TQKV__KEYS && tqkv__has_store(c, i))
             tqkv__take_learnt_buffers(c, memory, &call->stores[i]);
@@ -16573,8 +16263,8 @@ static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_
     tqkv__open_coded_call(c, none, false, &call);
     if (some) tqkv__take_some_buffers(some, 0, &call.attention);
     call.attention.attention.n_queries = n_queries;
-    call.attention.attention.exact_first = c->exact_first; /* as many as there will ever be */
-    call.attention.attention.exact_last = c->exact_last;
+    call.attention.attention.first.n = c->exact_first; /* as many as there will ever be */
+    call.attention.attention.last.n = c->exact_last;
     tqkv_result r = tqkv_metal_plan_attend_scratch(&call.attention, coded);
     *coded = (*coded + 15) / 16 * 16;
     if (r == TQKV_OK && c->raw_below && c->raw[0].codes && c->metal) {
@@ -16601,7 +16291,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tq
 typedef struct tqkv__queries_in_buffers {
     const tqkv_metal_attention *some; /* or NULL */
     tqkv_metal_buffer q, scratch, out;
-    tqkv_cache_layout layout;
+    tqkv_cache_strides layout;
     int n_queries;
 } tqkv__queries_in_buffers;
 
@@ -16674,7 +16364,7 @@ static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer mem
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_layout *layout, const tqkv_metal_attention *some,
+                                                  const tqkv_cache_strides *layout, const tqkv_metal_attention *some,
                                                   tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
@@ -16794,9 +16484,9 @@ static int64_t tqkv__positions_in(const tqkv_store *s)
 static void tqkv__take_all_regions(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values)
 {
     const tqkv_store *const stores[] = {keys, values};
-    const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
+    const int64_t end = (int64_t)a->first.n + a->last.n + 1; /* one that is neither */
     a->end = end;
-    a->exact_from = 0;
+    a->last.from = 0;
     a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
     for (int i = 0; i < 2; i++) {
         const int64_t room = tqkv__positions_in(stores[i]);
@@ -16839,13 +16529,12 @@ TQKV_API tqkv_result tqkv_metal_plan_prepare(const tqkv_metal_attention *a, int 
     call.values = &values;
     call.tail = a->tail ? &others : NULL;
     call.attention.tree = NULL; /* what the processor knows of it, and of the list, is of another number of queries */
-    call.attention.list = NULL;
+    call.attention.list.rows = NULL;
     tqkv__take_all_regions(&call.attention, &keys.shape, &values.shape);
     r = tqkv__visit_encoding(&v, &keys, shared && !a->tail ? NULL : &others);
-    if (r == TQKV_OK && a->attention.exact_first)
-        r = tqkv__visit_encoding(&v, a->first_keys, shared ? NULL : a->first_values);
-    if (r == TQKV_OK && a->attention.exact_last)
-        r = tqkv__visit_encoding(&v, a->last_keys, shared ? NULL : a->last_values);
+    if (r == TQKV_OK && a->attention.first.n)
+        r = tqkv__visit_encoding(&v, a->first.keys, shared ? NULL : a->first.values);
+    if (r == TQKV_OK && a->attention.last.n) r = tqkv__visit_encoding(&v, a->last.keys, shared ? NULL : a->last.values);
     return r == TQKV_OK ? tqkv__visit_queries(&v, &call, max_queries, also) : r;
 }
 
@@ -16906,8 +16595,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
     v.user = user;
     if ((r = tqkv__visit_append(c, memory, &v)) != TQKV_OK) return r;
     tqkv__open_coded_call(c, memory, c->learning, &call);
-    a->exact_first = c->exact_first;
-    a->exact_last = c->exact_last;
+    a->first.n = c->exact_first;
+    a->last.n = c->exact_last;
     tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
     r = tqkv__visit_queries(&v, &call.attention, max_queries, 0);
     if (r != TQKV_OK || !c->raw_below || !c->metal) return r;

@@ -923,20 +923,29 @@ static tqkv_strides tqkv__strides_with(tqkv_strides strides, int n_heads, int he
     return strides;
 }
 
-static const tqkv_cache_layout tqkv__no_gaps = {{0, 0}, {0, 0}, {0, 0}, {0, 0}};
+static const tqkv_cache_strides tqkv__no_gaps = {{0, 0}, {0, 0}, {0, 0}, {0, 0}};
 
-static int tqkv__key_dim(const tqkv_cache *c)
+/* The stores of a cache's codes, and the strides of its rows. */
+static tqkv_attention tqkv__stores_of(const tqkv_cache *c)
 {
-    const tqkv_store *tail = tqkv_cache_tail(c);
-    return tqkv_cache_keys(c)->head_dim + (tail ? tail->head_dim : 0);
+    tqkv_attention view;
+    memset(&view, 0, sizeof view);
+    tqkv_cache_view(c, 0, &view);
+    return view;
+}
+
+static int tqkv__key_dim(const tqkv_attention *view)
+{
+    return view->keys->head_dim + (view->tail ? view->tail->head_dim : 0);
 }
 
 /* The blocking calls of a cache copy their rows into a block of shared memory, and the result out of it. */
 static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens)
 {
     tqkv_metal_plan plan;
-    const tqkv_store *keys = tqkv_cache_keys(c), *tail = tqkv_cache_tail(c), *values = tqkv_cache_values(c);
-    const tqkv_strides of_k = tqkv__strides_with(keys->strides, keys->n_kv_heads, tqkv__key_dim(c)),
+    const tqkv_attention view = tqkv__stores_of(c);
+    const tqkv_store *keys = view.keys, *tail = view.tail, *values = view.values;
+    const tqkv_strides of_k = tqkv__strides_with(keys->strides, keys->n_kv_heads, tqkv__key_dim(&view)),
                        of_v = tqkv__strides_with(values->strides, keys->n_kv_heads, values->head_dim);
     const size_t value = tqkv__value_size(keys->type), key_row = (size_t)keys->head_dim * value,
                  tail_row = tail ? (size_t)tail->head_dim * value : 0,
@@ -967,55 +976,29 @@ static tqkv_result tqkv__cache_append(tqkv_metal *m, const tqkv_cache *c, const 
 }
 
 /* What a blocking attention has in one block of shared memory. */
-enum { TQKV__CALL_Q, TQKV__CALL_OUT, TQKV__CALL_SCRATCH, TQKV__CALL_LIST, TQKV__CALL_TREE, TQKV__CALL_PARTS };
+enum { TQKV__CALL_Q, TQKV__CALL_OUT, TQKV__CALL_SCRATCH, TQKV__CALL_PARTS };
 
-/* any: a buffer, in the place of the list's and the tree's */
-static tqkv_result tqkv__size_attend(tqkv_metal *m, const tqkv_cache *c, tqkv_metal_buffer any, int n_queries,
-                                     tqkv_metal_attention *call, size_t sizes[TQKV__CALL_PARTS])
-{
-    const tqkv_attention *some = &call->attention;
-    const size_t n = (size_t)n_queries, n_lists = n * (some->list_heads ? (size_t)some->list_heads : 1),
-                 rows = n * (size_t)tqkv_cache_view(c).n_heads * tqkv__value_size(tqkv_cache_keys(c)->type);
-    if (some->list) call->list = any;
-    if (some->tree) call->tree = any;
-    sizes[TQKV__CALL_Q] = rows * (size_t)tqkv__key_dim(c);
-    sizes[TQKV__CALL_OUT] = rows * (size_t)tqkv_cache_values(c)->head_dim;
-    sizes[TQKV__CALL_LIST] = some->list ? n_lists * (size_t)some->list_length * sizeof(int32_t) : 0;
-    sizes[TQKV__CALL_TREE] = some->tree ? n * sizeof(uint64_t) : 0;
-    return tqkv__planned(m, tqkv_metal_plan_cache_scratch(c, call, n_queries, &sizes[TQKV__CALL_SCRATCH]), "attend");
-}
-
-static tqkv_result tqkv__attend_cache(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q,
-                                      int n_queries, void *out)
+static tqkv_result tqkv__attend_cache(tqkv_metal *m, const tqkv_cache *c, const void *q, int n_queries, void *out)
 {
     tqkv_metal_plan plan;
-    tqkv_metal_attention call;
     tqkv_metal_buffer memory, parts[TQKV__CALL_PARTS];
-    size_t sizes[TQKV__CALL_PARTS];
-    memset(&call, 0, sizeof call);
-    if (some) call.attention = *some;
+    const tqkv_attention view = tqkv__stores_of(c);
+    const int n_heads = view.n_heads, key_dim = tqkv__key_dim(&view), value_dim = view.values->head_dim;
+    const size_t value = tqkv__value_size(view.keys->type), rows = (size_t)n_queries * (size_t)n_heads,
+                 q_row = (size_t)key_dim * value, out_row = (size_t)value_dim * value;
+    size_t sizes[TQKV__CALL_PARTS] = {rows * q_row, rows * out_row, 0};
     tqkv_result r = tqkv_metal_find(m, c, &memory);
-    if (r == TQKV_OK) r = tqkv__size_attend(m, c, memory, n_queries, &call, sizes);
+    if (r == TQKV_OK)
+        r = tqkv__planned(m, tqkv_metal_plan_cache_scratch(c, NULL, n_queries, &sizes[TQKV__CALL_SCRATCH]), "attend");
     if (r != TQKV_OK) return r;
     tqkv__memory *block = tqkv__take_staging(m, TQKV__CALL_PARTS, sizes, parts);
     if (!block) return TQKV_OUT_OF_MEMORY;
-    const tqkv_attention view = tqkv_cache_view(c);
-    const int n_heads = view.n_heads;
-    const tqkv_strides of_q = tqkv__strides_with(view.query_strides, n_heads, tqkv__key_dim(c)),
-                       of_out = tqkv__strides_with(view.output_strides, n_heads, tqkv_cache_values(c)->head_dim);
-    const size_t value = tqkv__value_size(tqkv_cache_keys(c)->type), rows = (size_t)n_queries * (size_t)n_heads;
-    const tqkv__rows_copy queries = {&of_q, value, sizes[TQKV__CALL_Q] / rows, n_queries, n_heads},
-                          outputs = {&of_out, value, sizes[TQKV__CALL_OUT] / rows, n_queries, n_heads};
+    const tqkv_strides of_q = tqkv__strides_with(view.query_strides, n_heads, key_dim),
+                       of_out = tqkv__strides_with(view.output_strides, n_heads, value_dim);
+    const tqkv__rows_copy queries = {&of_q, value, q_row, n_queries, n_heads},
+                          outputs = {&of_out, value, out_row, n_queries, n_heads};
     tqkv__copy_in(&queries, q, block->begin + parts[TQKV__CALL_Q].offset);
-    if (call.list.buffer) {
-        call.list = parts[TQKV__CALL_LIST];
-        memcpy(block->begin + call.list.offset, some->list, sizes[TQKV__CALL_LIST]);
-    }
-    if (call.tree.buffer) {
-        call.tree = parts[TQKV__CALL_TREE];
-        memcpy(block->begin + call.tree.offset, some->tree, sizes[TQKV__CALL_TREE]);
-    }
-    tqkv_metal_plan_cache_attend(c, memory, &tqkv__no_gaps, &call, parts[TQKV__CALL_Q], n_queries,
+    tqkv_metal_plan_cache_attend(c, memory, &tqkv__no_gaps, NULL, parts[TQKV__CALL_Q], n_queries,
                                  parts[TQKV__CALL_SCRATCH], parts[TQKV__CALL_OUT], &plan);
     r = tqkv__run_plan(m, &plan);
     if (r == TQKV_OK) tqkv__copy_out(&outputs, block->begin + parts[TQKV__CALL_OUT].offset, out);
@@ -1073,12 +1056,12 @@ static void tqkv__trial_fill(tqkv_type type, size_t size, uint32_t seed, char *r
 
 static tqkv_result tqkv__trial_differs(const tqkv__trial *t, const char *what, double by, const char *unit)
 {
-    const tqkv_store *tail = tqkv_cache_tail(t->own);
+    const tqkv_attention view = tqkv__stores_of(t->own);
+    const tqkv_store *tail = view.tail;
     return tqkv__fail(t->m, TQKV_METAL_ERROR,
                       "self-test: %s of head_dim %d, %s/%s%s%s differ from the processor's by %.3g%s", what,
-                      t->desc.head_dim, tqkv_format_name(tqkv_cache_keys(t->own)->format),
-                      tqkv_format_name(tqkv_cache_values(t->own)->format), tail ? " and " : "",
-                      tail ? tqkv_format_name(tail->format) : "", by, unit);
+                      t->desc.head_dim, tqkv_format_name(view.keys->format), tqkv_format_name(view.values->format),
+                      tail ? " and " : "", tail ? tqkv_format_name(tail->format) : "", by, unit);
 }
 
 static tqkv_result tqkv__trial_bytes(const tqkv__trial *t, const char *what, const void *gpu, const void *own,
@@ -1098,11 +1081,11 @@ static bool tqkv__trial_rounds(const tqkv_store *s)
 /* Returns what outputs may differ by: the processor multiplies integers, and each is rounded to the type of rows. */
 static double tqkv__trial_limit(const tqkv__trial *t, tqkv_type type)
 {
-    const tqkv_store *keys = tqkv_cache_keys(t->own), *tail = tqkv_cache_tail(t->own);
+    const tqkv_attention view = tqkv__stores_of(t->own);
+    const tqkv_store *keys = view.keys, *tail = view.tail;
     const double root = sqrt((double)(keys->head_dim + (tail ? tail->head_dim : 0)));
     const double deviation = t->desc.scale != 0.0f ? 1.4 * fabs((double)t->desc.scale) * root : 1.4; /* of scores */
-    const bool rounds =
-        tqkv__trial_rounds(keys) || tqkv__trial_rounds(tqkv_cache_values(t->own)) || tqkv__trial_rounds(tail);
+    const bool rounds = tqkv__trial_rounds(keys) || tqkv__trial_rounds(view.values) || tqkv__trial_rounds(tail);
     const double of_type = type == TQKV_TYPE_F32 ? 0.0 : type == TQKV_TYPE_F16 ? 1e-3 : 8e-3;
     return of_type + (rounds ? 0.015 : 3e-4) * (1.0 + deviation);
 }
@@ -1163,9 +1146,10 @@ static tqkv_result tqkv__try_stores(tqkv__trial *t)
 {
     static const char *const names[3][2] = {
         {"keys", "decoded keys"}, {"values", "decoded values"}, {"tails", "decoded tails"}};
-    const tqkv_store *const gpu[] = {tqkv_cache_keys(t->gpu), tqkv_cache_values(t->gpu), tqkv_cache_tail(t->gpu)},
-                            *const own[] = {tqkv_cache_keys(t->own), tqkv_cache_values(t->own),
-                                            tqkv_cache_tail(t->own)};
+    const tqkv_attention of_gpu = tqkv__stores_of(t->gpu), of_own = tqkv__stores_of(t->own);
+    const tqkv_store *const gpu[] = {of_gpu.keys, of_gpu.values, of_gpu.tail}, *const own[] = {of_own.keys,
+                                                                                               of_own.values,
+                                                                                               of_own.tail};
     tqkv_result r = TQKV_OK;
     for (int i = 0; i < 3 && r == TQKV_OK; i++)
         if (own[i] && (i != 1 || !t->desc.shared)) r = tqkv__try_store(t, gpu[i], own[i], names[i]);
@@ -1209,19 +1193,19 @@ static tqkv_result tqkv__record_trial_list(void *user, tqkv_metal_object encoder
 /* An attention to a list, as the processor takes it. */
 static tqkv_attention tqkv__trial_view(const tqkv_cache *c, const int32_t *list)
 {
-    tqkv_attention a = tqkv_cache_view(c);
+    tqkv_attention a = tqkv__stores_of(c);
     a.n_queries = TQKV__TRIAL_QUERIES;
-    a.exact_first = a.exact_last = 0;
-    a.list = list;
-    a.list_length = TQKV__TRIAL_LISTED;
-    a.list_block = TQKV__TRIAL_BLOCK;
+    a.first.n = a.last.n = 0;
+    a.list.rows = list;
+    a.list.length = TQKV__TRIAL_LISTED;
+    a.list.block = TQKV__TRIAL_BLOCK;
     return a;
 }
 
 static tqkv_result tqkv__open_trial_list(const tqkv__trial *t, tqkv__trial_list *l)
 {
-    const tqkv_store *keys = tqkv_cache_keys(t->gpu), *values = tqkv_cache_values(t->gpu),
-                     *tail = tqkv_cache_tail(t->gpu);
+    const tqkv_attention view = tqkv__stores_of(t->gpu);
+    const tqkv_store *keys = view.keys, *values = view.values, *tail = view.tail;
     memset(l, 0, sizeof *l);
     l->t = t;
     l->indexed = (keys->head_dim == 64 || keys->head_dim == 128) && tqkv__has_matrices(t->m);
@@ -1278,7 +1262,7 @@ static tqkv_result tqkv__check_trial_index(const tqkv__trial_list *l)
     float expected[TQKV__TRIAL_QUERIES * TQKV__TRIAL_BLOCKS], scores[TQKV__TRIAL_QUERIES * TQKV__TRIAL_BLOCKS];
     int32_t list[TQKV__TRIAL_QUERIES * TQKV__TRIAL_LISTED];
     const tqkv__trial *t = l->t;
-    tqkv_store keys = *tqkv_cache_keys(t->own);
+    tqkv_store keys = *tqkv__stores_of(t->own).keys;
     tqkv_index x = l->x.index;
     keys.n_kv_heads = 1;
     x.keys = &keys;

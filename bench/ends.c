@@ -25,9 +25,9 @@ static tqkv_cache *next_cache(ends_work *work)
 static void attend_cache(void *user)
 {
     ends_work *work = (ends_work *)user;
-    tqkv_attention attention = tqkv_cache_view(next_cache(work));
-    attention.n_queries = work->n_queries;
-    if (!work->ends) attention.exact_first = attention.exact_last = 0;
+    tqkv_attention attention;
+    bench_check(tqkv_cache_view(next_cache(work), work->n_queries, &attention));
+    if (!work->ends) attention.first.n = attention.last.n = 0;
     bench_check(tqkv_attend(&attention, work->q, work->out));
 }
 

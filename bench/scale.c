@@ -59,12 +59,12 @@ static tqkv_store make_store(tqkv_format format)
 
 static void open_work(scale_work *work, const pair *p, int way, const float *rows)
 {
-    const tqkv_cache_desc desc = {.head_dim = SCALE_DIM,
-                                  .n_kv_heads = BENCH_KV_HEADS,
-                                  .n_heads = BENCH_KV_HEADS,
-                                  .capacity = SCALE_TOKENS,
-                                  .key_format = p->keys,
-                                  .value_format = p->values};
+    tqkv_cache_desc desc = {.head_dim = SCALE_DIM,
+                            .n_kv_heads = BENCH_KV_HEADS,
+                            .n_heads = BENCH_KV_HEADS,
+                            .capacity = SCALE_TOKENS,
+                            .key_format = p->keys,
+                            .value_format = p->values};
     work->rows = rows;
     work->keys = make_store(p->keys);
     work->values = make_store(p->values);
@@ -73,9 +73,9 @@ static void open_work(scale_work *work, const pair *p, int way, const float *row
     if (way == SCALED) work->keys.channel_scale = work->scale;
     bench_check(tqkv_encode(&work->keys, rows, SCALE_POSITIONS, 0));
     bench_check(tqkv_encode(&work->values, rows, SCALE_POSITIONS, 0));
+    desc.key_center = work->keys.center;
+    desc.key_scale = work->keys.channel_scale;
     bench_check(tqkv_cache_create(&desc, &work->cache));
-    bench_check(tqkv_cache_set_center(work->cache, work->keys.center, NULL));
-    bench_check(tqkv_cache_set_scale(work->cache, work->keys.channel_scale, NULL));
     work->out = (float *)bench_alloc(sizeof(float) * BENCH_KV_HEADS * SCALE_GROUP * SCALE_DIM);
     work->attention = (tqkv_attention){.keys = &work->keys,
                                        .values = &work->values,

@@ -41,9 +41,9 @@ static void run_lists(bench *b, const pair *p, list_shape shape, const float *q,
         if (i) {
             snprintf(name, sizeof name, "blocks_of_%d", list_blocks[i - 1]);
             random_list(list_blocks[i - 1], lists[i - 1]);
-            works[i].attention.list = lists[i - 1];
-            works[i].attention.list_block = list_blocks[i - 1];
-            works[i].attention.list_length = LISTED / list_blocks[i - 1];
+            works[i].attention.list.rows = lists[i - 1];
+            works[i].attention.list.block = list_blocks[i - 1];
+            works[i].attention.list.length = LISTED / list_blocks[i - 1];
         }
         timing_add(&t, name, run_attend, &works[i]);
     }

@@ -94,7 +94,7 @@ static void check_center(const capture *all, const captured_layer *layer, stream
     tqkv_store shape = shape_of(layer, s, TQKV_TQ4, NULL);
     float *center = (float *)allocate((size_t)(layer->n_kv_heads * s->dim), sizeof *center);
     tqkv_quality *heads = (tqkv_quality *)allocate((size_t)layer->n_kv_heads, sizeof *heads);
-    check(tqkv_mean(&shape, s->rows, half, center), "mean");
+    check(tqkv_calibrate(&shape, s->rows, half, NULL, 0, 0, TQKV_PAIRS_NONE, center, NULL), "mean");
     for (int centered = 0; centered < 2; centered++) {
         shape.center = centered ? center : NULL;
         check(tqkv_measure(&shape, s->rows + (size_t)half * (size_t)row, all->n_positions - half, heads), "measure");

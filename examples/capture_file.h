@@ -82,7 +82,7 @@ static tqkv_store make_store(const captured_layer *layer, int capacity, tqkv_for
 {
     tqkv_store store = {.format = format, .head_dim = layer->head_dim, .n_kv_heads = layer->n_kv_heads};
     store.capacity = capacity;
-    store.unrotated = unrotated;
+    store.rotation = unrotated ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     store.codes_size = tqkv_codes_size(&store);
     store.norms_size = tqkv_norms_size(&store);
     if (store.codes_size == 0) stop("store", "no such combination of format and head_dim");

@@ -72,9 +72,9 @@ static context open_context(const captured_layer *layer, const rotary *by, const
     desc.capacity = CONTEXT;
     desc.key_format = keys;
     desc.value_format = TQKV_F16;
+    desc.key_center = channels;
+    desc.key_scale = channels + layer->n_kv_heads * layer->head_dim;
     check(tqkv_cache_create(&desc, &c.cache), "cache");
-    check(tqkv_cache_set_center(c.cache, channels, NULL), "centre");
-    check(tqkv_cache_set_scale(c.cache, channels + layer->n_kv_heads * layer->head_dim, NULL), "scale");
     return c;
 }
 
@@ -106,10 +106,18 @@ static void cut_segments(context *c, int first, int count)
     }
 }
 
+static tqkv_attention view_of(const tqkv_cache *cache, int n_queries)
+{
+    tqkv_attention view;
+    check(tqkv_cache_view(cache, n_queries, &view), "view");
+    return view;
+}
+
 /* Decodes the keys from `first` on, turns them back by `count`, and encodes them again. */
 static void reencode_keys(context *c, int first, int count)
 {
-    const tqkv_store *store = tqkv_cache_keys(c->cache);
+    const tqkv_attention view = view_of(c->cache, 0);
+    const tqkv_store *store = view.keys;
     int n = (int)tqkv_cache_end(c->cache) - first, row = store->n_kv_heads * store->head_dim;
     float *keys = (float *)allocate((size_t)(n * row), sizeof *keys);
     check(tqkv_decode(store, first, n, TQKV_ORIGINAL, keys), "decode");
@@ -133,7 +141,7 @@ static void drop(context *c, int first, int count)
 /* The newest n positions attend. q: [n][n_heads][head_dim], not yet turned */
 static void attend(const context *c, const float *q, int n, float *out)
 {
-    tqkv_attention a = {.keys = tqkv_cache_keys(c->cache), .values = tqkv_cache_values(c->cache), .n_queries = n};
+    tqkv_attention a = view_of(c->cache, n);
     int heads = c->layer->n_heads, dim = c->layer->head_dim, rows = n * heads, first = 0;
     float *max = (float *)allocate((size_t)(rows * (dim + 4)), sizeof *max), *sum = max + rows, *slice_max = sum + rows,
           *slice_sum = slice_max + rows, *slice = slice_sum + rows;
@@ -182,7 +190,7 @@ static float *seen_keys(const context *c, int n)
 {
     int heads = c->layer->n_kv_heads, dim = c->layer->head_dim, row = heads * dim, first = 0;
     float *keys = (float *)allocate((size_t)(n * row), sizeof *keys);
-    check(tqkv_decode(tqkv_cache_keys(c->cache), 0, n, TQKV_ORIGINAL, keys), "decode");
+    check(tqkv_decode(view_of(c->cache, 0).keys, 0, n, TQKV_ORIGINAL, keys), "decode");
     for (int i = 0; i < c->n_segments; first += c->segments[i++].count)
         turn(c->rotary, keys + first * row, c->segments[i].count, heads, dim, -c->segments[i].turn, 0);
     return keys;
@@ -201,7 +209,7 @@ static errors measure(const context *c, const capture *now, const float *exact)
     float *out = copy_of(exact, rows * dim);
     codes.keys = seen_keys(c, n);
     codes.values = copy_of(codes.values, n * codes.n_kv_heads * dim);
-    check(tqkv_decode(tqkv_cache_values(c->cache), 0, n, TQKV_ORIGINAL, codes.values), "decode");
+    check(tqkv_decode(view_of(c->cache, 0).values, 0, n, TQKV_ORIGINAL, codes.values), "decode");
     attend(c, c->layer->queries, QUERIES, out);
     errors e = {relative_error(now->layers[0].keys, codes.keys, n * codes.n_kv_heads, dim),
                 relative_error(exact, out, rows, dim), 0};
@@ -238,7 +246,7 @@ static double recomputed_error(const capture *now, const tqkv_store *like, const
 static void print_row(const context ways[2], const int *tokens, const char *event)
 {
     capture now = fresh_context(ways[0].layer, ways[0].rotary, tokens, (int)tqkv_cache_end(ways[0].cache));
-    const tqkv_store *keys = tqkv_cache_keys(ways[0].cache);
+    const tqkv_store *keys = view_of(ways[0].cache, 0).keys;
     float *exact = exact_attention(&now, &now.layers[0]);
     errors a = measure(&ways[0], &now, exact), b = measure(&ways[1], &now, exact);
     printf("%-5s %6s %8d %10.1e %10.2e %10.2e %11.2e %10.2e %10.2e\n", tqkv_format_name(keys->format), event,

@@ -150,20 +150,17 @@ static tqkv_result attend_absorbed(tqkv_cache *cache, float *out)
 static tqkv_result attend_folded(tqkv_cache *cache, float *out)
 {
     static float q[HEADS * QUERY], sums[HEADS * LATENT], keys[HEADS * HEAD * LATENT], values[HEADS * HEAD * LATENT];
-    tqkv_attention a = {
-        .keys = tqkv_cache_keys(cache), .values = tqkv_cache_values(cache), .n_heads = HEADS, .n_queries = 1};
-    tqkv_result r = TQKV_OK;
-    a.tail = tqkv_cache_tail(cache);
-    a.end = tqkv_cache_end(cache);
-    a.scale = 1.0f / sqrtf(HEAD + ROTARY);
+    tqkv_attention a;
+    tqkv_result r = tqkv_cache_view(cache, 1, &a);
+    if (r != TQKV_OK) return r;
     a.query_basis = a.output_basis = TQKV_ROTATED;
     memcpy(keys, weights.keys, sizeof keys);
     memcpy(values, weights.values, sizeof values);
-    if (a.keys->format != TQKV_F16) r = tqkv_rotate(keys, HEADS * HEAD, LATENT);
-    if (a.keys->format != TQKV_F16 && r == TQKV_OK) r = tqkv_rotate(values, HEADS * HEAD, LATENT);
+    if (a.keys->format != TQKV_F16) r = tqkv_rotate(keys, HEADS * HEAD, LATENT, TQKV_ROTATED);
+    if (a.keys->format != TQKV_F16 && r == TQKV_OK) r = tqkv_rotate(values, HEADS * HEAD, LATENT, TQKV_ROTATED);
     absorb(keys, q);
     for (int h = 0; h < HEADS && r == TQKV_OK && a.tail->format != TQKV_F16; h++)
-        r = tqkv_rotate(q + h * QUERY + LATENT, 1, ROTARY);
+        r = tqkv_rotate(q + h * QUERY + LATENT, 1, ROTARY, TQKV_ROTATED);
     if (r == TQKV_OK) r = tqkv_attend(&a, q, sums);
     project(values, sums, out);
     return r;
@@ -186,8 +183,10 @@ static double difference(const float *x, const double *y)
 static tqkv_result decode(const tqkv_cache *cache, float *cached)
 {
     static float latent[TOKENS][LATENT], rotary[TOKENS][ROTARY];
-    tqkv_result r = tqkv_decode(tqkv_cache_keys(cache), 0, TOKENS, TQKV_ORIGINAL, latent);
-    if (r == TQKV_OK) r = tqkv_decode(tqkv_cache_tail(cache), 0, TOKENS, TQKV_ORIGINAL, rotary);
+    tqkv_attention view;
+    tqkv_result r = tqkv_cache_view(cache, 1, &view);
+    if (r == TQKV_OK) r = tqkv_decode(view.keys, 0, TOKENS, TQKV_ORIGINAL, latent);
+    if (r == TQKV_OK) r = tqkv_decode(view.tail, 0, TOKENS, TQKV_ORIGINAL, rotary);
     for (int t = 0; t < TOKENS; t++) {
         memcpy(cached + t * QUERY, latent[t], sizeof latent[t]);
         memcpy(cached + t * QUERY + LATENT, rotary[t], sizeof rotary[t]);

@@ -29,10 +29,8 @@ static double difference(const tqkv_cache *cache, const float *q, const float *o
 {
     static float expected[QUERY];
     double wrong = 0, all = 0;
-    tqkv_attention a = {
-        .keys = tqkv_cache_keys(cache), .values = tqkv_cache_values(cache), .n_heads = HEADS, .n_queries = 1};
-    a.end = tqkv_cache_end(cache);
-    if (tqkv_attend(&a, q, expected) != TQKV_OK) return INFINITY;
+    tqkv_attention a;
+    if (tqkv_cache_view(cache, 1, &a) != TQKV_OK || tqkv_attend(&a, q, expected) != TQKV_OK) return INFINITY;
     for (int i = 0; i < QUERY; i++) {
         wrong += ((double)out[i] - (double)expected[i]) * ((double)out[i] - (double)expected[i]);
         all += (double)expected[i] * (double)expected[i];

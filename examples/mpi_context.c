@@ -78,7 +78,9 @@ static int32_t attend_together(share *s, const float *q, float *out)
     static float own[HEADS * DIM], max[HEADS], sum[HEADS];
     static head_sums rows[HEADS], merged[HEADS];
     double start = MPI_Wtime();
-    tqkv_attention a = tqkv_cache_view(s->cache); /* all of its positions are before the query */
+    tqkv_attention a;
+    memset(&a, 0, sizeof a);
+    if (!s->failure) note(s, tqkv_cache_view(s->cache, 1, &a)); /* all of its positions are before the query */
     if (!s->failure) note(s, tqkv_attend_partial(&a, q, 0, (int)a.end, own, max, sum));
     memset(rows, 0, sizeof rows);
     for (int h = 0; h < HEADS; h++) {

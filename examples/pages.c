@@ -51,7 +51,9 @@ static tqkv_store make_stream(tqkv_format format, const float *center, const flo
 {
     tqkv_store s = {.format = format, .head_dim = HEAD_DIM, .n_kv_heads = KV_HEADS, .page_size = PAGE};
     s.capacity = POOL_PAGES * PAGE;
-    s.rotated = format == TQKV_F16; /* halves stand in the basis of the codes, with their centre and scale */
+    s.rotation = format == TQKV_F16
+                     ? TQKV_ROTATION_ON
+                     : TQKV_ROTATION_DEFAULT; /* halves stand in the basis of the codes, with their centre and scale */
     s.center = center;
     s.channel_scale = scale;
     s.codes_size = tqkv_codes_size(&s);
@@ -161,10 +163,10 @@ static void attend(const sequence *s, const float *q, float *out)
     const tqkv_store key_halves = with_table(s->pool->key_halves, s->halves);
     const tqkv_store value_halves = with_table(s->pool->value_halves, s->halves);
     tqkv_attention a = {.keys = &keys, .values = &values, .n_heads = HEADS, .n_queries = 1, .end = s->end};
-    a.first_keys = a.last_keys = &key_halves; /* one table serves both ends */
-    a.first_values = a.last_values = &value_halves;
-    a.exact_first = FIRST;
-    a.exact_last = NEWEST;
+    a.first.keys = a.last.keys = &key_halves; /* one table serves both ends */
+    a.first.values = a.last.values = &value_halves;
+    a.first.n = FIRST;
+    a.last.n = NEWEST;
     call(tqkv_attend(&a, q, out));
 }
 
@@ -179,9 +181,9 @@ static void attend_cache(const pool *p, const float *k, const float *v, const fl
     desc.n_heads = HEADS;
     desc.capacity = TOKENS;
     desc.calibrate = 0; /* it gets what the pool has learned */
+    desc.key_center = p->center;
+    desc.key_scale = p->scale;
     call(tqkv_cache_create(&desc, &cache));
-    call(tqkv_cache_set_center(cache, p->center, NULL));
-    call(tqkv_cache_set_scale(cache, p->scale, NULL));
     call(tqkv_cache_append(cache, k, v, TOKENS));
     call(tqkv_cache_attend(cache, q, 1, out));
     tqkv_cache_destroy(cache);

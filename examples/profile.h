@@ -6,8 +6,8 @@
  *     tqkv.hash: XXH3 of the whole file in which these eight bytes are zero
  *     blk.N.key_center, blk.N.key_scale: floats [n_kv_heads][head_dim]
  *
- * profile_desc fills in the formats of a layer's cache. Give centre and scale to tqkv_cache_set_center and
- * tqkv_cache_set_scale before the first append. */
+ * profile_desc fills in the formats of a layer's cache. Give centre and scale to the desc, too:
+ * key_center and key_scale. */
 #ifndef PROFILE_H
 #define PROFILE_H
 

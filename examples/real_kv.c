@@ -20,17 +20,17 @@ static const format_pair pairs[] = {
     {TQKV_F16, TQKV_TQ8, true, false},  {TQKV_TQ4, TQKV_TQ4, false, true},
 };
 
-/* The relMSE of one stream. *beyond: the share of its probe values outside the last boundary of the format. */
+/* The relMSE of one stream. *beyond: the share of its values outside the last boundary of the format. */
 static double stream_error(const tqkv_store *store, const float *source, double *beyond)
 {
     int n_rows = store->capacity * store->n_kv_heads;
-    size_t count = (size_t)n_rows * (size_t)store->head_dim, n_beyond = 0;
-    float *scratch = (float *)allocate(count, sizeof *scratch), last = tqkv_last_boundary(store->format);
+    float *scratch = (float *)allocate((size_t)n_rows * (size_t)store->head_dim, sizeof *scratch);
+    tqkv_quality *heads = (tqkv_quality *)allocate((size_t)store->n_kv_heads, sizeof *heads);
     check(tqkv_encode(store, source, store->capacity, 0), "encode");
-    check(tqkv_probe(store, source, store->capacity, scratch), "probe");
-    for (size_t i = 0; i < count; i++)
-        n_beyond += fabsf(scratch[i]) > last * 1.000001f; /* the factor allows for rounding in I8 */
-    *beyond = (double)n_beyond / (double)count;
+    check(tqkv_measure(store, source, store->capacity, heads), "measure");
+    *beyond = 0.0;
+    for (int h = 0; h < store->n_kv_heads; h++) *beyond += heads[h].beyond / store->n_kv_heads;
+    free(heads);
     check(tqkv_decode(store, 0, store->capacity, TQKV_ORIGINAL, scratch), "decode");
     double error = relative_error(source, scratch, n_rows, store->head_dim);
     free(scratch);
@@ -83,18 +83,28 @@ static void print_layer(const capture *all, int index)
     free(channels);
 }
 
-/* The sixteen centroids of TQ4, decoded by the public functions from a row whose norm makes the scale 1. */
-static void print_codebook(void)
+/* Decodes a row of 32 codes by the public functions; its norm makes the scale 1. */
+static void decode_codes(tqkv_format format, unsigned char *codes, size_t size, float *centroids)
 {
-    unsigned char codes[16];
-    float norm = sqrtf(32.0f), centroids[32];
-    tqkv_store store = {.format = TQKV_TQ4, .head_dim = 32, .n_kv_heads = 1, .capacity = 1, .codes = codes};
-    store.codes_size = sizeof codes;
+    float norm = sqrtf(32.0f);
+    tqkv_store store = {.format = format, .head_dim = 32, .n_kv_heads = 1, .capacity = 1, .codes = codes};
+    store.codes_size = size;
     store.norms = &norm;
     store.norms_size = sizeof norm;
-    for (int i = 0; i < 16; i++) codes[i] = (unsigned char)(i | i << 4);
     check(tqkv_decode(&store, 0, 1, TQKV_ROTATED, centroids), "decode");
+}
+
+/* The sixteen centroids of TQ4, and the last boundary of TQ8, which is the middle of its last two centroids. */
+static void print_codebooks(void)
+{
+    unsigned char codes[16], last[32];
+    float centroids[32];
+    for (int i = 0; i < 16; i++) codes[i] = (unsigned char)(i | i << 4);
+    decode_codes(TQKV_TQ4, codes, sizeof codes, centroids);
     for (int i = 0; i < 32; i += 2) printf("%g\n", (double)centroids[i]);
+    for (int i = 0; i < 32; i++) last[i] = (unsigned char)(254 + i % 2);
+    decode_codes(TQKV_TQ8, last, sizeof last, centroids);
+    printf("\n\n%g\n", 0.5 * ((double)centroids[0] + (double)centroids[1]));
 }
 
 /* Three blocks of lines with two empty lines between them: the density of the probe values of layer 0 in bins of 0.2
@@ -118,8 +128,7 @@ static void print_histogram(const capture *all)
         printf("%.2f %g %g\n", ((double)bin - (double)MIDDLE + 0.5) / 5.0, 5.0 * (double)counts[0][bin] / (double)total,
                5.0 * (double)counts[1][bin] / (double)total);
     puts("\n");
-    print_codebook();
-    printf("\n\n%g\n", (double)tqkv_last_boundary(TQKV_TQ8));
+    print_codebooks();
     free(scaled);
 }
 

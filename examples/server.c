@@ -1,7 +1,7 @@
 /* A small server: many sequences over one pool of pages. Each layer has one store for keys and one for values; a
  * sequence is a table of pages, the same pages in every layer. Sequences come and go while others run (continuous
  * batching): a step takes some bytes of each, new prompts in pieces, through the layers together. Per layer that is
- * tqkv_encode_slots for keys, for values, and tqkv_attend_batch.
+ * tqkv_encode with a slot for each token for keys, for values, and tqkv_attend_batch.
  *   - The common prompt is held once: tables share its full pages, and the server counts who holds a page.
  *   - When the pool is exhausted, the youngest sequence is preempted: its positions go into a snapshot in memory, its
  *     pages back to the pool. Later the snapshot is loaded into other pages: nothing is computed twice.

@@ -197,6 +197,16 @@ static int place_bytes(const server *v, int *positions, int32_t *slots)
 }
 
 /* As `attention` in tinylm_session.h, with a position of its own for each byte. */
+/* Token t goes to slot slots[t]: a table with pages of one position. */
+static void encode_slots(const tqkv_store *pool, const float *rows, int n, const int32_t *slots, const char *what)
+{
+    tqkv_store s = *pool;
+    s.pages = slots;
+    s.n_pages = n;
+    s.page_size = 1;
+    check(tqkv_encode(&s, rows, n, 0), what);
+}
+
 static void attend_layer(server *v, int index, const int *positions, const int32_t *slots, int n)
 {
     session *s = &v->s;
@@ -215,8 +225,8 @@ static void attend_layer(server *v, int index, const int *positions, const int32
         rope(m, s->q + i * q_row, 1, layer->n_heads, d, positions[i]);
         rope(m, s->k + i * kv_row, 1, layer->n_kv_heads, d, positions[i]);
     }
-    check(tqkv_encode_slots(&v->keys[index], s->k, n, slots), "keys");
-    check(tqkv_encode_slots(&v->values[index], s->v, n, slots), "values");
+    encode_slots(&v->keys[index], s->k, n, slots, "keys");
+    encode_slots(&v->values[index], s->v, n, slots, "values");
     attend_pages(v, index);
     linear_apply(m, &layer->o, s->wide, n, s->h);
     for (int i = 0; i < n * m->d_model; i++) s->x[i] += s->h[i];

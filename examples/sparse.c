@@ -1,7 +1,7 @@
 /* Sparse attention from codes, as DeepSeek V3.2 does it: an index of 64 heads chooses 2,048 of 65,536 positions of a
  * latent cache, and 64 heads attend to these alone. Random weights. Prints bytes and times of dense and of sparse
  * attention, what index keys of fewer bits choose, and how far the outputs lie apart.
- *   tqkv_index_scores -> tqkv_index_choose -> tqkv_attend with a list, or tqkv_cache_attend_some for a cache */
+ *   tqkv_index_scores -> tqkv_index_choose -> tqkv_attend with a list; of a cache over its tqkv_cache_view */
 #include "tqkv.h"
 
 #include <math.h>
@@ -111,9 +111,9 @@ static double attend(const layer *l, const int32_t *list, float *out)
 {
     tqkv_attention a = {.keys = &l->latent, .values = &l->latent, .tail = &l->rotary, .n_heads = HEADS, .n_queries = 1};
     a.end = POSITIONS;
-    a.list = list;
-    a.list_length = CHOSEN;
-    a.list_block = 1;
+    a.list.rows = list;
+    a.list.length = CHOSEN;
+    a.list.block = 1;
     const double begin = seconds();
     check(tqkv_attend(&a, l->q, out), "attend");
     return seconds() - begin;

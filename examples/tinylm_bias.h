@@ -40,7 +40,7 @@ static void find_centers(model *m, const unsigned char *text, int n_tokens)
         tqkv_store shape = {
             .format = TQKV_F16, .head_dim = layer->head_dim, .n_kv_heads = layer->n_kv_heads, .capacity = 1};
         layer->key_center = floats(key_row(layer));
-        check(tqkv_mean(&shape, keys[i], n_tokens, layer->key_center), "mean");
+        check(tqkv_calibrate(&shape, keys[i], n_tokens, NULL, 0, 0, TQKV_PAIRS_NONE, layer->key_center, NULL), "mean");
         free(keys[i]);
     }
 }

@@ -113,10 +113,10 @@ static inline void session_create(session *s, model *m, const format_choice *key
     for (int i = 0; i < m->n_layers; i++) {
         const model_layer *shape = &m->layers[i];
         if (is_tqkv(keys)) {
-            const tqkv_cache_desc desc = session_desc(s, shape);
+            tqkv_cache_desc desc = session_desc(s, shape);
+            desc.key_center = shape->key_center;
+            desc.key_scale = shape->key_scale;
             check(tqkv_cache_create(&desc, &s->caches[i]), "cache");
-            if (shape->key_center) check(tqkv_cache_set_center(s->caches[i], shape->key_center, NULL), "center");
-            if (shape->key_scale) check(tqkv_cache_set_scale(s->caches[i], shape->key_scale, NULL), "scale");
         } else {
             size_t row = (size_t)shape->n_kv_heads * (size_t)shape->head_dim;
             float *k = floats((size_t)capacity * row), *v = floats((size_t)capacity * row);
@@ -147,7 +147,9 @@ static inline void session_truncate(session *s, int end)
 /* Codes and norms of a cache, without what it keeps beside them. */
 static inline double coded_bytes(const tqkv_cache *cache)
 {
-    const tqkv_store *keys = tqkv_cache_keys(cache), *values = tqkv_cache_values(cache);
+    tqkv_attention view;
+    check(tqkv_cache_view(cache, 0, &view), "view");
+    const tqkv_store *keys = view.keys, *values = view.values;
     return (double)(tqkv_codes_size(keys) + tqkv_norms_size(keys) + tqkv_codes_size(values) + tqkv_norms_size(values));
 }
 

@@ -82,7 +82,8 @@ static void attend_tree(session *s, int index, int n)
     const model_layer *layer = &s->m->layers[index];
     tqkv_cache *cache = s->caches[index];
     check(tqkv_cache_append(cache, s->k, s->v, n), "append");
-    tqkv_attention a = tqkv_cache_view(cache);
+    tqkv_attention a;
+    check(tqkv_cache_view(cache, 1, &a), "view"); /* of the newest: where the cache has just learned, all read codes */
     a.n_queries = n;
     a.window = 0;
     a.whole_window = false;

@@ -34,7 +34,7 @@ extern "C" {
 
 #include "api/index.h"
 
-#include "api/threads.h"
+#include "api/isa.h"
 
 #include "api/metal.h"
 
@@ -69,8 +69,6 @@ extern "C" {
 #include "base/exact.h"
 
 #include "base/store.h"
-
-#include "base/team.h"
 
 #include "vectors/set.h"
 

@@ -107,7 +107,7 @@ static inline void attend_fill_positions(tqkv_store *s, const tqkv_attention *a,
     for (int i = 0; s->channel_scale && i < count * token; i++) source[i] *= s->channel_scale[i % token];
     for (int i = 0; s->center && i < count * token; i++) source[i] += s->center[i % token];
     CHECK_RESULT(tqkv_encode(s, source, count, first), TQKV_OK);
-    const bool keeps = s == a->first_keys || s == a->first_values;
+    const bool keeps = s == a->first.keys || s == a->first.values;
     for (int64_t p = keeps ? reference_attention_shape(a).oldest : first; p < end; p++)
         if (!attend_is_seen(a, p)) attend_poison_position(s, p, true);
     free(source);
@@ -126,9 +126,9 @@ static inline void attend_fill_ends(attend_problem *problem, const attend_row *r
 {
     tqkv_attention *a = &problem->attention;
     tqkv_store *const codes[2] = {&problem->keys, row->shared ? &problem->keys : &problem->values};
-    const tqkv_store **const stores[2][2] = {{&a->first_keys, &a->first_values}, {&a->last_keys, &a->last_values}};
-    a->exact_first = row->exact_first;
-    a->exact_last = row->exact_last;
+    const tqkv_store **const stores[2][2] = {{&a->first.keys, &a->first.values}, {&a->last.keys, &a->last.values}};
+    a->first.n = row->exact_first;
+    a->last.n = row->exact_last;
     for (int last = 0; last < 2; last++)
         for (int side = 0; side < (row->shared ? 1 : 2); side++) {
             const int before = row->n_queries > 1 ? row->n_queries - 1 : 0; /* the newest of the first query */
@@ -138,7 +138,7 @@ static inline void attend_fill_ends(attend_problem *problem, const attend_row *r
             if (!n || row->codes_of_ends == side + 1) continue;
             *s = test_store(TQKV_F16, codes[side]->head_dim, row->n_kv_heads, last && n % 2 ? (n + 63) / 64 * 64 : n,
                             last);
-            s->rotated = reference_is_rotated(codes[side]);
+            s->rotation = reference_is_rotated(codes[side]) ? TQKV_ROTATION_ON : TQKV_ROTATION_DEFAULT;
             s->center = codes[side]->center;
             s->channel_scale = codes[side]->channel_scale;
             *stores[last][side] = s;
@@ -197,20 +197,20 @@ static inline void attend_make_list(attend_problem *problem, const attend_row *r
     const int64_t resident = a->end - reference_attention_shape(a).oldest;
     const int64_t first = (a->end - resident) / row->list_block - 2,
                   last = a->end / row->list_block + (a->end < INT64_MAX);
-    a->list_block = row->list_block;
-    a->list_newest = row->list_newest;
-    a->list_heads = row->list_by_head ? row->n_kv_heads : 0;
-    a->list_length = (int)(last - first) + 3;
+    a->list.block = row->list_block;
+    a->list.newest = row->list_newest;
+    a->list.heads = row->list_by_head ? row->n_kv_heads : 0;
+    a->list.length = (int)(last - first) + 3;
     const int n_rows = row->n_queries * (row->list_by_head ? row->n_kv_heads : 1);
-    problem->list = (int32_t *)test_alloc((size_t)(n_rows * a->list_length) * sizeof(int32_t));
+    problem->list = (int32_t *)test_alloc((size_t)(n_rows * a->list.length) * sizeof(int32_t));
     for (int i = 0; i < n_rows; i++) {
-        int32_t *to = problem->list + i * a->list_length, *end = to + a->list_length;
+        int32_t *to = problem->list + i * a->list.length, *end = to + a->list.length;
         for (int64_t b = first < 0 ? 0 : first; b <= last && b <= INT32_MAX; b++)
             if (data_below(&random, 1000) < (int)(row->list_share * 1000.0f)) *to++ = (int32_t)b;
         *to++ = -1;
         while (to < end) *to++ = data_below(&random, 3) - 5;
     }
-    a->list = problem->list;
+    a->list.rows = problem->list;
 }
 
 /* Encodes the values, unless the keys are the values, and the tail, if there is one. */
@@ -233,8 +233,8 @@ static inline void attend_make_stores(attend_problem *problem, const attend_row 
     if (!row->shared)
         problem->values =
             test_store(row->value_format, value_dim, row->n_kv_heads, row->value_capacity, row->value_ring);
-    problem->keys.unrotated = row->keys_unrotated;
-    problem->values.unrotated = row->values_unrotated;
+    problem->keys.rotation = row->keys_unrotated ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
+    problem->values.rotation = row->values_unrotated ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     problem->keys.block_scale = problem->values.block_scale = row->block_scale;
     problem->keys.channel_scale = problem->key_scale = attend_make_scale(&problem->keys, 20, row->key_spread);
     problem->keys.center = problem->key_center = attend_make_center(&problem->keys, 14, row->key_center);

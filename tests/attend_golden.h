@@ -51,7 +51,7 @@ static inline int attend_golden_sizes(int first, int end, int *index, attend_gol
     for (int head_dim = 32; head_dim <= 1024; head_dim += 16)
         for (int f = first; f < end; f++) {
             const attend_golden_case c = {attend_golden_formats[f], attend_golden_formats[f], head_dim, ATTEND_PLAIN};
-            if (tqkv_row_bytes(c.keys, head_dim) == 0 || (*index)-- > 0) continue;
+            if (test_row_bytes(c.keys, head_dim) == 0 || (*index)-- > 0) continue;
             *found = c;
             return 1;
         }
@@ -180,14 +180,14 @@ static inline int attend_golden_keep(const attend_golden_case *c, attend_golden_
     if (c->option != ATTEND_ENDS) return 1;
     for (int side = 0; side < 2; side++) {
         p->ends[side].format = TQKV_F16;
-        p->ends[side].rotated = (side ? c->values : c->keys) != TQKV_F16;
+        p->ends[side].rotation = (side ? c->values : c->keys) != TQKV_F16 ? TQKV_ROTATION_ON : TQKV_ROTATION_DEFAULT;
         p->ends[side].head_dim = c->head_dim;
         ok = attend_golden_fill(c, p->n_tokens, 5 + (uint64_t)side, &p->ends[side]) && ok;
     }
-    a->first_keys = a->last_keys = &p->ends[0];
-    a->first_values = a->last_values = &p->ends[1];
-    a->exact_first = 5;
-    a->exact_last = 20;
+    a->first.keys = a->last.keys = &p->ends[0];
+    a->first.values = a->last.values = &p->ends[1];
+    a->first.n = 5;
+    a->last.n = 20;
     return ok;
 }
 
@@ -196,8 +196,9 @@ static inline void attend_golden_turn(const attend_golden_case *c, tqkv_store *s
 {
     const tqkv_format f = s->format;
     if (c->option != ATTEND_TURNED) return;
-    s->rotated = f == TQKV_F16;
-    s->unrotated = f == TQKV_TQ5 || f == TQKV_TQ6 || f == TQKV_TQ8 || f == TQKV_TQ5_BYTES || f == TQKV_TQ6_BYTES;
+    if (f == TQKV_F16) s->rotation = TQKV_ROTATION_ON;
+    if (f == TQKV_TQ5 || f == TQKV_TQ6 || f == TQKV_TQ8 || f == TQKV_TQ5_BYTES || f == TQKV_TQ6_BYTES)
+        s->rotation = TQKV_ROTATION_OFF;
 }
 
 /* Sets the options that are not the stores'. */
@@ -222,10 +223,10 @@ static inline void attend_golden_set(const attend_golden_case *c, tqkv_attention
     if (c->option == ATTEND_LIST) {
         static const int32_t list[3][8] = {
             {0, 3, 4, 17, 30, -1}, {-1}, {1, 2, 3, 4, 15, 16, 31, 32}}; /* of blocks, a row for each query */
-        a->list = list[0];
-        a->list_length = 8;
-        a->list_block = 4;
-        a->list_newest = 6;
+        a->list.rows = list[0];
+        a->list.length = 8;
+        a->list.block = 4;
+        a->list.newest = 6;
     }
     if (c->option == ATTEND_ROTATED) a->query_basis = a->output_basis = TQKV_ROTATED;
 }

@@ -34,6 +34,20 @@ static inline tqkv_cache_desc cache_desc(const cache_row *row, counting *counter
     return desc;
 }
 
+/* A cache of that desc with centres and scales. */
+static inline tqkv_cache *cache_given(const tqkv_cache_desc *desc, const float *key_center, const float *key_scale,
+                                      const float *value_center, const float *value_scale)
+{
+    tqkv_cache_desc with = *desc;
+    tqkv_cache *cache = NULL;
+    with.key_center = key_center;
+    with.key_scale = key_scale;
+    with.value_center = value_center;
+    with.value_scale = value_scale;
+    CHECK_RESULT(tqkv_cache_create(&with, &cache), TQKV_OK);
+    return cache;
+}
+
 /* [n][CACHE_HEADS][head_dim], freed by the caller. A larger n gives the same rows first. */
 static inline float *cache_data(uint64_t seed, int n, int head_dim)
 {
@@ -65,8 +79,8 @@ static inline tqkv_attention cache_attention(const tqkv_cache *cache, const tqkv
 {
     tqkv_attention a;
     memset(&a, 0, sizeof a);
-    a.keys = tqkv_cache_keys(cache);
-    a.values = tqkv_cache_values(cache);
+    a.keys = test_keys(cache);
+    a.values = test_values(cache);
     a.n_heads = desc->n_heads;
     a.n_queries = n_queries;
     a.end = tqkv_cache_end(cache);

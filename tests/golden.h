@@ -3,6 +3,7 @@
 #define TQKV_TESTS_GOLDEN_H
 
 #include "data.h"
+#include "shape.h"
 #include "tqkv.h"
 
 #define XXH_INLINE_ALL
@@ -38,7 +39,7 @@ static inline int golden_is_offered(const golden_case *c)
 {
     int codebook = c->format != TQKV_F16 && c->format != TQKV_I8;
     int power = (c->head_dim & (c->head_dim - 1)) == 0;
-    if (tqkv_row_bytes((tqkv_format)c->format, c->head_dim) == 0) return 0; /* no head_dim */
+    if (test_row_bytes((tqkv_format)c->format, c->head_dim) == 0) return 0; /* no head_dim */
     if (!power && c->kind != DATA_EXTREMES && (c->kind != DATA_OUTLIERS || c->option != GOLDEN_PLAIN)) return 0;
     if (c->option == GOLDEN_UNROTATED)
         return codebook && c->format != TQKV_TQ4 && c->format != TQKV_TQ3 && c->format != TQKV_TQ2;
@@ -96,8 +97,9 @@ static inline tqkv_store golden_store(const golden_case *c)
     store.head_dim = c->head_dim;
     store.n_kv_heads = GOLDEN_HEADS;
     store.capacity = GOLDEN_CAPACITY;
-    store.unrotated = c->option == GOLDEN_UNROTATED;
-    store.rotated = c->option == GOLDEN_ROTATED;
+    store.rotation = c->option == GOLDEN_UNROTATED ? TQKV_ROTATION_OFF
+                     : c->option == GOLDEN_ROTATED ? TQKV_ROTATION_ON
+                                                   : TQKV_ROTATION_DEFAULT;
     store.block_scale = c->option == GOLDEN_BLOCK_SCALE ? 0.8125f : 0.0f;
     store.codes_size = tqkv_codes_size(&store);
     store.norms_size = tqkv_norms_size(&store);

@@ -41,7 +41,7 @@ static inline bool reference_can_be_unrotated(tqkv_format format)
 
 static inline bool reference_is_rotated(const tqkv_store *store)
 {
-    return store->format == TQKV_F16 ? store->rotated : !store->unrotated;
+    return store->format == TQKV_F16 ? store->rotation == TQKV_ROTATION_ON : store->rotation != TQKV_ROTATION_OFF;
 }
 
 static inline size_t reference_row_bytes(tqkv_format format, int head_dim)
@@ -169,6 +169,14 @@ static inline float reference_sum_of_products(const float *x, const float *y, in
     for (int half = 8; half >= 1; half /= 2)
         for (int k = 0; k < half; k++) sums[k] = reference_add(sums[k], sums[k + half]);
     return sums[0];
+}
+
+/* The scaled value where a format saturates. */
+static inline float reference_last_boundary(tqkv_format format)
+{
+    const int bits = reference_bits(format);
+    if (format == TQKV_F16 || format == TQKV_I8) return format == TQKV_F16 ? 65504.0f : 127.5f;
+    return test_boundaries(bits)[(1 << bits) - 2];
 }
 
 static inline int reference_code(int bits, float scaled)
@@ -541,8 +549,8 @@ static inline reference_shape reference_attention_shape(const tqkv_attention *a)
     shape.group = shape.n_heads / a->keys->n_kv_heads;
     shape.end = a->end;
     shape.oldest = a->end - (a->kv_len ? a->kv_len : a->end < capacity ? a->end : capacity);
-    const bool kept = a->first_keys && a->first_values && (!a->tail || a->first_tail);
-    shape.kept = !kept ? 0 : a->exact_first < shape.oldest ? a->exact_first : shape.oldest;
+    const bool kept = a->first.keys && a->first.values && (!a->tail || a->first.tail);
+    shape.kept = !kept ? 0 : a->first.n < shape.oldest ? a->first.n : shape.oldest;
     shape.lowest = shape.kept ? 0 : shape.oldest;
     shape.scale = a->scale != 0.0f ? (double)a->scale : 1.0 / sqrt((double)shape.key_dim);
     return shape;
@@ -551,14 +559,14 @@ static inline reference_shape reference_attention_shape(const tqkv_attention *a)
 /* Where a query reads a position of the keys (side 0) or the values: from the codes, or as halves. */
 static inline const tqkv_store *reference_store_of(const tqkv_attention *a, int side, int query, int64_t position)
 {
-    const tqkv_store *codes = side ? a->values : a->keys, *first = side ? a->first_values : a->first_keys,
-                     *last = side ? a->last_values : a->last_keys;
-    if (reference_attention_shape(a).kept && position < a->exact_first) return first;
+    const tqkv_store *codes = side ? a->values : a->keys, *first = side ? a->first.values : a->first.keys,
+                     *last = side ? a->last.values : a->last.keys;
+    if (reference_attention_shape(a).kept && position < a->first.n) return first;
     if (codes->format == TQKV_F16) return codes;
-    if (first && position < a->exact_first) return first;
+    if (first && position < a->first.n) return first;
     const int n_queries = a->n_queries;
     const int64_t at = a->end - (a->non_causal && !a->window ? 1 : n_queries - query);
-    return last && position > at - a->exact_last && position >= a->exact_from ? last : codes;
+    return last && position > at - a->last.n && position >= a->last.from ? last : codes;
 }
 
 static inline bool reference_is_visible(const tqkv_attention *a, int query, int64_t position)
@@ -574,15 +582,15 @@ static inline bool reference_is_visible(const tqkv_attention *a, int query, int6
 /* Whether a list shows a position to a query, which would see it without one. */
 static inline bool reference_is_listed(const tqkv_attention *a, int query, int kv_head, int64_t position)
 {
-    if (!a->list) return true;
-    const int heads = a->list_heads ? a->list_heads : 1;
-    const int32_t *row = a->list + (query * heads + (heads > 1 ? kv_head : 0)) * a->list_length;
-    for (int i = 0; i < a->list_length && row[i] >= 0; i++)
-        if (row[i] == position / a->list_block) return true;
+    if (!a->list.rows) return true;
+    const int heads = a->list.heads ? a->list.heads : 1;
+    const int32_t *row = a->list.rows + (query * heads + (heads > 1 ? kv_head : 0)) * a->list.length;
+    for (int i = 0; i < a->list.length && row[i] >= 0; i++)
+        if (row[i] == position / a->list.block) return true;
     int newer = 0;
-    for (int64_t p = position + 1; p < a->end && newer < a->list_newest; p++)
+    for (int64_t p = position + 1; p < a->end && newer < a->list.newest; p++)
         newer += reference_is_visible(a, query, p);
-    return newer < a->list_newest;
+    return newer < a->list.newest;
 }
 
 /* Positions [oldest, end) of one head in the original basis: [end - oldest][head_dim]. Freed by the caller. */
@@ -629,7 +637,7 @@ static inline double *reference_decode_keys(const tqkv_attention *a, int query, 
         if (p >= shape.kept && p < shape.oldest) continue;
         reference_decode_as(centroids, reference_store_of(a, 0, query, p), kv_head, p, row);
         if (a->tail)
-            reference_decode_as(centroids, p < shape.kept ? a->first_tail : a->tail, kv_head, p,
+            reference_decode_as(centroids, p < shape.kept ? a->first.tail : a->tail, kv_head, p,
                                 row + a->keys->head_dim);
     }
     return rows;
@@ -706,7 +714,7 @@ static inline void reference_attend_as(reference_centroids centroids, const tqkv
             int query_index = i / shape.group, head = kv_head * shape.group + i % shape.group;
             size_t row = (size_t)query_index * (size_t)shape.n_heads + (size_t)head;
             double *to = out + row * (size_t)shape.value_dim;
-            if (a->exact_last && query_index && i % shape.group == 0) { /* other positions are halves for it */
+            if (a->last.n && query_index && i % shape.group == 0) { /* other positions are halves for it */
                 free(keys);
                 free(values);
                 keys = reference_decode_keys(a, query_index, kv_head, centroids);

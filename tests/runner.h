@@ -3,6 +3,7 @@
 #define TQKV_TESTS_RUNNER_H
 
 #include "data.h"
+#include "shape.h"
 #include "tqkv.h"
 
 #include <stdbool.h>
@@ -17,7 +18,7 @@
 extern "C" {
 #endif
 
-enum { TEST_NAME_SIZE = 96, TEST_ROW_SIZE = 224 };
+enum { TEST_NAME_SIZE = 96, TEST_ROW_SIZE = 512 };
 
 typedef struct test_case {
     char name[TEST_NAME_SIZE];

@@ -235,7 +235,7 @@ static void check_merge_bases(const void *parameters)
     slice slices[2];
     for (int i = 0; i < 2; i++) {
         values[i] = test_store(i ? row->second : row->first, row->head_dim, n_kv_heads, end, false);
-        values[i].unrotated = i && row->second_unrotated;
+        values[i].rotation = (i && row->second_unrotated) ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
         CHECK_RESULT(tqkv_encode(&values[i], rows, end, 0), TQKV_OK);
         a[i] = problem.attention;
         a[i].values = &values[i];
@@ -382,7 +382,7 @@ static void check_exact(const void *parameters)
     float *q = (float *)test_alloc(size), *out = (float *)test_alloc(size);
     tqkv_store stored = store; /* which the reference leaves as it is */
     double decoded[REFERENCE_MAX_DIM];
-    stored.unrotated = true;
+    stored.rotation = TQKV_ROTATION_OFF;
     for (int first = 0; first < d; first += group) {
         float max[8], sum[8];
         fill_position(&store, &random);

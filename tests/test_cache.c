@@ -15,7 +15,7 @@ static void check_attend(tqkv_cache *cache, const tqkv_cache_desc *desc, int n_q
     double error = reference_relative_error(out, expected, count);
     CHECK(error <= reference_attention_tolerance(&a, 1.0), "end %d, %d resident: relative error %.3g", (int)a.end,
           kv_len, error);
-    CHECK(a.end - tqkv_cache_first(cache) == kv_len, "first is %d, end %d", (int)tqkv_cache_first(cache), (int)a.end);
+    CHECK(a.end - test_first(cache) == kv_len, "first is %d, end %d", (int)test_first(cache), (int)a.end);
     float *view = (float *)test_alloc(count * sizeof(float));
     CHECK_RESULT(tqkv_attend(&a, q, view), TQKV_OK);
     CHECK(!memcmp(view, out, count * sizeof *out), "attention over the cache's stores has other bits");
@@ -56,8 +56,8 @@ static void check_equals_stores(const void *parameters)
         int resident = end < row->capacity ? end : row->capacity;
         for (int p = end - resident; p < end; p++)
             for (int h = 0; h < CACHE_HEADS; h++) {
-                CHECK(is_same_row(tqkv_cache_keys(cache), &keys, h, p), "key codes of position %d", p);
-                CHECK(is_same_row(tqkv_cache_values(cache), &values, h, p), "value codes of position %d", p);
+                CHECK(is_same_row(test_keys(cache), &keys, h, p), "key codes of position %d", p);
+                CHECK(is_same_row(test_values(cache), &values, h, p), "value codes of position %d", p);
             }
         check_attend(cache, &desc, 1 + i % 2, resident);
     }
@@ -102,17 +102,17 @@ static void check_defaults(const void *parameters)
     desc.n_heads = CACHE_HEADS;
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
     REQUIRE(cache, "no cache");
-    CHECK(tqkv_cache_keys(cache)->format == TQKV_I8, "keys are %d", (int)tqkv_cache_keys(cache)->format);
-    CHECK(tqkv_cache_values(cache)->format == TQKV_TQ4, "values are %d", (int)tqkv_cache_values(cache)->format);
+    CHECK(test_keys(cache)->format == TQKV_I8, "keys are %d", (int)test_keys(cache)->format);
+    CHECK(test_values(cache)->format == TQKV_TQ4, "values are %d", (int)test_values(cache)->format);
     cache_append_seed(cache, 1, 5, 128);
-    tqkv_attention view = tqkv_cache_view(cache);
+    tqkv_attention view = test_view(cache, 1);
     CHECK(view.n_queries == 1 && view.n_heads == CACHE_HEADS, "a view of %d queries", view.n_queries);
     CHECK_RESULT(tqkv_cache_attend(cache, NULL, 0, NULL), TQKV_OK);
     check_attend(cache, &desc, 2, 5);
     tqkv_cache_destroy(cache);
     tqkv_cache_destroy(NULL);
     CHECK(tqkv_cache_end(NULL) == 0 && tqkv_cache_bytes(NULL) == 0, "NULL is no cache");
-    CHECK(!tqkv_cache_keys(NULL) && !tqkv_cache_values(NULL), "NULL has no stores");
+    CHECK(!test_keys(NULL) && !test_values(NULL), "NULL has no stores");
 }
 
 /* A ring that cannot hold its window, or what it is to learn from, is refused with a reason when it is created. */
@@ -236,11 +236,9 @@ typedef struct fork_row {
 /* A cache with a centre, with the row's tokens. */
 static tqkv_cache *filled_cache(const cache_row *row, const tqkv_cache_desc *desc)
 {
-    tqkv_cache *cache = NULL;
     float *center = cache_data(5, 1, row->head_dim);
-    CHECK_RESULT(tqkv_cache_create(desc, &cache), TQKV_OK);
+    tqkv_cache *cache = cache_given(desc, center, NULL, NULL, NULL);
     if (cache) {
-        CHECK_RESULT(tqkv_cache_set_center(cache, center, NULL), TQKV_OK);
         cache_append_seed(cache, 21, row->n_tokens, row->head_dim);
         if (row->truncate >= 0) CHECK_RESULT(tqkv_cache_truncate(cache, row->truncate), TQKV_OK);
     }
@@ -293,7 +291,7 @@ static void check_fork(const void *parameters)
     CHECK(stream_is_equal(&before, &after), "the fork's append changed the first cache");
     CHECK_RESULT(tqkv_cache_truncate(copy, tqkv_cache_end(cache)), TQKV_OK);
     tqkv_cache_destroy(cache);
-    CHECK(tqkv_cache_keys(copy)->capacity == (row->capacity ? row->capacity : row->cache.capacity), "capacity");
+    CHECK(test_keys(copy)->capacity == (row->capacity ? row->capacity : row->cache.capacity), "capacity");
     tqkv_cache_destroy(copy);
     CHECK_NO_LEAK(&counter);
     CHECK_NO_LEAK(&other);
@@ -311,8 +309,8 @@ static void run_backwards(void *user, int count, tqkv_task task, void *context)
 /* The keys of a fork in TQ4 are those of tqkv_store_convert. */
 static void check_converted(const tqkv_cache *cache, const tqkv_cache *copy, const float *center)
 {
-    const tqkv_store *from = tqkv_cache_keys(cache), *to = tqkv_cache_keys(copy);
-    const int first = (int)tqkv_cache_first(cache), n = (int)tqkv_cache_end(cache) - first;
+    const tqkv_store *from = test_keys(cache), *to = test_keys(copy);
+    const int first = (int)test_first(cache), n = (int)tqkv_cache_end(cache) - first;
     tqkv_store keys = test_store(TQKV_TQ4, to->head_dim, CACHE_HEADS, to->capacity, to->ring);
     keys.center = center;
     CHECK_RESULT(tqkv_store_convert(&keys, from, first, n), TQKV_OK);
@@ -330,12 +328,11 @@ static void check_convert(const void *parameters)
     const int d = row->head_dim;
     counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(row, &counter), changed;
-    tqkv_cache *cache = NULL, *copies[2] = {NULL, NULL};
+    tqkv_cache *copies[2] = {NULL, NULL};
     float *center = cache_data(5, 1, d);
     int n_tasks = 0;
-    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    tqkv_cache *cache = cache_given(&desc, center, NULL, center, NULL);
     REQUIRE(cache, "no cache");
-    CHECK_RESULT(tqkv_cache_set_center(cache, center, center), TQKV_OK);
     cache_append_seed(cache, 21, row->n_tokens, d);
     memset(&changed, 0, sizeof changed);
     changed.key_format = TQKV_TQ4;
@@ -349,11 +346,11 @@ static void check_convert(const void *parameters)
     CHECK((n_tasks > 0) == (row->n_tokens * CACHE_HEADS * d >= 2 * 16384), "%d tasks", n_tasks);
     stream a = stream_of_cache(copies[0]), b = stream_of_cache(copies[1]);
     CHECK(stream_is_equal(&a, &b), "tasks change the bytes");
-    const int first = (int)tqkv_cache_first(cache), n = (int)tqkv_cache_end(cache) - first;
+    const int first = (int)test_first(cache), n = (int)tqkv_cache_end(cache) - first;
     check_converted(cache, copies[0], center);
     cache_append_seed(copies[0], 60, 2, d);
     check_attend(copies[0], &desc, 2, row->ring ? row->capacity + 2 : n + 2);
-    tqkv_cache_keys(cache)->norms[first] = (float)NAN;
+    test_keys(cache)->norms[first] = (float)NAN;
     tqkv_cache *none = copies[0];
     if (!row->ring) CHECK_RESULT(tqkv_cache_fork(cache, &changed, &none), TQKV_NOT_FINITE);
     if (!row->ring) CHECK(!none, "a fork that failed");
@@ -388,18 +385,18 @@ static void check_fork_bits(const void *parameters)
         list[i][0] = 1;
         list[i][1] = i % 2 ? 2 : -1;
     }
-    if (index % 5 == 4) some.list = list[0];
-    some.list_length = 2;
-    some.list_block = 64;
+    if (index % 5 == 4) some.list.rows = list[0];
+    some.list.length = 2;
+    some.list.block = 64;
     tqkv_cache *ring = cache_make(&row, &desc), *copy;
     REQUIRE(ring, "no cache");
     for (int i = 0; i < N; i += 50) /* the ring drops 40 */
         CHECK_RESULT(tqkv_cache_append(ring, k + i * CACHE_HEADS * (DIM + TAIL), v + i * CACHE_HEADS * DIM, 50),
                      TQKV_OK);
-    CHECK_RESULT(tqkv_cache_attend_some(ring, &some, q, QUERIES, out[0]), TQKV_OK);
+    CHECK_RESULT(test_attend_some(ring, &some, q, QUERIES, out[0]), TQKV_OK);
     for (larger.capacity = 128; larger.capacity < 200; larger.capacity += 11) {
         CHECK_RESULT(tqkv_cache_fork(ring, &larger, &copy), TQKV_OK);
-        CHECK_RESULT(tqkv_cache_attend_some(copy, &some, q, QUERIES, out[1]), TQKV_OK);
+        CHECK_RESULT(test_attend_some(copy, &some, q, QUERIES, out[1]), TQKV_OK);
         CHECK(!memcmp(out[0], out[1], sizeof out[0]), "a ring of %d has other bits", larger.capacity);
         tqkv_cache_destroy(copy);
     }
@@ -436,7 +433,7 @@ static void check_non_causal_copy(const void *parameters)
         tqkv_cache *copy = NULL;
         CHECK_RESULT(way ? tqkv_cache_fork(cache, &use, &copy) : tqkv_cache_load(&use, stream_read, &s, &copy),
                      TQKV_OK);
-        CHECK(tqkv_cache_view(copy).non_causal && !tqkv_cache_view(cache).non_causal, "way %d", way);
+        CHECK(test_view(copy, 1).non_causal && !test_view(cache, 1).non_causal, "way %d", way);
         tqkv_cache_destroy(copy);
         stream_free(&s);
     }

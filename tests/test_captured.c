@@ -16,7 +16,7 @@ typedef struct captured_row {
 static double captured_error(const captured *layer, tqkv_format format, bool unrotated, const float *rows)
 {
     tqkv_store store = test_store(format, layer->head_dim, layer->n_kv_heads, layer->n_positions, false);
-    store.unrotated = unrotated;
+    store.rotation = unrotated ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     int n_rows = layer->n_positions * layer->n_kv_heads, d = layer->head_dim;
     float *decoded = (float *)test_alloc(sizeof(float) * (size_t)(n_rows * d));
     CHECK_RESULT(tqkv_encode(&store, rows, layer->n_positions, 0), TQKV_OK);
@@ -90,7 +90,7 @@ static void check_attend(const void *parameters)
     tqkv_store keys = test_store(row->keys, layer.head_dim, layer.n_kv_heads, layer.n_positions, true);
     tqkv_store values = test_store(row->values, layer.head_dim, layer.n_kv_heads, layer.n_positions, true);
     float *channels = captured_channels(&layer);
-    values.unrotated = row->unrotated;
+    values.rotation = row->unrotated ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     keys.center = channels;
     keys.channel_scale = channels + layer.n_kv_heads * layer.head_dim;
     int64_t first = CAPTURED_END - layer.n_positions;

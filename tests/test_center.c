@@ -24,30 +24,6 @@ static float *biased_rows(int n_tokens, int head_dim, float size)
     return rows;
 }
 
-static void check_mean(const void *parameters)
-{
-    const int head_dim = *(const int *)parameters;
-    tqkv_store shape = test_store(TQKV_TQ4, head_dim, HEADS, 1, false);
-    const double n = (double)TOKENS;
-    float *rows = biased_rows(TOKENS, head_dim, 30.0f), mean[HEADS * REFERENCE_MAX_DIM];
-#ifdef FE_UPWARD
-    fesetround(FE_UPWARD); /* the caller's rounding mode has no effect */
-#endif
-    CHECK_RESULT(tqkv_mean(&shape, rows, TOKENS, mean), TQKV_OK);
-#ifdef FE_UPWARD
-    fesetround(FE_TONEAREST);
-#endif
-    for (int i = 0; i < HEADS * head_dim; i++) {
-        double sum = 0.0;
-        for (int t = 0; t < TOKENS; t++) sum += (double)rows[t * HEADS * head_dim + i];
-        CHECK(mean[i] == (float)(sum / n), "element %d is %.9g, not %.9g", i, (double)mean[i], sum / n);
-    }
-    CHECK_RESULT(tqkv_mean(&shape, rows, 0, mean), TQKV_OK);
-    CHECK(mean[0] == 0.0f && mean[HEADS * head_dim - 1] == 0.0f, "the mean of nothing is %g", (double)mean[0]);
-    free(rows);
-    test_store_free(&shape);
-}
-
 typedef struct measure_row {
     tqkv_format format;
     int head_dim;
@@ -59,7 +35,7 @@ typedef struct measure_row {
 static int count_beyond(const tqkv_store *store, const float *scaled)
 {
     const int d = store->head_dim, block = reference_block(store->format, d);
-    const float last = tqkv_last_boundary(store->format);
+    const float last = reference_last_boundary(store->format);
     uint8_t codes[REFERENCE_MAX_DIM];
     float factor = 1.0f, centroids[REFERENCE_MAX_DIM];
     int beyond = 0;
@@ -112,7 +88,7 @@ static void check_measure(const void *parameters)
     tqkv_store store = test_store(row->format, d, HEADS, TOKENS, false);
     float *rows = biased_rows(TOKENS, d, row->bias), center[HEADS * REFERENCE_MAX_DIM];
     float *scaled = (float *)test_alloc(sizeof(float) * (size_t)(TOKENS * HEADS * d));
-    CHECK_RESULT(tqkv_mean(&store, rows, TOKENS, center), TQKV_OK);
+    CHECK_RESULT(tqkv_calibrate(&store, rows, TOKENS, NULL, 0, 0, TQKV_PAIRS_NONE, center, NULL), TQKV_OK);
     store.center = row->centered ? center : NULL;
     CHECK_RESULT(tqkv_encode(&store, rows, TOKENS, 0), TQKV_OK);
     CHECK_RESULT(tqkv_probe(&store, rows, TOKENS, scaled), TQKV_OK);
@@ -174,7 +150,7 @@ static void check_gain(const void *parameters)
     tqkv_store shape = test_store(format, D, HEADS, 1, false);
     float *plain = biased_rows(TOKENS, D, 0.0f), *biased = biased_rows(TOKENS, D, 100.0f), center[HEADS * D];
     tqkv_quality before[HEADS], without[HEADS], with[HEADS];
-    CHECK_RESULT(tqkv_mean(&shape, biased, TOKENS, center), TQKV_OK);
+    CHECK_RESULT(tqkv_calibrate(&shape, biased, TOKENS, NULL, 0, 0, TQKV_PAIRS_NONE, center, NULL), TQKV_OK);
     CHECK_RESULT(tqkv_measure(&shape, plain, TOKENS, before), TQKV_OK);
     CHECK_RESULT(tqkv_measure(&shape, biased, TOKENS, without), TQKV_OK);
     shape.center = center;
@@ -223,15 +199,13 @@ static void check_cache(const void *parameters)
     double *wanted = (double *)test_alloc(sizeof(double) * (size_t)n);
     cache_row empty = *row;
     empty.n_tokens = 0;
-    tqkv_cache *cache = cache_make(&empty, &desc);
-    REQUIRE(cache, "no cache");
-    const size_t bytes = tqkv_cache_bytes(cache);
-    CHECK_RESULT(tqkv_cache_set_center(cache, centers, values), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_set_center(cache, row->ring ? NULL : centers, values), TQKV_OK);
-    CHECK(tqkv_cache_bytes(cache) == bytes, "centres are counted");
-    CHECK(tqkv_cache_keys(cache)->center != centers, "the centre is not a copy");
+    tqkv_cache *plain = cache_make(&empty, &desc), *fork = NULL;
+    tqkv_cache *cache = cache_given(&desc, row->ring ? NULL : centers, NULL, values, NULL);
+    REQUIRE(cache && plain, "no cache");
+    CHECK(tqkv_cache_bytes(cache) == tqkv_cache_bytes(plain), "centres are counted");
+    tqkv_cache_destroy(plain);
+    CHECK(test_keys(cache)->center != centers, "the centre is not a copy");
     cache_append_seed(cache, 3, row->n_tokens, d);
-    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, NULL), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_cache_attend(cache, q, 2, own), TQKV_OK);
     tqkv_attention a = cache_attention(cache, &desc, 2, 0);
     CHECK((a.keys->center == NULL) == row->ring && a.values->center, "a centre is missing");
@@ -240,8 +214,16 @@ static void check_cache(const void *parameters)
     CHECK(error <= reference_attention_tolerance(&a, 1.0), "relative error %.3g", error);
     check_loaded(cache, &desc, q, own, n);
     CHECK_RESULT(tqkv_cache_truncate(cache, 0), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, NULL), TQKV_OK);
-    CHECK(!tqkv_cache_keys(cache)->center && !tqkv_cache_values(cache)->center, "a centre is left");
+    CHECK(test_values(cache)->center && test_values(cache)->center[0] == values[0], "the centre is gone");
+    desc.value_center = values; /* a copy may be asked for the same, and for no other */
+    CHECK_RESULT(tqkv_cache_fork(cache, &desc, &fork), TQKV_OK);
+    tqkv_cache_destroy(fork);
+    values[CACHE_HEADS * d - 1] += 1.0f;
+    CHECK_RESULT(tqkv_cache_fork(cache, &desc, &fork), TQKV_INVALID_ARGUMENT);
+    desc.value_center = NULL;
+    desc.key_scale = centers; /* there is none */
+    for (int i = 0; i < CACHE_HEADS * d; i++) centers[i] = 1.0f;
+    CHECK_RESULT(tqkv_cache_fork(cache, &desc, &fork), TQKV_INVALID_ARGUMENT);
     tqkv_cache_destroy(cache);
     free(centers);
     free(q);
@@ -249,56 +231,51 @@ static void check_cache(const void *parameters)
     free(wanted);
 }
 
-/* Refused centres leave the cache's as they are. */
+/* Refused centres: no cache. */
 static void check_refused(const void *parameters)
 {
     (void)parameters;
     static const float bad[3] = {(float)NAN, (float)INFINITY, -(float)INFINITY};
     const cache_row row = {TQKV_TQ3, TQKV_TQ2, D, 8, false, 0, -1};
-    tqkv_cache_desc desc = cache_desc(&row, NULL);
-    tqkv_cache *cache = cache_make(&row, &desc);
-    REQUIRE(cache, "no cache");
+    const tqkv_cache_desc desc = cache_desc(&row, NULL);
+    tqkv_cache_desc keys = desc, values = desc;
+    tqkv_cache *cache;
     float *center = test_rows(7, DATA_GAUSSIAN, CACHE_HEADS, D);
-    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, center), TQKV_OK);
-    const float kept = center[0];
+    keys.key_center = values.value_center = center;
     for (int i = 0; i < 3; i++)
         for (int at = 0; at < CACHE_HEADS * D; at += CACHE_HEADS * D - 1) {
             const float good = center[at];
             center[at] = bad[i];
-            CHECK_RESULT(tqkv_cache_set_center(cache, center, NULL), TQKV_NOT_FINITE);
-            CHECK_RESULT(tqkv_cache_set_center(cache, NULL, center), TQKV_NOT_FINITE);
+            CHECK_RESULT(tqkv_cache_create(&keys, &cache), TQKV_NOT_FINITE);
+            CHECK_RESULT(tqkv_cache_create(&values, &cache), TQKV_NOT_FINITE);
+            CHECK(!cache, "a cache with a refused centre");
             center[at] = good;
         }
-    CHECK_RESULT(tqkv_cache_set_center(NULL, center, center), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_cache_set_center(cache, (const float *)((uintptr_t)center + 1), NULL), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, (const float *)((uintptr_t)center + 1)), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_cache_set_center(cache, tqkv_cache_values(cache)->center, NULL), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, tqkv_cache_values(cache)->center - 1), TQKV_INVALID_ARGUMENT);
-    CHECK(!tqkv_cache_keys(cache)->center && tqkv_cache_values(cache)->center[0] == kept, "a refused centre was taken");
+    keys.key_center = values.value_center = (const float *)((uintptr_t)center + 1);
+    CHECK_RESULT(tqkv_cache_create(&keys, &cache), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_cache_create(&values, &cache), TQKV_INVALID_ARGUMENT);
     free(center);
-    tqkv_cache_destroy(cache);
 }
 
 void test_center_cases(void)
 {
     for (int d = 0; d < 6; d++)
-        test_add(check_mean, &test_head_dims[d], sizeof(int), "center/mean/%d", test_head_dims[d]);
-    for (int f = 0; f < TEST_FORMATS; f++) {
-        const char *name = tqkv_format_name(test_formats[f]);
-        for (int i = 0; i < 4; i++) {
-            const measure_row row = {test_formats[f], test_head_dims[(f + i) % 6], i % 2 ? 20.0f : 0.0f, i >= 2};
-            test_add(check_measure, &row, sizeof row, "center/measure/%s/%d/%d", name, row.head_dim, i);
+        for (int f = 0; f < TEST_FORMATS; f++) {
+            const char *name = tqkv_format_name(test_formats[f]);
+            for (int i = 0; i < 4; i++) {
+                const measure_row row = {test_formats[f], test_head_dims[(f + i) % 6], i % 2 ? 20.0f : 0.0f, i >= 2};
+                test_add(check_measure, &row, sizeof row, "center/measure/%s/%d/%d", name, row.head_dim, i);
+            }
+            test_add(check_gain, &test_formats[f], sizeof *test_formats, "center/gain/%s", name);
+            const cache_row cache = {test_formats[f],
+                                     test_formats[(f + 7) % TEST_FORMATS],
+                                     test_head_dims[f % 6],
+                                     12,
+                                     f % 2 != 0,
+                                     f % 2 ? 30 : 11,
+                                     -1};
+            test_add(check_cache, &cache, sizeof cache, "center/cache/%s", name);
         }
-        test_add(check_gain, &test_formats[f], sizeof *test_formats, "center/gain/%s", name);
-        const cache_row cache = {test_formats[f],
-                                 test_formats[(f + 7) % TEST_FORMATS],
-                                 test_head_dims[f % 6],
-                                 12,
-                                 f % 2 != 0,
-                                 f % 2 ? 30 : 11,
-                                 -1};
-        test_add(check_cache, &cache, sizeof cache, "center/cache/%s", name);
-    }
     test_add(check_measure_edges, NULL, 0, "center/measure_edges");
     const measure_row close_rows = {TQKV_I8, D, 3e6f, false}; /* they differ by a few units of the last place */
     test_add(check_measure, &close_rows, sizeof close_rows, "center/measure_close_rows");

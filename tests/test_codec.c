@@ -62,8 +62,7 @@ static void check_encode(const void *parameters)
     const golden_case *c = (const golden_case *)parameters;
     tqkv_store shape = golden_store(c);
     tqkv_store store = test_store(shape.format, shape.head_dim, GOLDEN_HEADS, GOLDEN_CAPACITY, false);
-    store.unrotated = shape.unrotated;
-    store.rotated = shape.rotated;
+    store.rotation = shape.rotation;
     store.block_scale = shape.block_scale;
     float center[GOLDEN_HEADS * TQKV_MAX_HEAD_DIM], scale[GOLDEN_HEADS * TQKV_MAX_HEAD_DIM];
     golden_center(c, center);
@@ -121,7 +120,7 @@ static void check_decode(const void *parameters)
     enum { HEADS = 3, POSITIONS = 5 };
     int d = row->head_dim;
     tqkv_store store = test_store(row->format, d, HEADS, 7, false);
-    store.unrotated = row->unrotated;
+    store.rotation = row->unrotated ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     store.block_scale = row->block_scale;
     fill_random(&store);
     size_t count = (size_t)(HEADS * POSITIONS * d);
@@ -155,10 +154,10 @@ static void check_sizes(const void *parameters)
     store.head_dim = row->head_dim;
     store.n_kv_heads = 3;
     store.capacity = 11;
-    CHECK(tqkv_row_bytes(row->format, row->head_dim) == bytes, "row of %d bytes, not %d",
-          (int)tqkv_row_bytes(row->format, row->head_dim), (int)bytes);
-    CHECK(tqkv_norms_per_row(row->format, row->head_dim) == norms, "%d norms a row, not %d",
-          tqkv_norms_per_row(row->format, row->head_dim), norms);
+    CHECK(test_row_bytes(row->format, row->head_dim) == bytes, "row of %d bytes, not %d",
+          (int)test_row_bytes(row->format, row->head_dim), (int)bytes);
+    CHECK(test_norms_per_row(row->format, row->head_dim) == norms, "%d norms a row, not %d",
+          test_norms_per_row(row->format, row->head_dim), norms);
     CHECK(tqkv_codes_size(&store) == 33 * bytes, "codes of %d bytes", (int)tqkv_codes_size(&store));
     CHECK(tqkv_norms_size(&store) == 33 * sizeof(float) * (size_t)norms, "norms of %d bytes",
           (int)tqkv_norms_size(&store));
@@ -201,13 +200,13 @@ static void check_rotate(const void *parameters)
     int d = *(const int *)parameters, n_rows = 6;
     float *source = test_rows(3, DATA_STUDENT, n_rows, d), *rows = test_rows(3, DATA_STUDENT, n_rows, d);
     float expected[REFERENCE_MAX_DIM];
-    CHECK_RESULT(tqkv_rotate(rows, n_rows, d), TQKV_OK);
+    CHECK_RESULT(tqkv_rotate(rows, n_rows, d, TQKV_ROTATED), TQKV_OK);
     for (int r = 0; r < n_rows; r++) {
         memcpy(expected, source + r * d, (size_t)d * sizeof(float));
         reference_rotate_row(expected, d);
         CHECK(!memcmp(rows + r * d, expected, (size_t)d * sizeof(float)), "row %d differs from the reference", r);
     }
-    CHECK_RESULT(tqkv_unrotate(rows, n_rows, d), TQKV_OK);
+    CHECK_RESULT(tqkv_rotate(rows, n_rows, d, TQKV_ORIGINAL), TQKV_OK);
     for (int r = 0; r < n_rows; r++) {
         double original[REFERENCE_MAX_DIM];
         for (int i = 0; i < d; i++) original[i] = (double)source[r * d + i];
@@ -237,7 +236,7 @@ static void check_orthogonal(const void *parameters)
     for (int r = 0; r < ROWS - 1; r++) rows[r * d + (r * 31 + r / 4 * 16) % d] = 1.0f;
     for (int i = 0; i < ROWS * d; i++) wide[i] = (double)rows[i];
     before = dot(wide + (ROWS - 1) * d, wide + (ROWS - 1) * d, d);
-    CHECK_RESULT(tqkv_rotate(rows, ROWS, d), TQKV_OK);
+    CHECK_RESULT(tqkv_rotate(rows, ROWS, d, TQKV_ROTATED), TQKV_OK);
     for (int r = 0; r < ROWS; r++) {
         reference_rotate_double(wide + r * d, d);
         const double error = reference_relative_error(rows + r * d, wide + r * d, (size_t)d);
@@ -347,7 +346,7 @@ static void check_ties(const void *parameters)
     float source[512];
     for (int i = 0; i < d; i++) source[i] = i % 2 ? -1.0f : 1.0f;
     tqkv_store store = test_store(format, d, 1, 1, false);
-    store.unrotated = true;
+    store.rotation = TQKV_ROTATION_OFF;
     for (int b = (1 << bits) / 2; b < (1 << bits) - 1; b++)
         check_around(&store, source, 1.0f, test_boundaries(bits)[b]);
     test_store_free(&store);
@@ -449,7 +448,7 @@ static void check_length(const void *parameters)
     enum { ROWS = 8 };
     int d = row->head_dim;
     tqkv_store store = test_store(row->format, d, 1, ROWS, false);
-    store.unrotated = row->unrotated;
+    store.rotation = row->unrotated ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     store.block_scale = row->block_scale;
     for (int kind = 0; kind < 4; kind++) {
         float *source = test_rows(3, kinds[kind], ROWS, d);
@@ -524,7 +523,7 @@ static void check_infinite(const void *parameters)
     enum { TOKENS = 3 };
     const int d = row->head_dim;
     tqkv_store store = test_store(row->format, d, 1, GOLDEN_POSITION + TOKENS, false);
-    store.unrotated = row->unrotated;
+    store.rotation = row->unrotated ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     store.block_scale = 2e38f;
     float *source = test_rows(8, DATA_GAUSSIAN, TOKENS, d);
     for (int i = 0; i < TOKENS * d; i++) source[i] *= i < d ? 1e-9f : i < 2 * d ? 1.0f : 1e9f;

@@ -34,7 +34,7 @@ static double round_trip_error(const error_row *row)
 {
     int d = row->head_dim;
     tqkv_store store = test_store(row->format, d, 1, ERROR_CHUNK, false);
-    store.unrotated = row->unrotated;
+    store.rotation = row->unrotated ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     float *source = (float *)test_alloc(sizeof(float) * (size_t)(ERROR_CHUNK * d));
     float *decoded = (float *)test_alloc(sizeof(float) * (size_t)(ERROR_CHUNK * d));
     double total = 0.0;

@@ -123,7 +123,7 @@ static tqkv_store filled_store(tqkv_format format, int n, int page_size, const f
 {
     const int n_pages = page_size ? (n + page_size - 1) / page_size : 0;
     tqkv_store s = test_store(format, 64, CACHE_HEADS, page_size ? n_pages * page_size : n, false);
-    s.rotated = format == TQKV_F16;
+    s.rotation = format == TQKV_F16 ? TQKV_ROTATION_ON : TQKV_ROTATION_DEFAULT;
     for (int i = 0; i < n_pages; i++) pages[i] = n_pages - 1 - i;
     if (page_size) {
         s.pages = pages;
@@ -166,10 +166,10 @@ static void open_stores(const store_row *row, const float *k, const float *v, co
                                     i % 2 ? v : k, s->pages[i]);
     a->keys = &s->stores[0];
     a->values = &s->stores[1];
-    a->first_keys = a->last_keys = &s->stores[2];
-    a->first_values = a->last_values = &s->stores[3];
-    a->exact_first = row->exact_first;
-    a->exact_last = row->exact_last;
+    a->first.keys = a->last.keys = &s->stores[2];
+    a->first.values = a->last.values = &s->stores[3];
+    a->first.n = row->exact_first;
+    a->last.n = row->exact_last;
     a->n_heads = GROUP_HEADS;
     a->n_queries = row->n_queries;
     a->end = row->n;
@@ -177,10 +177,10 @@ static void open_stores(const store_row *row, const float *k, const float *v, co
     if (row->backwards) a->parallel.run = run_backwards;
     for (int i = 0; i < row->n_queries && row->list_block; i++)
         for (int j = 0; j < LIST; j++) s->list[i][j] = (2 * j + i % 2) * row->list_block < row->n ? 2 * j + i % 2 : -1;
-    if (row->list_block) a->list = s->list[0];
-    a->list_length = LIST;
-    a->list_block = row->list_block ? row->list_block : 1;
-    a->list_newest = 33;
+    if (row->list_block) a->list.rows = s->list[0];
+    a->list.length = LIST;
+    a->list.block = row->list_block ? row->list_block : 1;
+    a->list.newest = 33;
 }
 
 /* All queries in one call against each alone, whose `end` is lower; slices are cut at the same position in both. */
@@ -200,7 +200,7 @@ static void check_stores(const void *parameters)
         tqkv_attention one = a;
         one.n_queries = 1;
         one.end = n - n_queries + i + 1;
-        if (row->list_block) one.list = s.list[i];
+        if (row->list_block) one.list.rows = s.list[i];
         attend_by(&one, false, q + i * GROUP_HEADS * 64, alone + i * GROUP_HEADS * 64);
     }
     check_same_queries(alone, together, n_queries, "stores of", n);
@@ -343,13 +343,11 @@ static void check_overlaps(const void *parameters)
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
     REQUIRE(cache, "no cache");
     CHECK_RESULT(tqkv_cache_append(cache, data.k, data.v, 200), TQKV_OK);
-    const tqkv_attention view = tqkv_cache_view(cache);
-    const void *grown = view.last_keys->codes;
+    const tqkv_attention view = test_view(cache, 1);
+    const void *grown = view.last.keys->codes;
     CHECK_RESULT(tqkv_cache_append(cache, grown, data.v, 1), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_cache_keep(cache, 2, (const int *)grown, 1), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_cache_attend(cache, data.q, 1, (void *)(uintptr_t)grown), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_cache_truncate(cache, 0), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_set_center(cache, (const float *)grown, NULL), TQKV_INVALID_ARGUMENT);
     tqkv_cache_destroy(cache);
     free_data(&data);
 }
@@ -424,9 +422,9 @@ static void check_roomy_fork(const void *parameters)
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
     for (int i = 0; cache && i < 200; i++) CHECK_RESULT(tqkv_cache_append(cache, data.k, data.v, 1), TQKV_OK);
     CHECK_RESULT(tqkv_cache_fork(cache, &roomy, &copy), TQKV_OK);
-    const tqkv_attention view = tqkv_cache_view(copy);
-    CHECK(view.last_keys && view.last_keys->capacity >= TOKENS, "no room for an append");
-    CHECK(view.exact_from == 200 - HELD, "halves from %d on", (int)view.exact_from);
+    const tqkv_attention view = test_view(copy, 1);
+    CHECK(view.last.keys && view.last.keys->capacity >= TOKENS, "no room for an append");
+    CHECK(view.last.from == 200 - HELD, "halves from %d on", (int)view.last.from);
     CHECK_RESULT(tqkv_cache_attend(copy, data.q, QUERIES, out), TQKV_OUT_OF_RANGE);
     tqkv_cache_destroy(cache);
     tqkv_cache_destroy(copy);
@@ -448,17 +446,17 @@ static void expect_refused(tqkv_cache *cache, const company_data *data, int n, c
 {
     enum { MOST = 8 };
     static float out[MOST * GROUP_HEADS * 64], sums[2][MOST * GROUP_HEADS];
-    tqkv_attention view = tqkv_cache_view(cache), some;
+    tqkv_attention view = test_view(cache, 1), some;
     const void *const q[1] = {data->q};
     void *const outs[1] = {out};
     memset(&some, 0, sizeof some);
     memset(out, 0xff, sizeof out);
     view.n_queries = n;
     CHECK(tqkv_cache_attend(cache, data->q, n, out) == TQKV_OUT_OF_RANGE, "%s: attend", when);
-    CHECK(tqkv_cache_attend_some(cache, &some, data->q, n, out) == TQKV_OUT_OF_RANGE, "%s: attend_some", when);
+    CHECK(test_attend_some(cache, &some, data->q, n, out) == TQKV_OUT_OF_RANGE, "%s: attend_some", when);
     CHECK(tqkv_attend(&view, data->q, out) == TQKV_OUT_OF_RANGE, "%s: the view", when);
     CHECK(tqkv_attend_batch(&view, 1, q, outs) == TQKV_OUT_OF_RANGE, "%s: a batch", when);
-    CHECK(tqkv_attend_partial(&view, data->q, tqkv_cache_first(cache), 1, out, sums[0], sums[1]) == TQKV_OUT_OF_RANGE,
+    CHECK(tqkv_attend_partial(&view, data->q, test_first(cache), 1, out, sums[0], sums[1]) == TQKV_OUT_OF_RANGE,
           "%s: a slice", when);
     CHECK(untouched(out, MOST * GROUP_HEADS * 64), "%s: written", when);
 }
@@ -477,12 +475,12 @@ static void check_lost_lists(tqkv_cache *cache, const company_data *data)
         const int32_t lists[6] = {cases[i].block, 36, 36, 36, 36, 36};
         tqkv_attention some;
         memset(&some, 0, sizeof some);
-        some.list = lists;
-        some.list_length = 1;
-        some.list_block = 4;
-        some.list_newest = cases[i].newest;
-        CHECK(tqkv_cache_attend_some(cache, &some, data->q, 6, out) == cases[i].result, "block %d, %d newest",
-              cases[i].block, cases[i].newest);
+        some.list.rows = lists;
+        some.list.length = 1;
+        some.list.block = 4;
+        some.list.newest = cases[i].newest;
+        CHECK(test_attend_some(cache, &some, data->q, 6, out) == cases[i].result, "block %d, %d newest", cases[i].block,
+              cases[i].newest);
     }
 }
 
@@ -493,17 +491,17 @@ static void check_lists_before_windows(tqkv_cache *cache, const company_data *da
     int32_t lists[13][2];
     tqkv_attention some;
     memset(&some, 0, sizeof some);
-    some.list = lists[0];
-    some.list_length = 2;
-    some.list_block = 16;
+    some.list.rows = lists[0];
+    some.list.length = 2;
+    some.list.block = 16;
     for (int i = 0; i < 13; i++) { /* whose windows begin at 128 to 140, the oldest position */
         lists[i][0] = 7;           /* positions 112 to 127 */
         lists[i][1] = 12;          /* 192 to 207 */
     }
-    CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data->q, 1, out), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data->q, 13, out), TQKV_OK);
+    CHECK_RESULT(test_attend_some(cache, &some, data->q, 1, out), TQKV_OK);
+    CHECK_RESULT(test_attend_some(cache, &some, data->q, 13, out), TQKV_OK);
     lists[0][0] = 8;
-    CHECK_RESULT(tqkv_cache_attend_some(cache, &some, data->q, 13, out), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(test_attend_some(cache, &some, data->q, 13, out), TQKV_OUT_OF_RANGE);
 }
 
 /* A ring of its window's size: a query whose window is gone gets no answer,
@@ -533,7 +531,7 @@ static void check_lost_windows(const void *parameters)
     CHECK_RESULT(tqkv_cache_attend(cache, data.q, 1, out), TQKV_OK);
     CHECK_RESULT(tqkv_cache_keep(cache, 10, NULL, 0), TQKV_OK);
     expect_refused(cache, &data, 1, "after keep");
-    tqkv_attention store = tqkv_cache_view(cache); /* the same over its stores, which know no history */
+    tqkv_attention store = test_view(cache, 1); /* the same over its stores, which know no history */
     store.whole_window = false;
     CHECK_RESULT(tqkv_attend(&store, data.q, out), TQKV_OK);
     tqkv_cache_destroy(cache);
@@ -568,8 +566,8 @@ static bool open_kept(const company_row *row, kept_ring *r)
         CHECK_RESULT(tqkv_cache_append(r->cache, data->k + i * CACHE_HEADS * data->key_dim,
                                        v ? v + i * CACHE_HEADS * 64 : NULL, 100),
                      TQKV_OK);
-    r->view = tqkv_cache_view(r->cache);
-    CHECK(r->view.exact_first == row->exact_first, "the view has %d first positions", r->view.exact_first);
+    r->view = test_view(r->cache, 1);
+    CHECK(r->view.first.n == row->exact_first, "the view has %d first positions", r->view.first.n);
     r->view.n_queries = QUERIES;
     r->allowed = reference_attention_tolerance(&r->view, 2.0);
     reference_attend(&r->view, data->q, r->expected);
@@ -584,7 +582,7 @@ static void check_kept_error(const kept_ring *r)
     tqkv_attention view = r->view;
     const double error = reference_relative_error(r->out, r->expected, OUT);
     CHECK(error <= r->allowed, "relative error %.3g", error);
-    view.exact_first = 0;
+    view.first.n = 0;
     reference_attend(&view, r->data.q, without);
     CHECK(reference_relative_error(r->out, without, OUT) > 0.02, "the first positions make no difference");
 }
@@ -595,7 +593,7 @@ static void check_kept_calls(const kept_ring *r)
     static float out[2][OUT], sums[2][2][QUERIES * GROUP_HEADS];
     tqkv_attention view = r->view;
     const float *q = r->data.q;
-    const int64_t first = tqkv_cache_first(r->cache), second = first + 33;
+    const int64_t first = test_first(r->cache), second = first + 33;
     for (int tasks = 0; tasks < 2; tasks++) {
         if (tasks) view.parallel.run = run_backwards;
         CHECK_RESULT(tqkv_attend(&view, q, out[0]), TQKV_OK);
@@ -618,14 +616,14 @@ static void check_kept_lists(const kept_ring *r)
     static double expected[OUT];
     static float out[OUT];
     tqkv_attention view = r->view;
-    view.list = list;
-    view.list_length = BLOCKS;
-    view.list_block = 16;
+    view.list.rows = list;
+    view.list.length = BLOCKS;
+    view.list.block = 16;
     for (int i = 0; i < QUERIES * BLOCKS; i++) list[i] = i % BLOCKS * 16 < TOKENS ? i % BLOCKS : -1;
     CHECK_RESULT(tqkv_attend(&view, r->data.q, out), TQKV_OK);
     CHECK(!memcmp(r->out, out, sizeof out), "a list of all blocks has other bits");
     for (int i = 0; i < QUERIES * BLOCKS; i++) list[i] = i % BLOCKS ? -1 : 1;
-    view.list_newest = 9;
+    view.list.newest = 9;
     reference_attend(&view, r->data.q, expected);
     CHECK_RESULT(tqkv_attend(&view, r->data.q, out), TQKV_OK);
     CHECK(reference_relative_error(out, expected, OUT) <= r->allowed, "a list without them");
@@ -661,7 +659,7 @@ static void check_slices_before(const void *parameters)
     tqkv_cache *cache = NULL;
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
     CHECK_RESULT(tqkv_cache_append(cache, data.k, row->shared ? NULL : data.v, 60), TQKV_OK);
-    const tqkv_attention view = tqkv_cache_view(cache);
+    const tqkv_attention view = test_view(cache, 1);
     reference_attend(&view, data.q, expected);
     for (int i = 0; i < 4; i++) {
         for (int s = 0; s < 3; s++) {

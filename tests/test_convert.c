@@ -24,8 +24,9 @@ static tqkv_store make_source(const convert_row *row, const float *center, const
     float *rows = test_rows(9, DATA_STUDENT, (COUNT + earlier) * HEADS, row->head_dim);
     s.center = center;
     s.channel_scale = scales;
-    s.unrotated = row->unrotated && row->from != TQKV_F16;
-    s.rotated = row->rotated && row->from == TQKV_F16;
+    s.rotation = (row->unrotated && row->from != TQKV_F16) ? TQKV_ROTATION_OFF
+                 : (row->rotated && row->from == TQKV_F16) ? TQKV_ROTATION_ON
+                                                           : TQKV_ROTATION_DEFAULT;
     CHECK_RESULT(tqkv_encode(&s, rows, COUNT + earlier, first - earlier), TQKV_OK);
     free(rows);
     return s;
@@ -36,8 +37,9 @@ static tqkv_store shape_of_target(const convert_row *row, const tqkv_store *sour
 {
     tqkv_store s = *source;
     s.format = row->to;
-    s.unrotated = row->unrotated && row->to != TQKV_F16;
-    s.rotated = row->rotated && row->to == TQKV_F16;
+    s.rotation = (row->unrotated && row->to != TQKV_F16) ? TQKV_ROTATION_OFF
+                 : (row->rotated && row->to == TQKV_F16) ? TQKV_ROTATION_ON
+                                                         : TQKV_ROTATION_DEFAULT;
     s.block_scale = row->block_scale;
     s.codes_size = tqkv_codes_size(&s);
     s.norms_size = tqkv_norms_size(&s);
@@ -53,7 +55,7 @@ static void expect_row(const tqkv_store *from, const tqkv_store *to, int head, i
     plain.center = target.center = plain.channel_scale = target.channel_scale = NULL;
     const bool rotated = reference_is_rotated(from) && reference_is_rotated(to);
     CHECK_RESULT(tqkv_decode(&plain, position, 1, rotated ? TQKV_ROTATED : TQKV_ORIGINAL, all), TQKV_OK);
-    if (rotated) target.unrotated = !(target.rotated = false);
+    if (rotated) target.rotation = TQKV_ROTATION_OFF;
     reference_encode_row(&target, head, row, codes, norms, scaled);
 }
 

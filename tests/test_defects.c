@@ -17,9 +17,11 @@ static void check_block_norms(const void *parameters)
         float source[REFERENCE_MAX_DIM];
         data_rows(1, DATA_GAUSSIAN, source, 1, d);
         for (int i = 0; i < d; i++) source[i] *= (float)(1 << i / 256);
-        store.unrotated = reference_can_be_unrotated(format); /* without the rotation each block keeps its size */
+        store.rotation = reference_can_be_unrotated(format)
+                             ? TQKV_ROTATION_OFF
+                             : TQKV_ROTATION_DEFAULT; /* without the rotation each block keeps its size */
         CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_OK);
-        for (int block = 0; block < d / 256 && store.unrotated; block++) {
+        for (int block = 0; block < d / 256 && store.rotation == TQKV_ROTATION_OFF; block++) {
             double row[REFERENCE_MAX_DIM], sum = 0.0, decoded = 0.0;
             reference_decode(&store, 0, 0, row);
             for (int i = 256 * block; i < 256 * block + 256; i++) {
@@ -28,7 +30,7 @@ static void check_block_norms(const void *parameters)
             }
             CHECK(fabs(decoded - sum) < 1e-6 * sum, "D=%d block %d has length^2 %g, not %g", d, block, decoded, sum);
         }
-        store.unrotated = false;
+        store.rotation = TQKV_ROTATION_DEFAULT;
         CHECK_RESULT(tqkv_encode(&store, source, 1, 0), TQKV_OK);
         uint8_t codes[REFERENCE_MAX_DIM];
         float norms[4], scaled[REFERENCE_MAX_DIM];
@@ -229,8 +231,8 @@ static void check_packed(const void *parameters)
     (void)parameters;
     for (int i = 0; i < 6; i++) {
         size_t d = (size_t)test_head_dims[i];
-        CHECK(8 * tqkv_row_bytes(TQKV_TQ5, (int)d) == 5 * d, "TQ5 row of %zu bytes", tqkv_row_bytes(TQKV_TQ5, (int)d));
-        CHECK(8 * tqkv_row_bytes(TQKV_TQ6, (int)d) == 6 * d, "TQ6 row of %zu bytes", tqkv_row_bytes(TQKV_TQ6, (int)d));
+        CHECK(8 * test_row_bytes(TQKV_TQ5, (int)d) == 5 * d, "TQ5 row of %zu bytes", test_row_bytes(TQKV_TQ5, (int)d));
+        CHECK(8 * test_row_bytes(TQKV_TQ6, (int)d) == 6 * d, "TQ6 row of %zu bytes", test_row_bytes(TQKV_TQ6, (int)d));
     }
 }
 
@@ -296,7 +298,7 @@ static void check_poison_alone(const void *parameters)
     k[0] = -1000.0f;
     q[0] = q[DIM] = 8.0f;
     CHECK_RESULT(tqkv_cache_append(cache, k, v, N), TQKV_OK);
-    ((unsigned char *)tqkv_cache_values(cache)->codes)[7] = 0x7e; /* a NaN in element 3 of position 0 */
+    ((unsigned char *)test_values(cache)->codes)[7] = 0x7e; /* a NaN in element 3 of position 0 */
     CHECK_RESULT(tqkv_cache_attend(cache, q + DIM, 1, alone), TQKV_OK);
     CHECK_RESULT(tqkv_cache_attend(cache, q, 2, both), TQKV_OK);
     for (int i = 0; i < DIM; i++)
@@ -318,14 +320,14 @@ static void check_center_overflow(const void *parameters)
     desc.head_dim = DIM;
     desc.n_kv_heads = desc.n_heads = 1;
     desc.capacity = N;
-    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
     for (int i = 0; i < N * DIM; i++) {
         k[i] = 1e37f;
         v[i] = 1.0f;
     }
-    CHECK_RESULT(tqkv_cache_set_center(cache, k, NULL), TQKV_OK);
+    desc.key_center = k;
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
     CHECK_RESULT(tqkv_cache_append(cache, k, v, N), TQKV_OK);
-    tqkv_attention a = tqkv_cache_view(cache);
+    tqkv_attention a = test_view(cache, 1);
     for (int sign = -1; sign < 2; sign += 2) {
         for (int i = 0; i < DIM; i++) q[i] = (float)sign * 100.0f;
         a.sinks = &sink;

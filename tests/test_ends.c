@@ -36,7 +36,7 @@ static tqkv_cache_desc describe(const ends_row *row)
 
 static bool model_open(ends_model *m, const ends_row *row)
 {
-    const tqkv_cache_desc desc = describe(row);
+    tqkv_cache_desc desc = describe(row);
     memset(m, 0, sizeof *m);
     m->row = row;
     m->key_dim = row->head_dim + row->tail_dim;
@@ -44,9 +44,9 @@ static bool model_open(ends_model *m, const ends_row *row)
     m->k = test_rows(1, DATA_STUDENT, MOST * CACHE_HEADS, m->key_dim);
     m->v = test_rows(2, DATA_STUDENT, MOST * CACHE_HEADS, m->value_dim);
     m->center = test_rows(3, DATA_GAUSSIAN, CACHE_HEADS, m->key_dim > m->value_dim ? m->key_dim : m->value_dim);
+    if (row->center) desc.key_center = m->center;
+    if (row->center && !row->shared) desc.value_center = m->center;
     CHECK_RESULT(tqkv_cache_create(&desc, &m->cache), TQKV_OK);
-    if (m->cache && row->center)
-        CHECK_RESULT(tqkv_cache_set_center(m->cache, m->center, row->shared ? NULL : m->center), TQKV_OK);
     return m->cache != NULL;
 }
 
@@ -82,15 +82,15 @@ static void check_half(const ends_model *m, const tqkv_store *s, int side, int p
 
 static void check_halves(const ends_model *m)
 {
-    const tqkv_attention a = tqkv_cache_view(m->cache);
-    const tqkv_store *const stores[2][2] = {{a.first_keys, a.first_values}, {a.last_keys, a.last_values}};
+    const tqkv_attention a = test_view(m->cache, 1);
+    const tqkv_store *const stores[2][2] = {{a.first.keys, a.first.values}, {a.last.keys, a.last.values}};
     CHECK(a.end == m->end, "end is %d, not %d", (int)a.end, m->end);
-    CHECK(a.exact_first <= m->row->exact_first && a.exact_last <= m->row->exact_last && a.exact_first <= m->end &&
-              a.exact_last <= m->end,
-          "%d and %d positions", a.exact_first, a.exact_last);
+    CHECK(a.first.n <= m->row->exact_first && a.last.n <= m->row->exact_last && a.first.n <= m->end &&
+              a.last.n <= m->end,
+          "%d and %d positions", a.first.n, a.last.n);
     for (int side = 0; side < (m->row->shared ? 1 : 2); side++) {
-        for (int p = 0; stores[0][side] && p < a.exact_first; p++) check_half(m, stores[0][side], side, p);
-        for (int p = m->end - a.exact_last; stores[1][side] && p < m->end; p++) check_half(m, stores[1][side], side, p);
+        for (int p = 0; stores[0][side] && p < a.first.n; p++) check_half(m, stores[0][side], side, p);
+        for (int p = m->end - a.last.n; stores[1][side] && p < m->end; p++) check_half(m, stores[1][side], side, p);
     }
 }
 
@@ -104,16 +104,16 @@ static int at_most(const ends_model *m, int asked)
 /* All that the end asks for are halves. */
 static void check_all_there(const ends_model *m)
 {
-    const tqkv_attention a = tqkv_cache_view(m->cache);
-    CHECK(a.exact_first == at_most(m, m->row->exact_first), "%d first positions", a.exact_first);
-    CHECK(a.exact_last == at_most(m, m->row->exact_last), "%d newest positions", a.exact_last);
+    const tqkv_attention a = test_view(m->cache, 1);
+    CHECK(a.first.n == at_most(m, m->row->exact_first), "%d first positions", a.first.n);
+    CHECK(a.last.n == at_most(m, m->row->exact_last), "%d newest positions", a.last.n);
 }
 
 /* [QUERIES][heads][value_dim]: what the cache answers; checked against double precision. Freed by the caller. */
 static float *attend(const ends_model *m)
 {
     const int heads = CACHE_HEADS * CACHE_GROUP, count = QUERIES * heads * m->value_dim;
-    tqkv_attention a = tqkv_cache_view(m->cache);
+    tqkv_attention a = test_view(m->cache, 1);
     float *q = test_rows(4, DATA_GAUSSIAN, QUERIES * heads, m->key_dim);
     float *out = (float *)test_alloc((size_t)count * sizeof *out), *view = test_rows(5, DATA_ZEROS, count / 32, 32);
     double *expected = (double *)test_alloc((size_t)count * sizeof *expected);
@@ -216,22 +216,22 @@ static void check_remains(const void *parameters)
     check_all_there(&m);
     model_remove(&m, m.end - 10, 5);
     check_halves(&m);
-    CHECK(tqkv_cache_view(m.cache).exact_last == 40, "%d newest positions", tqkv_cache_view(m.cache).exact_last);
+    CHECK(test_view(m.cache, 1).last.n == 40, "%d newest positions", test_view(m.cache, 1).last.n);
     model_append(&m, 1);
     check_all_there(&m);
     model_remove(&m, 2, 1);
-    CHECK(tqkv_cache_view(m.cache).exact_first == 3, "%d first positions", tqkv_cache_view(m.cache).exact_first);
+    CHECK(test_view(m.cache, 1).first.n == 3, "%d first positions", test_view(m.cache, 1).first.n);
     model_append(&m, 130);
     model_append(&m, 1);
     model_remove(&m, 10, 140); /* more than the ring has */
     check_halves(&m);
-    CHECK(tqkv_cache_view(m.cache).exact_last == 40, "%d newest positions", tqkv_cache_view(m.cache).exact_last);
+    CHECK(test_view(m.cache, 1).last.n == 40, "%d newest positions", test_view(m.cache, 1).last.n);
     CHECK_RESULT(tqkv_cache_truncate(m.cache, m.end = 5), TQKV_OK); /* all that the ring held is gone */
     model_append(&m, 10);
     check_halves(&m);
     model_remove(&m, 1, 2); /* before what is halves */
     check_halves(&m);
-    CHECK(tqkv_cache_view(m.cache).exact_last == 10, "%d newest positions", tqkv_cache_view(m.cache).exact_last);
+    CHECK(test_view(m.cache, 1).last.n == 10, "%d newest positions", test_view(m.cache, 1).last.n);
     free(attend(&m));
     model_close(&m);
 }
@@ -250,8 +250,8 @@ static void check_keep_first(const void *parameters)
     for (int i = 0; i < 4; i++) m.rows[i] = m.rows[kept[i]];
     m.end = 4;
     check_halves(&m);
-    const tqkv_attention a = tqkv_cache_view(m.cache);
-    CHECK(a.exact_first == 2 && a.exact_last == 4, "%d first and %d newest positions", a.exact_first, a.exact_last);
+    const tqkv_attention a = test_view(m.cache, 1);
+    CHECK(a.first.n == 2 && a.last.n == 4, "%d first and %d newest positions", a.first.n, a.last.n);
     model_close(&m);
 }
 
@@ -269,7 +269,7 @@ static void check_fork_below_first(const void *parameters)
     for (desc.capacity = 59; desc.capacity < 61; desc.capacity++) {
         tqkv_cache *copy = NULL;
         CHECK_RESULT(tqkv_cache_fork(m.cache, &desc, &copy), desc.capacity < 60 ? TQKV_OUT_OF_RANGE : TQKV_OK);
-        CHECK(!copy || tqkv_cache_view(copy).exact_first == tqkv_cache_view(m.cache).exact_first, "other positions");
+        CHECK(!copy || test_view(copy, 1).first.n == test_view(m.cache, 1).first.n, "other positions");
         tqkv_cache_destroy(copy);
     }
     model_close(&m);
@@ -285,7 +285,7 @@ static void check_fork_from_f16(const void *parameters)
     (void)parameters;
     if (!model_open(&m, &row)) return;
     model_append(&m, 150);
-    CHECK(!tqkv_cache_view(m.cache).last_keys, "halves of halves");
+    CHECK(!test_view(m.cache, 1).last.keys, "halves of halves");
     memset(&desc, 0, sizeof desc);
     desc.key_format = desc.value_format = TQKV_TQ4;
     CHECK_RESULT(tqkv_cache_fork(m.cache, &desc, &copy), TQKV_OK);
@@ -334,7 +334,7 @@ static tqkv_store make_paged(tqkv_format format, int page_size, const int32_t *p
 {
     tqkv_store s = test_store(format, 64, CACHE_HEADS, page_size ? 8 * 64 / page_size * page_size : PAGED, false);
     const int token = CACHE_HEADS * 64;
-    s.rotated = format == TQKV_F16;
+    s.rotation = format == TQKV_F16 ? TQKV_ROTATION_ON : TQKV_ROTATION_DEFAULT;
     s.pages = pages;
     s.page_size = page_size;
     s.n_pages = page_size ? (PAGED + page_size - 1) / page_size : 0;
@@ -370,15 +370,15 @@ static void check_pages(const void *parameters)
         memset(&a, 0, sizeof a);
         a.keys = &stores[0];
         a.values = &stores[1];
-        a.first_keys = a.last_keys = &stores[2];
-        a.first_values = a.last_values = &stores[3];
-        a.exact_first = 4;
-        a.exact_last = 70;
+        a.first.keys = a.last.keys = &stores[2];
+        a.first.values = a.last.values = &stores[3];
+        a.first.n = 4;
+        a.last.n = 70;
         a.n_heads = CACHE_HEADS;
         a.n_queries = QUERIES;
         a.end = PAGED;
         CHECK_RESULT(tqkv_attend(&a, q, outs[way]), TQKV_OK);
-        a.exact_last = 110; /* page 2 of the halves is none */
+        a.last.n = 110; /* page 2 of the halves is none */
         CHECK_RESULT(tqkv_attend(&a, q, other), way ? TQKV_OUT_OF_RANGE : TQKV_OK);
         for (int i = 0; i < 4; i++) test_store_free(&stores[i]);
     }
@@ -445,12 +445,12 @@ static void check_first_half(const void *parameters)
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
     for (int t = 0; t < N; t++)
         CHECK_RESULT(tqkv_cache_append(cache, k + t * CACHE_HEADS * D, k + t * CACHE_HEADS * D, 1), TQKV_OK);
-    const tqkv_attention view = tqkv_cache_view(cache);
-    const float *scale = tqkv_cache_keys(cache)->channel_scale;
-    REQUIRE(scale && view.first_keys, "nothing was learned");
+    const tqkv_attention view = test_view(cache, 1);
+    const float *scale = test_keys(cache)->channel_scale;
+    REQUIRE(scale && view.first.keys, "nothing was learned");
     for (int i = 0; i < CACHE_HEADS * D; i++)
         CHECK(scale[i] == scale[i / D * D + (i + D / 2) % D], "channel %d has a scale of its own", i);
-    CHECK_RESULT(tqkv_decode(view.first_keys, 0, 1, TQKV_ORIGINAL, found), TQKV_OK);
+    CHECK_RESULT(tqkv_decode(view.first.keys, 0, 1, TQKV_ORIGINAL, found), TQKV_OK);
     CHECK(fabsf(found[0] - 6e4f) < 60.0f, "%g", (double)found[0]);
     tqkv_cache_destroy(cache);
     free(k);

@@ -192,14 +192,14 @@ static void use_ends(world *w)
 {
     w->ends = w->keys;
     w->ends.format = TQKV_F16;
-    w->ends.rotated = true;
+    w->ends.rotation = TQKV_ROTATION_ON;
     w->ends.codes = w->m->pool_codes;
     w->ends.codes_size = sizeof w->m->pool_codes;
     CHECK_RESULT(tqkv_encode(&w->ends, w->m->src, TOKENS, 0), TQKV_OK);
     CHECK_RESULT(tqkv_encode(&w->ends, w->m->src2, TOKENS, 3), TQKV_OK);
-    w->attention.first_keys = w->attention.last_keys = &w->ends;
-    w->attention.exact_first = 1;
-    w->attention.exact_last = 2;
+    w->attention.first.keys = w->attention.last.keys = &w->ends;
+    w->attention.first.n = 1;
+    w->attention.last.n = 2;
 }
 
 /* Makes a ring of the five positions, which keeps its first one: of keys, values and tail. */
@@ -210,10 +210,10 @@ static void use_kept(world *w)
     w->kept_tail = w->tail;
     w->kept_tail.codes = w->m->pool_codes + sizeof w->m->pool_codes / 2;
     memset(w->kept_tail.codes, 0, sizeof w->m->pool_codes / 2);
-    w->attention.first_values = &w->ends;
-    w->attention.first_tail = &w->kept_tail;
-    w->attention.last_keys = NULL;
-    w->attention.exact_last = 0;
+    w->attention.first.values = &w->ends;
+    w->attention.first.tail = &w->kept_tail;
+    w->attention.last.keys = NULL;
+    w->attention.last.n = 0;
     w->keys.ring = w->values.ring = w->tail.ring = true;
     w->keys.capacity = w->values.capacity = w->tail.capacity = 5;
     w->attention.end = 10;
@@ -231,16 +231,19 @@ static void free_world(world *w)
 /* ---- The calls ---- */
 
 static tqkv_result encode(world *w) { return tqkv_encode(w->store, w->src, w->n_tokens, w->position); }
-static tqkv_result encode_slots(world *w) { return tqkv_encode_slots(w->store, w->src, w->n_tokens, w->slots); }
+static tqkv_result encode_slots(world *w) { return test_encode_slots(w->store, w->src, w->n_tokens, w->slots); }
 static tqkv_result probe(world *w) { return tqkv_probe(w->store, w->src, w->n_tokens, w->out); }
 static tqkv_result measure(world *w)
 {
     return tqkv_measure(w->store, w->src, w->n_tokens, (tqkv_quality *)(void *)w->out);
 }
-static tqkv_result mean(world *w) { return tqkv_mean(w->store, w->src, w->n_tokens, w->out); }
+static tqkv_result mean(world *w)
+{
+    return tqkv_calibrate(w->store, w->src, w->n_tokens, NULL, 0, 0, TQKV_PAIRS_NONE, w->out, NULL);
+}
 static tqkv_result decode(world *w) { return tqkv_decode(w->store, w->position, w->n_positions, w->basis, w->out); }
-static tqkv_result rotate(world *w) { return tqkv_rotate(w->src, w->n_rows, w->head_dim); }
-static tqkv_result unrotate(world *w) { return tqkv_unrotate(w->src, w->n_rows, w->head_dim); }
+static tqkv_result rotate(world *w) { return tqkv_rotate(w->src, w->n_rows, w->head_dim, TQKV_ROTATED); }
+static tqkv_result unrotate(world *w) { return tqkv_rotate(w->src, w->n_rows, w->head_dim, TQKV_ORIGINAL); }
 static tqkv_result attend(world *w) { return tqkv_attend(w->a, w->q, w->out); }
 static tqkv_result partial(world *w)
 {
@@ -435,6 +438,7 @@ static void check_nothing_to_do(const void *parameters)
     CHECK_RESULT(decode(&w), TQKV_OK);
     CHECK_RESULT(rotate(&w), TQKV_OK);
     CHECK_RESULT(unrotate(&w), TQKV_OK);
+    CHECK_RESULT(tqkv_rotate(w.src, 1, w.head_dim, (tqkv_basis)2), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(append(&w), TQKV_OK);
     check_unchanged(&w, before);
     free_world(&w);
@@ -456,10 +460,9 @@ static void check_sizes_of_invalid(const void *parameters)
         free_world(&w);
     }
     CHECK(tqkv_codes_size(NULL) == 0 && tqkv_norms_size(NULL) == 0, "NULL has a size");
-    CHECK(tqkv_row_bytes(TQKV_FORMAT_DEFAULT, 128) == 0, "the default format has a row");
-    CHECK(tqkv_row_bytes(TQKV_I8, 100) == 0 && tqkv_norms_per_row(TQKV_I8, 100) == 0, "head_dim 100 has a row");
-    CHECK(tqkv_norms_per_row(test_no_format(-3), 128) == 0, "an unknown format has norms");
-    CHECK(tqkv_last_boundary(TQKV_FORMAT_DEFAULT) == 0.0f, "the default format has a boundary");
+    CHECK(test_row_bytes(TQKV_FORMAT_DEFAULT, 128) == 0, "the default format has a row");
+    CHECK(test_row_bytes(TQKV_I8, 100) == 0 && test_norms_per_row(TQKV_I8, 100) == 0, "head_dim 100 has a row");
+    CHECK(test_norms_per_row(test_no_format(-3), 128) == 0, "an unknown format has norms");
     free(m);
 }
 

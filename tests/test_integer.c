@@ -83,7 +83,7 @@ static void set_peaks(const peak_row *row, float *rows, size_t n, int d, size_t 
     for (size_t i = 0; i < n; i++, rows += stride) {
         rows[5] += row->peak * sqrtf((float)d);
         for (int j = 0; j < d; j++) rows[j] *= scale;
-        CHECK_RESULT(tqkv_unrotate(rows, 1, d), TQKV_OK);
+        CHECK_RESULT(tqkv_rotate(rows, 1, d, TQKV_ORIGINAL), TQKV_OK);
     }
 }
 

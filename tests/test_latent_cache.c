@@ -37,17 +37,21 @@ static void append(tqkv_cache *cache, const latent_row *row, int first, int n, i
     free(v);
 }
 
-static tqkv_cache *make(const latent_row *row, counting *counter)
+/* A cache of that desc, with the row's centres. */
+static tqkv_cache *make_of(const latent_row *row, const tqkv_cache_desc *desc)
 {
-    const tqkv_cache_desc desc = latent_desc(row, counter);
-    tqkv_cache *cache = NULL;
-    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
-    if (!cache || !row->centered) return cache;
+    if (!row->centered) return cache_given(desc, NULL, NULL, NULL, NULL);
     float *keys = cache_data(33, 1, row->head_dim + row->tail_dim), *values = cache_data(34, 1, row->head_dim);
-    CHECK_RESULT(tqkv_cache_set_center(cache, keys, row->shared ? NULL : values), TQKV_OK);
+    tqkv_cache *cache = cache_given(desc, keys, NULL, row->shared ? NULL : values, NULL);
     free(keys);
     free(values);
     return cache;
+}
+
+static tqkv_cache *make(const latent_row *row, counting *counter)
+{
+    tqkv_cache_desc desc = latent_desc(row, counter);
+    return make_of(row, &desc);
 }
 
 /* Both caches have the same snapshots; frees b. */
@@ -76,8 +80,8 @@ static void check_answer(tqkv_cache *cache, const latent_row *row)
     float *out = (float *)test_alloc(n * sizeof(float)), *same = (float *)test_alloc(n * sizeof(float));
     float *q = test_rows(35, DATA_GAUSSIAN, ROWS, row->head_dim + row->tail_dim);
     double *expected = (double *)test_alloc(n * sizeof(double));
-    tqkv_attention a = cache_attention(cache, &desc, QUERIES, (int)(tqkv_cache_end(cache) - tqkv_cache_first(cache)));
-    a.tail = tqkv_cache_tail(cache);
+    tqkv_attention a = cache_attention(cache, &desc, QUERIES, (int)(tqkv_cache_end(cache) - test_first(cache)));
+    a.tail = test_tail(cache);
     CHECK((a.values == a.keys) == row->shared && (a.tail != NULL) == (row->tail_dim > 0), "other streams");
     answer(cache, row, out);
     CHECK_RESULT(tqkv_attend(&a, q, same), TQKV_OK);
@@ -122,9 +126,9 @@ static void check_forks(tqkv_cache *cache, const latent_row *row, counting *coun
     desc.allocator = counting_allocator(counter);
     CHECK_RESULT(tqkv_cache_fork(cache, &desc, &fork), TQKV_OK);
     REQUIRE(fork, "no fork");
-    const int64_t first = tqkv_cache_first(cache), end = tqkv_cache_end(cache);
-    check_converted(tqkv_cache_keys(cache), tqkv_cache_keys(fork), first, end);
-    if (row->tail_dim) check_converted(tqkv_cache_tail(cache), tqkv_cache_tail(fork), first, end);
+    const int64_t first = test_first(cache), end = tqkv_cache_end(cache);
+    check_converted(test_keys(cache), test_keys(fork), first, end);
+    if (row->tail_dim) check_converted(test_tail(cache), test_tail(fork), first, end);
     check_answer(fork, row);
     tqkv_cache_destroy(fork);
     memset(&desc, 0, sizeof desc);
@@ -182,16 +186,20 @@ static void check_refusals(tqkv_cache *cache, const latent_row *row)
     k[CACHE_HEADS * (row->head_dim + row->tail_dim) - 1] = (float)NAN; /* of the tail, if there is one */
     CHECK_RESULT(tqkv_cache_append(cache, k, row->shared ? NULL : v, 1), TQKV_NOT_FINITE);
     if (row->tail_dim) {
-        float *inside = (float *)tqkv_cache_tail(cache)->codes;
+        float *inside = (float *)test_tail(cache)->codes;
         CHECK_RESULT(tqkv_cache_append(cache, inside, row->shared ? NULL : v, 1), TQKV_INVALID_ARGUMENT);
     }
     stream after = stream_of_cache(cache), copy = before;
     CHECK(stream_is_equal(&copy, &after), "a refused append has changed the cache");
     stream_free(&copy);
     stream_free(&after);
-    CHECK_RESULT(tqkv_cache_truncate(cache, 0), TQKV_OK);
-    if (row->shared) CHECK_RESULT(tqkv_cache_set_center(cache, NULL, v), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_cache_set_center(cache, k, NULL), TQKV_NOT_FINITE);
+    tqkv_cache_desc desc = latent_desc(row, NULL);
+    tqkv_cache *none;
+    desc.value_center = row->shared ? v : NULL;
+    if (row->shared) CHECK_RESULT(tqkv_cache_create(&desc, &none), TQKV_INVALID_ARGUMENT);
+    desc.value_center = NULL;
+    desc.key_center = k;
+    CHECK_RESULT(tqkv_cache_create(&desc, &none), TQKV_NOT_FINITE);
     free(k);
     free(v);
 }
@@ -207,9 +215,9 @@ static void check_cache(const void *parameters)
     append(cache, row, 0, row->ring ? 33 : 17, 8);
     append(other, row, 0, row->ring ? 33 : 17, 1);
     check_same(cache, other, "one by one");
-    const size_t values = row->shared ? 0 : store_bytes(tqkv_cache_values(cache));
-    CHECK(tqkv_cache_bytes(cache) == store_bytes(tqkv_cache_keys(cache)) + values + store_bytes(tqkv_cache_tail(cache)),
-          "%d bytes", (int)tqkv_cache_bytes(cache));
+    const size_t values = row->shared ? 0 : store_bytes(test_values(cache));
+    CHECK(tqkv_cache_bytes(cache) == store_bytes(test_keys(cache)) + values + store_bytes(test_tail(cache)), "%d bytes",
+          (int)tqkv_cache_bytes(cache));
     check_answer(cache, row);
     check_forks(cache, row, &counter);
     check_snapshot(cache, row, &counter);
@@ -227,15 +235,13 @@ static void check_layout(const void *parameters)
     const latent_row *row = (const latent_row *)parameters;
     enum { TOKENS = 5, GAP = 7 };
     const int dim = row->head_dim + row->tail_dim, token = CACHE_HEADS * dim + GAP;
-    tqkv_cache *cache = make(row, NULL), *plain = make(row, NULL);
+    tqkv_cache_desc desc = latent_desc(row, NULL);
+    desc.strides.k.token = (size_t)token;
+    tqkv_cache *cache = make_of(row, &desc), *plain = make(row, NULL);
     float *k = cache_data(31, TOKENS, dim);
     float *wide = (float *)test_alloc_filled((size_t)(TOKENS * token) * sizeof(float), 0xff);
     for (int t = 0; t < TOKENS; t++)
         memcpy(wide + t * token, k + t * CACHE_HEADS * dim, (size_t)(CACHE_HEADS * dim) * sizeof(float));
-    tqkv_cache_layout layout;
-    memset(&layout, 0, sizeof layout);
-    layout.k.token = (size_t)token;
-    CHECK_RESULT(tqkv_cache_set_layout(cache, &layout), TQKV_OK);
     CHECK_RESULT(tqkv_cache_append(cache, wide, NULL, TOKENS), TQKV_OK);
     append(plain, row, 0, TOKENS, TOKENS);
     check_same(cache, plain, "rows with gaps");

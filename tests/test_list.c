@@ -57,7 +57,7 @@ static void check_full(const void *parameters)
     const size_t bytes = p.n_rows * p.value_dim * sizeof(float);
     float *out = (float *)test_alloc(bytes);
     tqkv_attention all = p.attention;
-    all.list = NULL;
+    all.list.rows = NULL;
     CHECK_RESULT(tqkv_attend(&p.attention, p.q, p.out), TQKV_OK);
     CHECK_RESULT(tqkv_attend(&all, p.q, out), TQKV_OK);
     CHECK(!memcmp(out, p.out, bytes), "a list of all blocks changes bits");
@@ -109,7 +109,7 @@ static void check_alone(const void *parameters)
         items[i] = p.attention;
         items[i].n_queries = 1;
         items[i].end = row.end - 8 + i;
-        items[i].list = p.list + i * p.attention.list_length * (row.list_by_head ? row.n_kv_heads : 1);
+        items[i].list.rows = p.list + i * p.attention.list.length * (row.list_by_head ? row.n_kv_heads : 1);
         q[i] = p.q + (size_t)i * n_heads * p.head_dim;
         out[i] = alone + (size_t)i * floats;
     }
@@ -193,26 +193,25 @@ static void check_cache(const void *parameters)
     float *q = test_rows(7, DATA_GAUSSIAN, 3 * 4, 64), out[2][3 * 4 * 64];
     REQUIRE(c, "no cache");
     for (int i = 0; i < 120; i++) (&list[0][0][0])[i] = 20 + i % 20 * 2;
-    tqkv_attention a = cache_attention(c, &desc, 3, (int)(tqkv_cache_end(c) - tqkv_cache_first(c)));
-    a.list = &list[0][0][0];
-    a.list_length = 20;
-    a.list_heads = 2;
-    a.list_block = 4;
-    a.list_newest = 6;
+    tqkv_attention a = cache_attention(c, &desc, 3, (int)(tqkv_cache_end(c) - test_first(c)));
+    a.list.rows = &list[0][0][0];
+    a.list.length = 20;
+    a.list.heads = 2;
+    a.list.block = 4;
+    a.list.newest = 6;
     a.tree = tree;
     CHECK_RESULT(tqkv_attend(&a, q, out[0]), TQKV_OK);
     a.keys = a.values = NULL; /* ignored */
     a.n_heads = a.n_queries = a.window = -1;
-    CHECK_RESULT(tqkv_cache_attend_some(c, &a, q, 3, out[1]), TQKV_OK);
+    CHECK_RESULT(test_attend_some(c, &a, q, 3, out[1]), TQKV_OK);
     CHECK(!memcmp(out[0], out[1], sizeof out[0]), "the cache's output is another");
-    a.list_block = 5;
-    CHECK_RESULT(tqkv_cache_attend_some(c, &a, q, 3, out[1]), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_cache_attend_some(c, NULL, q, 3, out[1]), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_cache_attend_some(NULL, &a, q, 3, out[1]), TQKV_INVALID_ARGUMENT);
+    a.list.block = 5;
+    CHECK_RESULT(test_attend_some(c, &a, q, 3, out[1]), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(test_attend_some(NULL, &a, q, 3, out[1]), TQKV_INVALID_ARGUMENT);
     CHECK(!memcmp(out[0], out[1], sizeof out[0]), "a refused call has written");
-    a.list = NULL;
+    a.list.rows = NULL;
     a.tree = NULL;
-    CHECK_RESULT(tqkv_cache_attend_some(c, &a, q, 3, out[0]), TQKV_OK);
+    CHECK_RESULT(test_attend_some(c, &a, q, 3, out[0]), TQKV_OK);
     CHECK_RESULT(tqkv_cache_attend(c, q, 3, out[1]), TQKV_OK);
     CHECK(!memcmp(out[0], out[1], sizeof out[0]), "without a list the output is another");
     free(q);
@@ -235,7 +234,7 @@ static void check_batch_refused(const attend_problem *p, tqkv_result expected)
     const void *q[2] = {p->q, p->q};
     float written[2 * 4 * 64];
     void *out[2] = {written, written + 4 * 64};
-    items[0].list = NULL;
+    items[0].list.rows = NULL;
     memset(written, 0xff, sizeof written);
     CHECK_RESULT(tqkv_attend_batch(items, 2, q, out), expected);
     for (int i = 0; i < 2 * 4 * 64; i++)
@@ -252,11 +251,11 @@ static void check_refused(const void *parameters)
     int32_t list[16];
     float before[4 * 64], max[4], sum[4];
     for (int i = 0; i < 16; i++) list[i] = bad->row[i % 4];
-    p.attention.list = (const int32_t *)(const void *)((const char *)list + bad->offset);
-    p.attention.list_length = bad->length;
-    p.attention.list_heads = bad->heads;
-    p.attention.list_block = bad->block;
-    p.attention.list_newest = bad->newest;
+    p.attention.list.rows = (const int32_t *)(const void *)((const char *)list + bad->offset);
+    p.attention.list.length = bad->length;
+    p.attention.list.heads = bad->heads;
+    p.attention.list.block = bad->block;
+    p.attention.list.newest = bad->newest;
     memcpy(before, p.out, sizeof before);
     test_explained = NULL;
     CHECK_RESULT(tqkv_attend(&p.attention, p.q, p.out), bad->expected);
@@ -280,10 +279,10 @@ static void check_memory(const void *parameters)
     row.bits_alone = true;
     attend_set_up(&p, &row);
     tqkv_attention a = p.attention;
-    a.list = (const int32_t *)(void *)p.out;
+    a.list.rows = (const int32_t *)(void *)p.out;
     memset(p.out, 0xff, 4 * 64 * sizeof(float));
     CHECK_RESULT(tqkv_attend(&a, p.q, p.out), TQKV_INVALID_ARGUMENT);
-    a.list = p.list;
+    a.list.rows = p.list;
     a.allocator = counting_allocator(&counter);
     CHECK_RESULT(tqkv_attend(&a, p.q, p.out), TQKV_OUT_OF_MEMORY);
     CHECK(p.out[0] != p.out[0], "a failed call has written");

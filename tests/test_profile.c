@@ -163,8 +163,8 @@ static void check_desc(const profile *read, const profile_made *made, int index)
     desc.value_format = TQKV_TQ2;
     CHECK(!profile_desc(read, index, &desc), "layer %d is refused", index);
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
-    CHECK(tqkv_cache_keys(cache)->format == (made->has_plan ? read->layers[index].key_format : TQKV_TQ6), "keys");
-    CHECK(tqkv_cache_values(cache)->format == (made->has_plan ? read->layers[index].value_format : TQKV_TQ2), "values");
+    CHECK(test_keys(cache)->format == (made->has_plan ? read->layers[index].key_format : TQKV_TQ6), "keys");
+    CHECK(test_values(cache)->format == (made->has_plan ? read->layers[index].value_format : TQKV_TQ2), "values");
     tqkv_cache_destroy(cache);
 }
 

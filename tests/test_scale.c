@@ -16,8 +16,7 @@ typedef struct scale_row {
 static tqkv_store make_store(const scale_row *row)
 {
     tqkv_store s = test_store(row->format, row->head_dim, HEADS, TOKENS, false);
-    s.unrotated = row->unrotated;
-    s.rotated = row->rotated;
+    s.rotation = row->unrotated ? TQKV_ROTATION_OFF : row->rotated ? TQKV_ROTATION_ON : TQKV_ROTATION_DEFAULT;
     return s;
 }
 
@@ -112,13 +111,12 @@ static void check_places(const void *parameters)
     int32_t slots[TOKENS];
     tqkv_store linear = make_store(row), pool = make_store(row);
     tqkv_store ring = test_store(row->format, row->head_dim, HEADS, RING, true);
-    ring.unrotated = row->unrotated;
-    ring.rotated = row->rotated;
+    ring.rotation = row->unrotated ? TQKV_ROTATION_OFF : row->rotated ? TQKV_ROTATION_ON : TQKV_ROTATION_DEFAULT;
     linear.channel_scale = pool.channel_scale = ring.channel_scale = scales;
     for (int t = 0; t < TOKENS; t++) slots[t] = TOKENS - 1 - t;
     CHECK_RESULT(tqkv_encode(&linear, rows, TOKENS, 0), TQKV_OK);
     CHECK_RESULT(tqkv_encode(&ring, rows, TOKENS, 0), TQKV_OK);
-    CHECK_RESULT(tqkv_encode_slots(&pool, rows, TOKENS, slots), TQKV_OK);
+    CHECK_RESULT(test_encode_slots(&pool, rows, TOKENS, slots), TQKV_OK);
     const size_t codes = reference_row_bytes(row->format, row->head_dim);
     const size_t norms = sizeof(float) * (size_t)reference_norms_per_row(row->format, row->head_dim);
     for (int t = 0; t < TOKENS; t++)
@@ -151,10 +149,10 @@ static void check_measure(const void *parameters)
     tqkv_store s = make_store(row);
     tqkv_quality out[HEADS];
     for (int i = 0; i < n; i++) rows[i] *= scales[i % each];
-    CHECK_RESULT(tqkv_mean(&s, rows, TOKENS, plain_mean), TQKV_OK);
+    CHECK_RESULT(tqkv_calibrate(&s, rows, TOKENS, NULL, 0, 0, TQKV_PAIRS_NONE, plain_mean, NULL), TQKV_OK);
     s.center = plain_mean;
     s.channel_scale = scales;
-    CHECK_RESULT(tqkv_mean(&s, rows, TOKENS, mean), TQKV_OK);
+    CHECK_RESULT(tqkv_calibrate(&s, rows, TOKENS, NULL, 0, 0, TQKV_PAIRS_NONE, mean, NULL), TQKV_OK);
     CHECK(!memcmp(mean, plain_mean, sizeof(float) * (size_t)each), "the scale changes the mean");
     CHECK_RESULT(tqkv_measure(&s, rows, TOKENS, out), TQKV_OK);
     CHECK_RESULT(tqkv_encode(&s, rows, TOKENS, 0), TQKV_OK);

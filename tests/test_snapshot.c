@@ -317,14 +317,12 @@ static void check_settled(const void *parameters)
     (void)parameters;
     const cache_row shape = {TQKV_I8, TQKV_I8, 1024, 200, true, 0, -1};
     tqkv_cache_desc desc = cache_desc(&shape, NULL), open;
-    tqkv_cache *cache = NULL, *loaded = NULL;
+    tqkv_cache *loaded = NULL;
     float *center = test_rows(7, DATA_GAUSSIAN, CACHE_HEADS, 1024);
     desc.calibrate = 16;
     desc.exact_last = 3;
     memset(&open, 0, sizeof open);
-    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, center), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_set_center(cache, NULL, NULL), TQKV_OK);
+    tqkv_cache *cache = cache_given(&desc, NULL, NULL, center, NULL);
     stream s = stream_of_cache(cache);
     CHECK_RESULT(tqkv_cache_load(&open, stream_read, &s, &loaded), TQKV_OK);
     CHECK(s.at == s.size, "%d of %d bytes were read", (int)s.at, (int)s.size);
@@ -379,9 +377,8 @@ static void check_center(const void *parameters)
     const cache_row row = {TQKV_TQ4, TQKV_TQ5, 32, 6, false, 0, -1};
     counting counter = {0, 0, 0, 0, 0};
     tqkv_cache_desc desc = cache_desc(&row, NULL), open = open_desc(&counter);
-    tqkv_cache *cache = cache_make(&row, &desc);
     float *center = test_rows(7, DATA_GAUSSIAN, CACHE_HEADS, row.head_dim);
-    CHECK_RESULT(tqkv_cache_set_center(cache, of_values ? NULL : center, of_values ? center : NULL), TQKV_OK);
+    tqkv_cache *cache = cache_given(&desc, of_values ? NULL : center, NULL, of_values ? center : NULL, NULL);
     stream s = stream_of_cache(cache);
     const size_t begin = HEADER_SIZE + 8 + (of_values ? 8 : 0), size = CACHE_HEADS * 32 * sizeof(float);
     REQUIRE(s.size == HEADER_SIZE + 3 * 8 + size, "%d bytes", (int)s.size);
@@ -769,14 +766,10 @@ static stream filled_snapshot(int capacity, int resident, int n_kv_heads, bool c
     if (n_kv_heads > CACHE_HEADS) shape.key_format = shape.value_format = TQKV_TQ2;
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
     desc.n_kv_heads = desc.n_heads = n_kv_heads;
-    tqkv_cache *filled = cache_make(&shape, &desc);
+    float *center = test_rows(7, DATA_GAUSSIAN, n_kv_heads, shape.head_dim);
+    tqkv_cache *filled = centers ? cache_given(&desc, center, NULL, center, NULL) : cache_make(&shape, &desc);
+    free(center);
     if (!filled) return stream_empty();
-    if (centers) {
-        float *center = test_rows(7, DATA_GAUSSIAN, n_kv_heads, shape.head_dim);
-        CHECK_RESULT(tqkv_cache_truncate(filled, 0), TQKV_OK);
-        CHECK_RESULT(tqkv_cache_set_center(filled, center, center), TQKV_OK);
-        free(center);
-    }
     stream s = stream_of_cache(filled);
     tqkv_cache_destroy(filled);
     stream_write(&s, "behind", 6);

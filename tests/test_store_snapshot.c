@@ -191,9 +191,9 @@ static void check_from_cache(const void *parameters)
     float *rows = test_rows(1, DATA_STUDENT, 140 * HEADS, 64);
     tqkv_store pool = make_store(PAGED, TQKV_TQ4, 64);
     CHECK_RESULT(tqkv_cache_append(cache, rows, rows, 140), TQKV_OK);
-    stream s = save(tqkv_cache_values(cache), 0, 140);
+    stream s = save(test_values(cache), 0, 140);
     CHECK_RESULT(load(&pool, 0, 140, &s), TQKV_OK);
-    for (int p = 0; p < 140; p++) CHECK(is_same_row(tqkv_cache_values(cache), &pool, p, 1), "position %d", p);
+    for (int p = 0; p < 140; p++) CHECK(is_same_row(test_values(cache), &pool, p, 1), "position %d", p);
     free(rows);
     stream_free(&s);
     test_store_free(&pool);
@@ -300,7 +300,7 @@ static void no_change(tqkv_store *to) { (void)to; }
 static void other_format(tqkv_store *to) { to->format = TQKV_TQ5_BYTES; }
 static void other_dim(tqkv_store *to) { to->head_dim = 64; }
 static void other_heads(tqkv_store *to) { to->n_kv_heads = 1; }
-static void not_rotated(tqkv_store *to) { to->unrotated = true; }
+static void not_rotated(tqkv_store *to) { to->rotation = TQKV_ROTATION_OFF; }
 static void other_scale(tqkv_store *to) { to->block_scale = 0.5f; }
 static void scale_of_one(tqkv_store *to) { to->block_scale = 1.0f; }
 static void no_center(tqkv_store *to) { to->center = NULL; }
@@ -374,8 +374,7 @@ static void check_flags(const void *parameters)
     (void)parameters;
     for (int i = 0; i < 16; i++) {
         tqkv_store from = make_store(LINEAR, i & 1 ? TQKV_F16 : TQKV_TQ8, 32);
-        if (i & 2) from.rotated = (i & 1) != 0;
-        if (i & 2) from.unrotated = !from.rotated;
+        if (i & 2) from.rotation = i & 1 ? TQKV_ROTATION_ON : TQKV_ROTATION_OFF;
         if (i & 4) from.center = centers[0];
         if (i & 8) from.channel_scale = scales[0];
         for (int c = 0; c < HEADS * 32; c++) scales[0][c] = 0.5f;

@@ -175,18 +175,6 @@ static void check_midpoints(const void *parameters)
     }
 }
 
-static void check_last_boundary(const void *parameters)
-{
-    (void)parameters;
-    CHECK(tqkv_last_boundary(TQKV_TQ4) == test_boundaries(4)[14], "tq4 %g", (double)tqkv_last_boundary(TQKV_TQ4));
-    CHECK(tqkv_last_boundary(TQKV_TQ5) == test_boundaries(5)[30], "tq5 %g", (double)tqkv_last_boundary(TQKV_TQ5));
-    CHECK(tqkv_last_boundary(TQKV_TQ6_BYTES) == test_boundaries(6)[62], "tq6_bytes %g",
-          (double)tqkv_last_boundary(TQKV_TQ6_BYTES));
-    CHECK(tqkv_last_boundary(TQKV_TQ8) == test_boundaries(8)[254], "tq8 %g", (double)tqkv_last_boundary(TQKV_TQ8));
-    CHECK(tqkv_last_boundary(TQKV_I8) == 127.0f, "i8 %g", (double)tqkv_last_boundary(TQKV_I8));
-    CHECK(tqkv_last_boundary(TQKV_F16) == 65504.0f, "f16 %g", (double)tqkv_last_boundary(TQKV_F16));
-}
-
 /* ---- The rows of formats and codebooks ---- */
 
 /* A tqkv_format without a row is an error here: -Wswitch. */
@@ -225,7 +213,7 @@ static void check_rows(const void *parameters)
 #define KNOWN(bits, number) +((bits) == (number))
         CHECK(!book || (0 TQKV__BOOKS(KNOWN, book)) == 1, "%s: no codebook of %d bits", tqkv_format_name(f), book);
 #undef KNOWN
-        CHECK(tqkv_row_bytes(f, 128) == (size_t)(16 * (main_bits + upper)), "%s: bytes of a row", tqkv_format_name(f));
+        CHECK(test_row_bytes(f, 128) == (size_t)(16 * (main_bits + upper)), "%s: bytes of a row", tqkv_format_name(f));
     }
     CHECK(n == (int)(sizeof test_formats / sizeof *test_formats), "%d formats, the tests know another number", n);
 }
@@ -256,7 +244,7 @@ static void check_head_dims(const void *parameters)
     (void)parameters;
     int n = 0;
     for (int d = 0; d <= TQKV_MAX_HEAD_DIM; d++) {
-        if (!tqkv_row_bytes(TQKV_F16, d)) continue;
+        if (!test_row_bytes(TQKV_F16, d)) continue;
         CHECK(n < TEST_ALL_HEAD_DIMS && test_all_head_dims[n] == d, "head_dim %d is not in test_all_head_dims", d);
         CHECK(TQKV__SQRT(d) == (float)sqrt((double)d), "root of %d: %.9g", d, (double)TQKV__SQRT(d));
         CHECK(TQKV__INV_SQRT(d) == (float)(1.0 / sqrt((double)d)), "1/root of %d", d);
@@ -291,6 +279,5 @@ void test_tables_cases(void)
         test_add(check_boundaries, &all_bits[i], sizeof *all_bits, "tables/boundaries/%d", all_bits[i]);
         test_add(check_midpoints, &all_bits[i], sizeof *all_bits, "tables/midpoints/%d", all_bits[i]);
     }
-    test_add(check_last_boundary, NULL, 0, "tables/last_boundary");
     for (int m = 12; m <= 36; m += 8) test_add(check_hadamard, &m, sizeof m, "tables/hadamard/%d", m);
 }

@@ -1,7 +1,8 @@
-/* The thread rules of tqkv.h, and examples/thread_pool.h as a hook. `make test-tsan` runs this with ThreadSanitizer. */
+/* The thread rules of tqkv.h, with examples/thread_pool.h and examples/thread_team.h as hooks. `make test-tsan` runs this with ThreadSanitizer. */
 #include "attend_fixture.h"
 #include "cache_fixture.h"
 #include "examples/thread_pool.h"
+#include "examples/thread_team.h"
 
 #include <sched.h>
 #include <signal.h>
@@ -140,7 +141,7 @@ static void *read_cache(void *context)
         t->failures += tqkv_cache_attend(t->cache, t->q, QUERIES, t->out) != TQKV_OK;
         t->failures += tqkv_cache_save(t->cache, stream_write, &s) != TQKV_OK || !stream_is_equal(&s, t->snapshot);
         int64_t end = tqkv_cache_end(t->cache);
-        t->failures += tqkv_decode(tqkv_cache_keys(t->cache), end - 5, 5, TQKV_ORIGINAL, t->decoded) != TQKV_OK;
+        t->failures += tqkv_decode(test_keys(t->cache), end - 5, 5, TQKV_ORIGINAL, t->decoded) != TQKV_OK;
         t->failures += tqkv_cache_bytes(t->cache) == 0;
         stream_free(&s);
     }
@@ -350,13 +351,13 @@ static void check_learning(const void *parameters)
     free(q);
 }
 
-/* ---- tqkv_team: threads that are there already ---- */
+/* ---- A team: threads that are there already ---- */
 
 enum { TEAM_PROMPT = 400, TEAM_LONG = 2600, TEAM_ITEMS = 3, TEAM_ROW = CACHE_HEADS * DIM };
 enum { TEAM_WIDE = QUERIES * CACHE_HEADS * CACHE_GROUP * DIM };
 
 typedef struct team_work {
-    tqkv_team *team; /* NULL: none */
+    thread_team *team; /* NULL: none */
     int n_threads, calls_failed;
     tqkv_store stores[2]; /* keys, values */
     tqkv_cache *cache;
@@ -365,7 +366,7 @@ typedef struct team_work {
     float one[TEAM_WIDE], items[TEAM_ITEMS][TEAM_WIDE], cached[TEAM_WIDE];
 } team_work;
 
-static void team_work_open(team_work *w, tqkv_team *team, int n_threads, const float *rows, const float *q)
+static void team_work_open(team_work *w, thread_team *team, int n_threads, const float *rows, const float *q)
 {
     const cache_row row = {TQKV_I8, TQKV_TQ3, DIM, TEAM_LONG, true, 0, -1};
     tqkv_cache_desc desc = cache_desc(&row, NULL);
@@ -378,8 +379,8 @@ static void team_work_open(team_work *w, tqkv_team *team, int n_threads, const f
     w->stores[1] = test_store(TQKV_TQ4, DIM, CACHE_HEADS, TEAM_LONG, false);
     for (int i = 0; i < TEAM_PROMPT; i++) w->slots[i] = TEAM_LONG - 1 - i;
     if (team) {
-        desc.parallel = tqkv_team_parallel(team);
-        desc.allocator = tqkv_team_allocator(team);
+        desc.parallel = team_parallel(team);
+        desc.allocator = team_allocator(team);
         w->stores[0].parallel = w->stores[1].parallel = desc.parallel;
     }
     CHECK_RESULT(tqkv_cache_create(&desc, &w->cache), TQKV_OK);
@@ -407,13 +408,13 @@ static void do_team_work(team_work *w)
     a.n_queries = QUERIES;
     a.end = TEAM_LONG;
     if (w->team) {
-        a.parallel = tqkv_team_parallel(w->team);
-        a.allocator = tqkv_team_allocator(w->team);
+        a.parallel = team_parallel(w->team);
+        a.allocator = team_allocator(w->team);
     }
     for (int i = 0; i < 2; i++) {
         bad += tqkv_encode(&w->stores[i], w->rows, TEAM_LONG - TEAM_PROMPT - 1, 0) != TQKV_OK;
         bad += tqkv_encode(&w->stores[i], last - TEAM_ROW, 1, TEAM_LONG - TEAM_PROMPT - 1) != TQKV_OK;
-        bad += tqkv_encode_slots(&w->stores[i], last, TEAM_PROMPT, w->slots) != TQKV_OK;
+        bad += test_encode_slots(&w->stores[i], last, TEAM_PROMPT, w->slots) != TQKV_OK;
     }
     bad += tqkv_attend(&a, w->q, w->one) != TQKV_OK;
     for (int i = 0; i < TEAM_ITEMS; i++) {
@@ -437,9 +438,9 @@ static void *work_in_team(void *context)
 {
     team_thread *t = (team_thread *)context;
     for (int round = 0; round < ROUNDS; round++) {
-        if (!tqkv_team_begin(t->work->team, t->index, t->work->n_threads)) continue;
+        if (!team_begin(t->work->team, t->index, t->work->n_threads)) continue;
         do_team_work(t->work);
-        tqkv_team_end(t->work->team);
+        team_end(t->work->team);
     }
     return NULL;
 }
@@ -451,9 +452,9 @@ static void check_team(const void *parameters)
     static team_work together, alone;
     team_thread threads[THREADS];
     memset(&counter, 0, sizeof counter);
-    const tqkv_allocator allocator = counting_allocator(&counter);
-    tqkv_team *team = NULL;
-    CHECK_RESULT(tqkv_team_create(&allocator, &team), TQKV_OK);
+    thread_team one_team, *team = &one_team;
+    memset(team, 0, sizeof *team);
+    team->memory = counting_allocator(&counter);
     float *rows = cache_data(41, TEAM_LONG, DIM), *q = test_rows(42, DATA_GAUSSIAN, TEAM_WIDE / DIM, DIM);
     team_work_open(&together, team, n_threads, rows, q);
     team_work_open(&alone, NULL, 1, rows, q);
@@ -477,7 +478,7 @@ static void check_team(const void *parameters)
         CHECK(!memcmp(together.stores[i].codes, alone.stores[i].codes, alone.stores[i].codes_size), "other codes");
     team_work_close(&together);
     team_work_close(&alone);
-    tqkv_team_destroy(team);
+    team_release(team);
     CHECK_NO_LEAK(&counter);
     free(rows);
     free(q);
@@ -489,21 +490,14 @@ static void check_team_refusals(const void *parameters)
     (void)parameters;
     counting counter;
     memset(&counter, 0, sizeof counter);
-    tqkv_allocator allocator = counting_allocator(&counter);
-    tqkv_team *team = NULL;
-    CHECK_RESULT(tqkv_team_create(&allocator, NULL), TQKV_INVALID_ARGUMENT);
-    allocator.free = NULL;
-    CHECK_RESULT(tqkv_team_create(&allocator, &team), TQKV_INVALID_ARGUMENT);
-    allocator = counting_allocator(&counter);
-    counter.fail_at = 1;
-    CHECK_RESULT(tqkv_team_create(&allocator, &team), TQKV_OUT_OF_MEMORY);
-    CHECK(!team, "a team without memory");
-    CHECK_RESULT(tqkv_team_create(&allocator, &team), TQKV_OK);
+    thread_team one_team, *team = &one_team;
+    memset(team, 0, sizeof *team);
+    team->memory = counting_allocator(&counter);
     attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
     attend_problem problem;
     attend_set_up(&problem, &row);
-    problem.attention.parallel = tqkv_team_parallel(team);
-    problem.attention.allocator = tqkv_team_allocator(team);
+    problem.attention.parallel = team_parallel(team);
+    problem.attention.allocator = team_allocator(team);
     problem.keys.parallel = problem.attention.parallel;
     counter.fail_at = counter.calls + 1;
     CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OUT_OF_MEMORY);
@@ -514,15 +508,14 @@ static void check_team_refusals(const void *parameters)
     CHECK_RESULT(tqkv_encode(&problem.keys, source, 40, 0), TQKV_NOT_FINITE);
     CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
     attend_check(&problem, problem.out, "after a refused encode");
-    const tqkv_allocator scratch = tqkv_team_allocator(team);
+    const tqkv_allocator scratch = team_allocator(team);
     void *one = scratch.alloc(scratch.user, 0), *other = scratch.alloc(scratch.user, 0);
     CHECK(one && other && one != other, "blocks of no bytes: %p, %p", one, other);
     scratch.free(scratch.user, one, 0);
     scratch.free(scratch.user, other, 0);
     free(source);
     attend_tear_down(&problem);
-    tqkv_team_destroy(team);
-    tqkv_team_destroy(NULL);
+    team_release(team);
     CHECK_NO_LEAK(&counter);
 }
 
@@ -557,7 +550,7 @@ static void *write_slots(void *context)
             continue;
         }
         t->failures += tqkv_encode(&t->keys, own, OWN, first) != TQKV_OK;
-        t->failures += tqkv_encode_slots(&t->values, own, OWN, slots) != TQKV_OK;
+        t->failures += test_encode_slots(&t->values, own, OWN, slots) != TQKV_OK;
     }
     return NULL;
 }

@@ -79,7 +79,9 @@ static void check_codec(const void *parameters)
     check_rounded(row->type, decoded[1], decoded[0], n, "decoded");
     for (int i = 0; i < 2; i++) {
         CHECK_RESULT(tqkv_decode(&stores[i], 0, TOKENS, TQKV_ROTATED, decoded[i]), TQKV_OK);
-        CHECK_RESULT(tqkv_mean(&stores[i], i ? typed : floats, TOKENS, scaled[i]), TQKV_OK);
+        CHECK_RESULT(
+            tqkv_calibrate(&stores[i], i ? typed : floats, TOKENS, NULL, 0, 0, TQKV_PAIRS_NONE, scaled[i], NULL),
+            TQKV_OK);
         test_store_free(&stores[i]);
     }
     check_rounded(row->type, decoded[1], decoded[0], n, "decoded, rotated");
@@ -263,8 +265,7 @@ static void check_type_of_snapshot(tqkv_type type, const stream *floats, const s
         desc.type = rows[i].asked;
         file.at = 0;
         CHECK_RESULT(tqkv_cache_load(&desc, stream_read, &file, &cache), rows[i].result);
-        CHECK(!cache || tqkv_cache_keys(cache)->type == rows[i].wanted, "case %d: type %d", i,
-              (int)tqkv_cache_keys(cache)->type);
+        CHECK(!cache || test_keys(cache)->type == rows[i].wanted, "case %d: type %d", i, (int)test_keys(cache)->type);
         tqkv_cache_destroy(cache);
     }
 }
@@ -313,7 +314,7 @@ static void check_cache(const void *parameters)
                               : tqkv_cache_create(&desc, &caches[i]),
                      TQKV_OK);
         REQUIRE(caches[i], "no cache");
-        CHECK(tqkv_cache_values(caches[i])->type == desc.type, "the stores' type is another");
+        CHECK(test_values(caches[i])->type == desc.type, "the stores' type is another");
         if (i < 2) CHECK_RESULT(tqkv_cache_append(caches[i], k, v, CACHE_N), TQKV_OK);
         CHECK_RESULT(tqkv_cache_attend(caches[i], q, CACHE_QUERIES, out[i]), TQKV_OK);
         if (i < 2) snapshots[i] = stream_of_cache(caches[i]);

@@ -41,10 +41,12 @@ static tqkv_cache_desc models_desc(const char *keys, const char *values)
 }
 
 /* window: 0 = none; scale: of the scores. exact: positions at both ends that are kept as halves; calibrate: those from
-   which the cache learns; -1: as the preset says, else 0. halves: 1 keeps the keys as halves, 2 the values. */
+   which the cache learns; -1: as the preset says, else 0. halves: 1 keeps the keys as halves, 2 the values. center, channel_scale:
+   [n_kv_heads][head_dim], of the keys, or NULL; with one of them the cache learns nothing. */
 const char *models_cache_create(const char *keys, const char *values, int head_dim, int value_dim, int n_kv_heads,
                                 int n_heads, int capacity, int window, float scale, int exact_first, int exact_last,
-                                int calibrate, int halves, tqkv_cache **out)
+                                int calibrate, int halves, const float *center, const float *channel_scale,
+                                tqkv_cache **out)
 {
     models_reason[0] = '\0';
     tqkv_cache_desc desc = models_desc(keys, values);
@@ -64,20 +66,12 @@ const char *models_cache_create(const char *keys, const char *values, int head_d
     if (calibrate >= 0) desc.calibrate = calibrate;
     if (halves & 1) desc.key_format = TQKV_F16;
     if (halves & 2) desc.value_format = TQKV_F16;
+    desc.key_center = center;
+    desc.key_scale = channel_scale;
     return models_failed(tqkv_cache_create(&desc, out));
 }
 
 void models_cache_destroy(tqkv_cache *cache) { tqkv_cache_destroy(cache); }
-
-/* Before the first positions; center, channel_scale: [n_kv_heads][head_dim], of the keys.
- * The cache then learns nothing. */
-const char *models_cache_learned(tqkv_cache *cache, const float *center, const float *channel_scale)
-{
-    models_reason[0] = '\0';
-    tqkv_result result = tqkv_cache_set_center(cache, center, NULL);
-    if (result == TQKV_OK) result = tqkv_cache_set_scale(cache, channel_scale, NULL);
-    return models_failed(result);
-}
 
 /* Appends n positions and attends to what is there by then. k: [n][n_kv_heads][head_dim], v: with value_dim;
    q: [n][n_heads][head_dim], out: with value_dim */
@@ -92,7 +86,9 @@ const char *models_cache_run(tqkv_cache *cache, const float *k, const float *v, 
 /* Bits a value of the codes and norms, without what is kept as halves beside them. */
 double models_cache_bits(const tqkv_cache *cache)
 {
-    const tqkv_store *stores[2] = {tqkv_cache_keys(cache), tqkv_cache_values(cache)};
+    tqkv_attention view;
+    if (tqkv_cache_view(cache, 0, &view) != TQKV_OK) return 0;
+    const tqkv_store *stores[2] = {view.keys, view.values};
     double bytes = 0, values = 0;
     for (int i = 0; i < 2; i++) {
         bytes += (double)tqkv_codes_size(stores[i]) + (double)tqkv_norms_size(stores[i]);

@@ -12,9 +12,8 @@ DOUBLES = np.ctypeslib.ndpointer(np.float64, flags="C_CONTIGUOUS")
 INTS = np.ctypeslib.ndpointer(np.intc, flags="C_CONTIGUOUS")
 NAME, COUNT, REASON, CACHE = ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p
 FUNCTIONS = {
-    "models_cache_create": (REASON, NAME, NAME, *[COUNT] * 6, ctypes.c_float, *[COUNT] * 4, ctypes.POINTER(CACHE)),
+    "models_cache_create": (REASON, NAME, NAME, *[COUNT] * 6, ctypes.c_float, *[COUNT] * 4, *[ctypes.c_void_p] * 2, ctypes.POINTER(CACHE)),
     "models_cache_destroy": (None, CACHE),
-    "models_cache_learned": (REASON, CACHE, FLOATS, FLOATS),
     "models_cache_run": (REASON, CACHE, FLOATS, FLOATS, FLOATS, COUNT, FLOATS),
     "models_cache_bits": (ctypes.c_double, CACHE),
     "models_cache_bytes": (ctypes.c_double, CACHE),
@@ -118,10 +117,14 @@ class Cache:
         beginning and at the end; calibrate: positions to learn from; -1: as a preset has it, else 0. halves: "keys" or
         "values" keeps these as halves."""
         self.library, self.shape, self.handle = library, shape, ctypes.c_void_p()
-        library.check(library.shared.models_cache_create(
+        self.wanted = (
             keys.encode(), values.encode(), shape.head_dim, shape.value_dim, shape.n_kv_heads, shape.n_heads,
-            shape.n_tokens, shape.window, shape.scale, *exact, calibrate,
-            ("", "keys", "values").index(halves), ctypes.byref(self.handle)))
+            shape.n_tokens, shape.window, shape.scale, *exact, calibrate, ("", "keys", "values").index(halves))
+        self.create(None, None)
+
+    def create(self, center, scale):
+        self.library.check(self.library.shared.models_cache_create(
+            *self.wanted, center, scale, ctypes.byref(self.handle)))
 
     def __enter__(self):
         return self
@@ -130,7 +133,10 @@ class Cache:
         self.library.shared.models_cache_destroy(self.handle)
 
     def set_learned(self, center, scale):
-        self.library.check(self.library.shared.models_cache_learned(self.handle, center, scale))
+        """Before the first positions: a new cache, which learns nothing."""
+        center, scale = (np.ascontiguousarray(values, np.float32) for values in (center, scale))
+        self.library.shared.models_cache_destroy(self.handle)
+        self.create(center.ctypes.data, scale.ctypes.data)
 
     def run(self, q, k, v, chunk):
         """Attention of all queries, chunk by chunk, as an engine reads a prompt: [n_tokens][n_heads][value_dim]"""

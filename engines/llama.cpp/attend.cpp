@@ -65,9 +65,9 @@ void cache::find_ends(const layer &l, const run &r, item *to) const
     int from = n, first = 0;
     while (from > 0 && from > oldest && has(from - 1)) from--;
     while (first < preset_.exact_first && first < n && is_sink(first)) first++;
-    to->call.exact_first = first;
-    to->call.exact_last = exact_last((size_t)n);
-    to->call.exact_from = from;
+    to->call.first.n = first;
+    to->call.last.n = exact_last((size_t)n);
+    to->call.last.from = from;
     to->slots.assign((size_t)n, -1);
     for (int i = 0; i < first; i++) to->slots[(size_t)i] = ends_.slot_of(r.cells[(size_t)i]);
     for (int i = from; i < n; i++) to->slots[(size_t)i] = ends_.slot_of(r.cells[(size_t)i]);
@@ -87,23 +87,23 @@ void cache::fill_item(const layer &l, const run &r, const attention_call &call, 
     to->keys = l.streams[KEYS].codes();
     to->values = l.streams[VALUES].codes();
     *a = tqkv_attention();
-    a->exact_from = n;
+    a->last.from = n;
     const bool ends = l.streams[KEYS].has_ends() || l.streams[VALUES].has_ends();
     if (ends) find_ends(l, r, to);
     /* Cells that begin within a page have unseen positions in front of them, which cannot have exact first ones. */
     const int within = r.pages.empty() ? 0 : r.cells[0] % 64;
-    const bool by_page = !r.pages.empty() && n_cells_ % 64 == 0 && (within == 0 || a->exact_first == 0);
+    const bool by_page = !r.pages.empty() && n_cells_ % 64 == 0 && (within == 0 || a->first.n == 0);
     const int pad = by_page ? within : 0;
     to->slots.insert(to->slots.begin(), (size_t)pad, -1);
-    a->exact_from += pad;
+    a->last.from += pad;
     set_pages(&to->keys, by_page ? r.pages : r.cells, by_page ? 64 : 1);
     set_pages(&to->values, by_page ? r.pages : r.cells, by_page ? 64 : 1);
     for (int s = 0; ends && s < 2; s++) {
         if (!l.streams[s].has_ends() || !l.streams[s].halves().codes) continue;
         to->halves[s] = l.streams[s].halves();
         set_pages(&to->halves[s], to->slots, 1);
-        (s == KEYS ? a->last_keys : a->last_values) = &to->halves[s];
-        if (a->exact_first > 0) (s == KEYS ? a->first_keys : a->first_values) = &to->halves[s];
+        (s == KEYS ? a->last.keys : a->last.values) = &to->halves[s];
+        if (a->first.n > 0) (s == KEYS ? a->first.keys : a->first.values) = &to->halves[s];
     }
     a->keys = &to->keys;
     a->values = &to->values;

@@ -39,11 +39,11 @@ tqkv_store of_cells(const tqkv_store &s, const int32_t *cells, int n)
 
 tqkv_result encode(const tqkv_store &to, const rows &source, const int32_t *slots, int n, tqkv_parallel threads)
 {
-    tqkv_store s = to;
+    tqkv_store s = of_cells(to, slots, n);
     s.type = source.type;
     s.strides = source.strides;
     s.parallel = threads;
-    return tqkv_encode_slots(&s, source.data, n, slots);
+    return tqkv_encode(&s, source.data, n, 0);
 }
 
 } // namespace
@@ -72,7 +72,7 @@ bool stream::open(tqkv_format format, int head_dim, int n_heads, int n_cells, co
     with_ends_ = with_ends && format != TQKV_F16;
     halves_ = codes_;
     halves_.format = TQKV_F16;
-    halves_.rotated = true;
+    halves_.rotation = TQKV_ROTATION_ON;
     halves_.capacity = 0;
     halves_.codes = nullptr;
     halves_.norms = nullptr;

@@ -57,7 +57,7 @@ int main(void)
     }
     double error = relative_error(v, back, TOKENS * KV_HEADS * HEAD_DIM);
     printf("values in %s, %zu bytes a position and head: relative squared error %.5f: %s\n",
-           tqkv_format_name(values.format), tqkv_row_bytes(values.format, HEAD_DIM) + sizeof(float), error,
+           tqkv_format_name(values.format), (values.codes_size + values.norms_size) / (TOKENS * KV_HEADS), error,
            error < 0.005 ? "as expected" : "WRONG");
     free(key_block);
     free(value_block);

@@ -17,7 +17,6 @@
 #include "sparse.h"
 #include "speculation.h"
 #include "store_snapshot.h"
-#include "team.h"
 #include "threads.h"
 #include "typed.h"
 #include "view.h"
@@ -174,22 +173,6 @@ static void test_typed(void)
     check("typed/output", fabs(mean - 1.0) < 0.05);
 }
 
-/* With real threads: tests/test_threads.c. */
-static void test_team(void)
-{
-    team_layer l = {.q = q, .k = k, .v = v, .out = out};
-    tqkv_cache *alone = make_cache(TQKV_TQ6, 8, 0, (tqkv_parallel){0});
-    check("team/create", tqkv_team_create(NULL, &l.team) == TQKV_OK);
-    l.cache = make_cache(TQKV_TQ6, 8, 0, tqkv_team_parallel(l.team));
-    attention_on_all_threads(&l, 0, 1);
-    check("team/result", l.result == TQKV_OK && tqkv_cache_append(alone, k, v, 1) == TQKV_OK &&
-                             tqkv_cache_attend(alone, q, 1, expected) == TQKV_OK);
-    check("team/output", memcmp(out, expected, WIDE * sizeof *out) == 0);
-    tqkv_cache_destroy(l.cache);
-    tqkv_cache_destroy(alone);
-    tqkv_team_destroy(l.team);
-}
-
 static int run_header_example(void)
 {
 #include "header_example.h"
@@ -202,41 +185,6 @@ static void test_header_example(void)
     check("header/example", run_header_example() == 0);
     check("header/output", fabsf(out[5 * 128] - 2.0f) < 0.5f); /* of the only position; four heads read a KV head */
     fill(v, 8 * 128);
-}
-
-typedef struct layer {
-    tqkv_team *team;
-    tqkv_store keys, values;
-    tqkv_attention attention;
-    const float *k, *v, *q;
-    float *out;
-    int64_t position;
-    tqkv_result result;
-} layer;
-
-#include "header_team.h"
-
-/* As test_team, over stores. */
-static void test_header_team(void)
-{
-    layer l = {.k = k, .v = v, .q = q, .out = out};
-    tqkv_cache *cache = make_cache(TQKV_TQ6, 8, 0, (tqkv_parallel){0}),
-               *alone = make_cache(TQKV_TQ6, 8, 0, (tqkv_parallel){0});
-    check("header/team/create", tqkv_team_create(NULL, &l.team) == TQKV_OK);
-    l.keys = *tqkv_cache_keys(cache);
-    l.values = *tqkv_cache_values(cache);
-    l.attention = tqkv_cache_view(cache);
-    l.keys.parallel = l.values.parallel = l.attention.parallel = tqkv_team_parallel(l.team);
-    l.attention.keys = &l.keys;
-    l.attention.values = &l.values;
-    l.attention.kv_len = 1;
-    attend_layer(&l, 0, 1);
-    check("header/team/result", l.result == TQKV_OK && tqkv_cache_append(alone, k, v, 1) == TQKV_OK &&
-                                    tqkv_cache_attend(alone, q, 1, expected) == TQKV_OK);
-    check("header/team/output", memcmp(out, expected, WIDE * sizeof *out) == 0);
-    tqkv_cache_destroy(cache);
-    tqkv_cache_destroy(alone);
-    tqkv_team_destroy(l.team);
 }
 
 static void test_threads_and_window(void)
@@ -480,9 +428,7 @@ int main(void)
     test_typed();
     test_latent();
     test_sparse();
-    test_team();
     test_header_example();
-    test_header_team();
     test_threads_and_window();
     test_slices();
     test_fork();

@@ -14,8 +14,7 @@ awk -v out="$out" '
     /^ *```c / { begin($2); next }
     /^ *```/ { file = "" }
     FILENAME == "tqkv.h" && /^   EXAMPLE$/ { begin("header_example"); next }
-    FILENAME == "tqkv.h" && /in these it returns false after tqkv_team_end/ { begin("header_team"); next }
-    FILENAME == "tqkv.h" && /^   (CONTENTS|Thread 0 begins)/ { file = "" }
+    FILENAME == "tqkv.h" && /^   CONTENTS/ { file = "" }
     FILENAME == "tqkv.h" && /TQKV_IMPLEMENTATION starts|^#define TQKV_TABLE_VERSION/ { exit bad }
     file { print > file }
     END { exit bad }' README.md docs/integrating.md docs/special.md docs/slices.md docs/llama.md tqkv.h || exit 1

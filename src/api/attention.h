@@ -14,7 +14,29 @@
    The relative L2 error against double precision with the integer centroids (docs/formats.md) is at most 2e-4 plus 5e-5
    times the standard deviation of the scores, at any length. For F16 and TQ8, and on a GPU against what tqkv_decode
    gives, it is at most 2e-5; beyond a deviation of 10, 2e-6 times that. */
-typedef struct tqkv_attention {
+
+/* Block-sparse attention: the blocks that a query sees. */
+typedef struct tqkv_list {
+    /* [n_queries][heads][length], or NULL: all positions. Ascending numbers of blocks, the first -1 ends a row; block b
+       is the positions from b * block on. A query sees what it would see without a list, if it is in a block of its row
+       or among the `newest` positions that it would see. Blocks beyond the end, and positions that are gone, are
+       nothing. A list that names all blocks gives the result without a list, bit for bit. */
+    const int32_t *rows;
+    int length;
+    int heads;  /* 0 = 1, or n_kv_heads: a row for each */
+    int block;  /* 1, 4, 16, 64 or 128 positions */
+    int newest; /* so many of the newest are seen besides */
+} tqkv_list;
+
+/* Positions that are kept in fp16 besides their codes, at one end of the context. */
+typedef struct tqkv_ends {
+    const tqkv_store *keys, *values;
+    const tqkv_store *tail; /* of the first positions alone */
+    int n;                  /* so many of the first positions, or of the newest before each query */
+    int64_t from;           /* of the newest: none below it, as after a truncation; 0: none missing */
+} tqkv_ends;
+
+struct tqkv_attention {
     /* The streams. Same n_kv_heads; head_dim may differ. One stream may be both, as MLA's latent is: the same store, or
        two that describe the same bytes in the same way. Its rows are fetched once for scores and sums, and its centre
        is added back to both, as both are scaled. */
@@ -37,14 +59,7 @@ typedef struct tqkv_attention {
     /* [n_queries], at most 64, or NULL. Of the newest n_queries positions query i sees position j of them only if bit j
        of tree[i] is set and j <= i: for drafts with several branches (a tree mask). Higher bits are ignored. */
     const uint64_t *tree;
-    /* [n_queries][list_heads][list_length], or NULL: all positions. Block-sparse attention: ascending numbers of
-       blocks, the first -1 ends a row; block b is the positions from b * list_block on. A query sees what it would see
-       without a list, if it is in a block of its row or among the newest list_newest positions that it would see.
-       Blocks beyond the end, and positions that are gone, are nothing. A list that names all blocks gives the result
-       without a list, bit for bit. */
-    const int32_t *list;
-    int list_length, list_heads; /* list_heads: 0 = 1, or n_kv_heads: a row for each */
-    int list_block, list_newest; /* list_block: 1, 4, 16, 64 or 128 positions */
+    tqkv_list list;
 
     /* Scores. */
     float scale;   /* 0 = 1/sqrt(head_dim of the keys, with that of the tail) */
@@ -66,26 +81,23 @@ typedef struct tqkv_attention {
     /* Exact ends: the first positions (a model's attention sinks) and the newest (the recent window) in fp16 in place
        of their codes. A query at position p reads position j from
 
-         first_keys, first_values    where j < exact_first
-         last_keys, last_values      else where j > p - exact_last and j >= exact_from
+         first.keys, first.values    where j < first.n
+         last.keys, last.values      else where j > p - last.n and j >= last.from
          keys, values                else
 
        A NULL store is passed over, as are all of a stream that is F16 itself.
        p is where the query stands in the sequence, also with a tree; with non_causal and no window, end - 1. All four
        are stores of F16: linear, paged or rings (multiples of 64 read fastest), with n_kv_heads, head_dim, centre and
-       scale of the codes, and rotated if these are. first_* hold the positions below exact_first, last_* the newest
-       exact_last + n_queries - 1 of those up to `end`, else TQKV_OUT_OF_RANGE. If the keys are the values, first_keys
-       and last_keys serve both. The tail is read from its own store. On a GPU these stores have no pages, and keys with
-       a tail have none beside them. */
-    const tqkv_store *first_keys, *first_values, *last_keys, *last_values;
-    int exact_first, exact_last;
-    int64_t exact_from; /* below it there are no newest halves, as after a truncation; 0: none missing */
-    /* A ring forgets its first positions, but first_keys, first_values and, with a tail, first_tail (a store of the
-       tail's kind) keep them: where all of these are given, those below exact_first are seen as if they were resident.
+       scale of the codes, and rotated if these are. Those of `first` hold the positions below first.n, those of `last`
+       the newest last.n + n_queries - 1 of those up to `end`, else TQKV_OUT_OF_RANGE. If the keys are the values,
+       first.keys and last.keys serve both. The tail is read from its own store. On a GPU these stores have no pages,
+       and keys with a tail have none beside them.
+       A ring forgets its first positions, but first.keys, first.values and, with a tail, first.tail (a store of the
+       tail's kind) keep them: where all of these are given, those below first.n are seen as if they were resident.
        Streams of F16 need theirs for that, too. They are added apart from the others, before and after they are gone. A
        slice that begins with the oldest resident position has those that are gone. */
-    const tqkv_store *first_tail;
-} tqkv_attention;
+    tqkv_ends first, last;
+};
 
 /* q: [n_queries][n_heads][head_dim of the keys, then of the tail], out: [n_queries][n_heads][head_dim of the values].
    TQKV_NOT_FINITE if q holds NaN or Inf, or a sink is NaN or +Inf. A score, or a sum of values, beyond the range of
@@ -124,11 +136,3 @@ TQKV_API tqkv_result tqkv_attend_merge(const tqkv_attention *a, float *out, floa
                                        const float *src_sum);
 /* Adds the sinks, divides, rotates back, scales, and adds the values' centre, as tqkv_attend with `a` does. */
 TQKV_API tqkv_result tqkv_attend_finish(const tqkv_attention *a, float *out, const float *max, const float *sum);
-
-/* Of a cache, as tqkv_cache_attend, with a list of blocks, a tree or both: those of `a`, whose other fields are
-   ignored. */
-TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention *a, const void *q, int n_queries,
-                                            void *out);
-/* What tqkv_cache_attend attends to, as it is now, for one query: for slices and batches of caches. kv_len is 0 if
-   nothing is resident; do not attend then. All zeros for NULL. */
-TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c);

@@ -3,6 +3,9 @@
 typedef struct tqkv_cache tqkv_cache;
 typedef struct tqkv_store tqkv_store; /* see >>store */
 typedef struct tqkv_metal tqkv_metal; /* see >>metal */
+typedef struct tqkv_cache_strides {
+    tqkv_strides k, v, q, out;
+} tqkv_cache_strides;
 typedef struct tqkv_cache_desc {
     /* The shape, and how many positions it holds. */
     int head_dim, n_kv_heads, n_heads, capacity;
@@ -34,18 +37,25 @@ typedef struct tqkv_cache_desc {
        gives their memory back (with non_causal, until this one). What it has learned counts from that append on:
        tqkv_cache_truncate, or tqkv_cache_keep with no more than 64 positions behind that point, to a position before it
        brings the halves back, as if what is taken had never come. The same codes however positions came.
-       What it has learned is in tqkv_cache_keys. On a GPU the halves' memory stays as long as the cache, because work
+       What it has learned is in the stores of tqkv_cache_view. On a GPU the halves' memory stays as long as the cache, because work
        under way may read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
     int calibrate;
     tqkv_pairs pairs; /* of the rotary embedding: share a scale in what it learns */
     int rotary_dim;   /* as tqkv_store's */
 
+    /* Centres (means) and scales of channels as tqkv_store's, copied; NULL: none. Of keys: [n_kv_heads][head_dim, then
+       tail_dim]; of values: [n_kv_heads][value_dim], NULL if the keys are the values, which then have those of the
+       keys. A cache that is given one of them does not learn. Snapshots keep them; tqkv_cache_bytes does not count
+       them. */
+    const float *key_center, *key_scale, *value_center, *value_scale;
+
     /* Attention, as the fields of tqkv_attention. */
     int window;
     float scale, softcap;
-    const float *sinks; /* [n_heads] or NULL; copied */
-    bool non_causal;    /* every query sees all resident positions: for cross-attention */
-    tqkv_type type;     /* of k, v, q and out */
+    const float *sinks;         /* [n_heads] or NULL; copied */
+    bool non_causal;            /* every query sees all resident positions: for cross-attention */
+    tqkv_type type;             /* of k, v, q and out */
+    tqkv_cache_strides strides; /* of the same rows */
 
     /* Resources. */
     tqkv_parallel parallel;
@@ -78,15 +88,20 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
    to do for 0. TQKV_OUT_OF_RANGE, and nothing is written, where a query's window, or a half that it reads, is gone. */
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out);
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c); /* positions appended; 0 for NULL */
-/* The oldest resident position; 0 for NULL. After truncate, keep, fork or load a ring may hold fewer positions than its
-   capacity: tqkv_attend over its stores then needs kv_len = end - first, which is not its default. */
-TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c);
+typedef struct tqkv_attention tqkv_attention;         /* see >>attention */
+/* What tqkv_cache_attend with so many queries attends to, as it is now: for tqkv_attend with a tree or a list, for
+   slices and batches of caches. Its positions are [end - kv_len, end); it holds until the next append or edit. Refuses
+   what that call refuses for the halves that it needs, and TQKV_OUT_OF_RANGE, too, if nothing is resident, or if the
+   queries stand on both sides of the position at which the cache learned: then they read different stores. A view of
+   the newest query with a larger n_queries reads codes for all of them. With 0 queries it refuses nothing and has the
+   stores of the codes, with centre and scale, learned or given. */
+TQKV_API tqkv_result tqkv_cache_view(const tqkv_cache *c, int n_queries, tqkv_attention *out);
 /* Codes and norms of all streams, and the halves kept besides, now; 0 for NULL. */
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c);
 /* Forgets the positions from `end` on. A ring cannot restore overwritten positions: TQKV_OUT_OF_RANGE for an end before
    the oldest resident position. 0 is always valid and empties the cache, which forgets what it has learned itself and
    learns anew; a copy keeps what it was made with. With a window the next query that is answered
-   stands at tqkv_cache_first + window - 1 or behind. */
+   stands at the oldest resident position + window - 1 or behind. */
 TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end);
 /* Removes the positions [first, first + count); those behind move down, with their codes as they are: a key keeps the
    rotary embedding of its old position. For linear caches; TQKV_UNSUPPORTED for a ring. */
@@ -99,7 +114,7 @@ TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int 
    refuses queries that need the halves (TQKV_OUT_OF_RANGE), as a snapshot does. One that still learns does so from no
    fewer positions than the cache. desc: NULL, or nonzero fields for what the copy has otherwise: capacity
    (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
-   threads), type (not back to TQKV_TYPE_F32, which is 0), sinks, parallel, allocator, metal, matrix_group, non_causal,
+   threads), type (not back to TQKV_TYPE_F32, which is 0), strides, sinks, parallel, allocator, metal, matrix_group, non_causal,
    exact_batch, a tag. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as
    a ring, and one that needs less memory goes on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
@@ -111,23 +126,8 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
 /* Writes the resident positions. The bytes depend only on the content, not on machine, allocator or threads. After
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
-/* desc, never NULL, supplies what a snapshot lacks: type (zero is TQKV_TYPE_F32), parallel, allocator, metal,
+/* desc, never NULL, supplies what a snapshot lacks: type (zero is TQKV_TYPE_F32), strides, parallel, allocator, metal,
    matrix_group, exact_batch, non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must
    match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or
    another version of tqkv; TQKV_EXPLAIN says which. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
-
-/* Centres (means) and scales as tqkv_store's, copied; NULL: none. keys: [n_kv_heads][head_dim, then tail_dim]; values:
-   [n_kv_heads][value_dim], NULL if the keys are the values, which then have those of the keys. Only while end is 0,
-   else TQKV_INVALID_ARGUMENT. Snapshots keep them; tqkv_cache_bytes does not count them. The cache then does not learn
-   its own. */
-TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values);
-TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values);
-/* Strides of the rows that later calls take and give; NULL, and at first: none. Copies and snapshots have none. */
-typedef struct tqkv_cache_layout {
-    tqkv_strides k, v, q, out;
-} tqkv_cache_layout;
-TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout);
-TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c);   /* the stores behind it; NULL for NULL */
-TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c); /* the keys if they are the values */
-TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c);   /* NULL without one */

@@ -3,13 +3,6 @@
 TQKV_API const char *tqkv_format_name(tqkv_format f);
 /* The format of that name; TQKV_FORMAT_DEFAULT for NULL and for an unknown name. */
 TQKV_API tqkv_format tqkv_format_from_name(const char *name);
-/* Bytes of the codes of one row (one position of one head); 0 for an unsupported format or head_dim. */
-TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim);
-/* Norms of one row; 0 for F16 and for an unsupported format or head_dim. */
-TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim);
-/* The scaled value (tqkv_probe) where a format saturates: its last boundary, 127 for I8, 65504 for F16, else 0. */
-TQKV_API float tqkv_last_boundary(tqkv_format f);
-
 /* >>result
    A call that does not return TQKV_OK has written nothing, unless its comment says otherwise. */
 typedef enum tqkv_result {

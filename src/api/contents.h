@@ -8,13 +8,12 @@
      >>needs          what the implementation needs of the compiler, and xxHash
      >>exact          arithmetic whose bits depend on nothing but its operands
      >>store-code     sizes, names, what a valid store is, which positions and rows are valid
-     >>team           tqkv_team
      >>set            what an instruction set provides
      >>rotate-code    the rotation
      >>codec          norms, quantising, packing, and back: the specification
      >>encode         tqkv_encode, tqkv_probe, tqkv_decode
      >>convert        tqkv_store_convert, and rows that move
-     >>measure        tqkv_mean, tqkv_measure, tqkv_rotate
+     >>measure        tqkv_measure, tqkv_rotate
      >>calibrate      tqkv_calibrate, tqkv_logit_noise
      >>attend         types of attention
      >>plain          attention of a tile in plain C: the specification

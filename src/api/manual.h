@@ -38,7 +38,6 @@
      >>rotate         the rotation alone
      >>attention      attention over two stores, whole or in slices
      >>index          scores of an index, and the choice of blocks by them
-     >>threads        a hook for the threads of an engine
      >>isa            the instruction set in use
      >>metal          all of it on Apple's GPUs, with tqkv_metal.m
      >>metal-plan     the same as plans, for engines that dispatch kernels themselves
@@ -75,7 +74,7 @@
      writes a slot that another writes or sees. So two threads may encode into different slots, and one may encode a
      position while others attend to those before it.
      The only hidden state is the choice of an instruction set, made once. The hook tqkv_parallel runs tasks of one call
-     on the caller's threads; tqkv_team is such a hook for threads that call at once. The number of threads does not
+     on the caller's threads. The number of threads does not
      change any bit of the results. A call takes at most 64 KiB of stack.
 
    MATHEMATICS

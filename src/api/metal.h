@@ -82,7 +82,7 @@ typedef struct tqkv_metal_store {
     tqkv_metal_buffer pages;
 } tqkv_metal_store;
 
-/* As tqkv_encode, tqkv_probe, tqkv_decode, tqkv_rotate and tqkv_unrotate. A source row with NaN or Inf is stored as
+/* As tqkv_encode, tqkv_probe, tqkv_decode and tqkv_rotate. A source row with NaN or Inf is stored as
    zeros and sets not_finite, a uint32_t cleared by the caller, to 1. not_finite may be zero. */
 TQKV_METAL_API tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
                                              tqkv_metal_buffer src, int n_tokens, int64_t position,
@@ -92,7 +92,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object
                                                 const tqkv_metal_store *values, tqkv_metal_buffer k,
                                                 tqkv_metal_buffer v, int n_tokens, int64_t position,
                                                 tqkv_metal_buffer not_finite);
-/* As tqkv_encode_slots; the second for keys and values at once, with the same slots. slots: int32_t [n_tokens], read
+/* As tqkv_encode with pages of one position; the second for keys and values at once, with the same slots. slots: int32_t [n_tokens], read
    when the kernel runs. known, if it is not NULL, is what it will hold then: a bad or repeated slot is refused. Without
    it a slot outside the store leaves its token out, and of two tokens with one slot either may win. */
 TQKV_METAL_API tqkv_result tqkv_metal_encode_slots(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
@@ -122,6 +122,11 @@ TQKV_METAL_API tqkv_result tqkv_metal_calibrate(tqkv_metal *m, tqkv_metal_object
                                                 int n_queries, tqkv_pairs pairs, tqkv_metal_buffer center,
                                                 tqkv_metal_buffer channel_scale);
 
+/* The stores of a tqkv_ends. */
+typedef struct tqkv_metal_ends {
+    const tqkv_metal_store *keys, *values, *tail;
+} tqkv_metal_ends;
+
 /* tqkv_attention with buffers. NaN and Inf in q or sinks are not detected; they spread. */
 typedef struct tqkv_metal_attention {
     tqkv_attention attention; /* its keys, values, tail, sinks, parallel and allocator are not read */
@@ -135,15 +140,14 @@ typedef struct tqkv_metal_attention {
        sequence. */
     int matrix_group;
     const tqkv_metal_store *tail; /* as tqkv_attention's; NULL = none. With the keys' page table in the same buffer. */
-    /* int32_t [n_queries][list_heads][list_length]; zero = none. Kernels read it when they run; attention.list, if it
+    /* attention.list.rows in a buffer; zero = none. Kernels read it when they run; attention.list.rows, if it
        is not NULL, is what it will hold then. Without that what follows the first -1 of a row, and a bad entry
        (negative, or not larger than all before it) is left out. A list of all blocks gives the bits that there are
        without, but not in a ring that has wrapped. */
     tqkv_metal_buffer list;
-    /* With attention.exact_first and exact_last, as tqkv_attention's. Without pages and, where keys have a tail, not
+    /* Their counts are those of attention.first and attention.last. Without pages and, where keys have a tail, not
        beside codes in pages. */
-    const tqkv_metal_store *first_keys, *first_values, *last_keys, *last_values;
-    const tqkv_metal_store *first_tail; /* as tqkv_attention's */
+    tqkv_metal_ends first, last;
 } tqkv_metal_attention;
 
 /* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
@@ -177,7 +181,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_ob
 /* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in as many dispatches as one item
    alone takes, cut evenly over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types,
    bases, sinks and matrix_group, in which of the stores of halves they have, and all or none have a softcap, centres,
-   lists and pages; window, scale, softcap's size, tree, blocks of the lists, exact_first, exact_last, n_queries and
+   lists and pages; window, scale, softcap's size, tree, blocks of the lists, first.n, last.n, n_queries and
    what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one buffer, at
    any offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that
    the processor can write, at a multiple of 256, with the bytes that the first call tells, for this call alone until it
@@ -219,7 +223,7 @@ TQKV_METAL_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
 TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffer *out);
 
 /* A cache whose desc has `metal` lies in shared memory. tqkv_cache_append and tqkv_cache_attend run on the GPU and
-   wait; all other calls, and encode and attend on tqkv_cache_keys and _values, run on the processor. Those that read
+   wait; all other calls, and attention to a tqkv_cache_view, run on the processor. Those that read
    or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
    The two calls below record into an encoder. An append counts at once, and attention can be recorded after it; if the
@@ -235,7 +239,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_obj
                                                    tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                    tqkv_metal_buffer out);
 TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes);
-/* As tqkv_cache_attend_some: with the list and the tree of `some`, in buffers, whose other fields are ignored; and what
+/* With the list and the tree of `some`, in buffers, whose other fields are ignored; and what
    scratch that takes. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_attend_some(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
                                                         const tqkv_metal_attention *some, tqkv_metal_buffer q,

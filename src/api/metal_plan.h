@@ -171,10 +171,10 @@ TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqk
                                                   tqkv_metal_buffer scratch, tqkv_metal_buffer list,
                                                   tqkv_metal_plan *plan);
 
-/* Of a cache at the beginning of `memory`. layout: as tqkv_cache_set_layout's, or NULL: the one that was set. some: as
+/* Of a cache at the beginning of `memory`. layout: strides of the rows, or NULL: those of the cache. some: as
    tqkv_metal_cache_attend_some's, or NULL. An append counts when tqkv_metal_cache_appended is called. */
 TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                                  const tqkv_cache_strides *layout, tqkv_metal_buffer k,
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                   tqkv_metal_plan *plan);
 TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens);
@@ -184,7 +184,7 @@ TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end);
 TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                                    size_t *bytes);
 TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_layout *layout, const tqkv_metal_attention *some,
+                                                  const tqkv_cache_strides *layout, const tqkv_metal_attention *some,
                                                   tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan);
 

@@ -5,6 +5,14 @@
    with a store of its own over the same codes and norms; position p is slot pages[p / page_size] * page_size +
    p % page_size. Tables may share pages, as for a common prompt. Entries of positions that nothing sees or
    writes are not looked at. */
+/* Whether rows are rotated before they are stored. */
+typedef enum tqkv_rotation {
+    TQKV_ROTATION_DEFAULT = 0, /* as the format has it: F16 is not rotated, all other formats are */
+    /* For caches written without the rotation: TQ5, TQ6, TQ8, their _BYTES forms and F16. The rotation spreads the heavy
+       tails of real values: without it the error of codes grows by up to four digits. */
+    TQKV_ROTATION_OFF,
+    TQKV_ROTATION_ON /* of F16: halves of the rotated row, less the centre, in the basis of other formats' codes */
+} tqkv_rotation;
 struct tqkv_store {
     tqkv_format format; /* not TQKV_FORMAT_DEFAULT: a store alone does not know whether it holds keys or values */
     int head_dim; /* 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 288, 320, 384, 448, 512, 576, 640, 768, 896
@@ -25,11 +33,11 @@ struct tqkv_store {
     float *norms;      /* may be NULL for F16 */
     size_t norms_size; /* bytes */
 
-    /* Rows given to encode, probe, mean and measure, and written by decode. The codes of a half or a bfloat16 are those
+    /* Rows given to encode, probe, measure and calibrate, and written by decode. The codes of a half or a bfloat16 are those
        of the same value as a float. Attention looks at neither. */
     tqkv_type type;
     tqkv_strides strides;
-    tqkv_parallel parallel; /* for encode, encode_slots and convert, of many rows; zero = the calling thread alone */
+    tqkv_parallel parallel; /* for encode and convert, of many rows; zero = the calling thread alone */
 
     /* From rows to codes. The same for all positions: set these before the first row is encoded, and keep the arrays as
        long as the store. */
@@ -44,9 +52,7 @@ struct tqkv_store {
     const float *channel_scale;
     float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
     int rotary_dim; /* channels [0, rotary_dim) are turned by the rotary embedding; for tqkv_pairs alone; 0 = head_dim */
-    bool rotated;   /* F16 alone: halves of the rotated row, less the centre, in the basis of other formats' codes */
-    bool unrotated; /* for caches written without the rotation; TQ5, TQ6, TQ8 and their _BYTES forms only. The rotation
-                       spreads the heavy tails of real values: without it the error grows by up to four digits. */
+    tqkv_rotation rotation;
 };
 
 /* Bytes of the codes and of the norms; 0 if the store's shape is invalid or its size overflows. F16 has no norms. */
@@ -54,21 +60,18 @@ TQKV_API size_t tqkv_codes_size(const tqkv_store *s);
 TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
-   `capacity` tokens. A page may not occur twice among those written. TQKV_NOT_FINITE if src holds NaN or Inf, even in
-   tokens that a ring drops. Values near 1e19, whose squared length overflows, give an infinite norm. What shares a norm
+   `capacity` tokens. A page may not occur twice among those written; a page of -1 leaves its tokens out. So tokens of
+   many sequences go by one call to slots of a common pool: pages = the slot of each token, page_size 1, position 0.
+   TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that are left out. Values near 1e19, whose squared length overflows, give an infinite norm. What shares a norm
    becomes zeros where all is at most 1e-10: the length of a row, or of I8 its largest value. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
-/* Token t goes to slot slots[t] of the pool, a token with slot -1 nowhere; no slot twice. For tokens of many sequences
-   at once: pages and ring are not looked at. NaN and Inf are refused in all rows, left-out ones too.
-   slots: [n_tokens] */
-TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *s, const void *src, int n_tokens, const int32_t *slots);
 
 /* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries, rotated,
    divided by the norm, and scaled to unit variance. For I8 the values are in steps of the grid, for F16 they are what
    is rounded. src, scaled: [n_tokens][n_kv_heads][head_dim]. Writes no store; codes and norms may be NULL. */
 TQKV_API tqkv_result tqkv_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled);
 
-/* The basis of a vector. Streams without rotation (F16, unrotated) and without a scale have one basis. */
+/* The basis of a vector. Streams without rotation and without a scale have one basis. */
 typedef enum tqkv_basis {
     TQKV_ORIGINAL = 0,
     /* The basis of the codes: after scale and rotation. Rows have the centre in them, scaled and rotated: a caller's
@@ -83,7 +86,7 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
 /* Writes the positions [position, position + n_positions) of `from` into `to`, which may have another format,
    block_scale, capacity and page table: decoded in the basis of the codes and encoded there, the same bytes on every
    machine. Rows of F16 that are not rotated are on the way, rows of the same format and block_scale are copied.
-   TQKV_INVALID_ARGUMENT unless n_kv_heads, head_dim, unrotated (F16 goes with either), the centre and the scale are the
+   TQKV_INVALID_ARGUMENT unless n_kv_heads, head_dim, the rotation (F16 goes with either), the centre and the scale are the
    same. A page may not occur twice among those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a
    norm of 1e30 or more. Many rows go to tasks of to->parallel.
    Two page tables of one pool, with rows of as many bytes: a copy of a sequence, if the pages that have these positions
@@ -94,10 +97,6 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
    checks come before the first write: a conversion never ends halfway. */
 TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *from, int64_t position,
                                         int n_positions);
-
-/* The mean of the rows of each head, a centre for such rows; mean: [n_kv_heads][head_dim], zeros for no tokens. Sums in
-   double. shape and src as for tqkv_probe; the centre, the scale and the format of shape do not matter. */
-TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean);
 
 /* How well a store of this format, centre and scale keeps the rows of one head. */
 typedef struct tqkv_quality {
@@ -139,7 +138,7 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
    or a ring. */
 TQKV_API tqkv_result tqkv_store_save(const tqkv_store *s, int64_t position, int n_positions, tqkv_write write,
                                      void *user);
-/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, unrotated,
+/* The snapshot must be of as many positions, of a store with the same format, head_dim, n_kv_heads, rotation,
    block_scale, centre and scale, else TQKV_INVALID_ARGUMENT. They may have been other positions: rows come back in
    their order, to where there is room. A page may not occur twice among those written. TQKV_CORRUPT: a missing or
    changed byte. After TQKV_CORRUPT or TQKV_IO these positions may hold anything; all others are as they were. */
@@ -147,6 +146,7 @@ TQKV_API tqkv_result tqkv_store_load(const tqkv_store *s, int64_t position, int 
                                      void *user);
 
 /* >>rotate
-   y = R(s*x)/sqrt(D) and its inverse x = s*R(y)/sqrt(D), in place; rows: [n_rows][head_dim]. NaN and Inf spread. */
-TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim);
-TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim);
+   y = R(s*x)/sqrt(D) to TQKV_ROTATED, and its inverse x = s*R(y)/sqrt(D) to TQKV_ORIGINAL, in place; rows:
+   [n_rows][head_dim]. NaN and Inf spread. For an engine that passes queries or takes outputs in the basis of the codes,
+   or folds the rotation into its weights. */
+TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim, tqkv_basis to);

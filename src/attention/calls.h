@@ -40,8 +40,8 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
 /* Returns the bytes of a list. */
 static size_t tqkv__list_size(const tqkv__attention *a)
 {
-    if (!a->call.list) return 0;
-    return (size_t)a->call.n_queries * (size_t)a->call.list_heads * (size_t)a->call.list_length * sizeof(int32_t);
+    if (!a->call.list.rows) return 0;
+    return (size_t)a->call.n_queries * (size_t)a->call.list.heads * (size_t)a->call.list.length * sizeof(int32_t);
 }
 
 /* Whether an attention reads memory at p. */
@@ -54,7 +54,7 @@ static bool tqkv__reads(const tqkv__attention *a, const void *q, const void *p, 
     return tqkv__overlap(q, a->q_size, p, size) ||
            tqkv__overlap(a->call.sinks, (size_t)a->call.n_heads * sizeof(float), p, size) ||
            tqkv__overlap(a->call.tree, (size_t)a->call.n_queries * sizeof(uint64_t), p, size) ||
-           tqkv__overlap(a->call.list, tqkv__list_size(a), p, size);
+           tqkv__overlap(a->call.list.rows, tqkv__list_size(a), p, size);
 }
 
 /* Checks the outputs in arrays against what the call reads, and q for NaN and infinity. */

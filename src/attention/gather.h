@@ -12,7 +12,7 @@ static size_t tqkv__gathered_size(const tqkv__stream *s)
 static size_t tqkv__gathered_floats(const tqkv__attention *a)
 {
     size_t size = 64;
-    if (!a->call.list && !tqkv__small_pages(a) && !tqkv__odd_rings(a)) return 0;
+    if (!a->call.list.rows && !tqkv__small_pages(a) && !tqkv__odd_rings(a)) return 0;
     for (int i = 0; i < TQKV__STREAMS; i++)
         if (tqkv__stream_read(a, i)) size += tqkv__gathered_size(tqkv__stream_read(a, i));
     return size / sizeof(float);
@@ -232,7 +232,7 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
    one KV head after the other: neighbours share most of their entries, whose rows are then still in the L2 cache. */
 static bool tqkv__heads_follow(const tqkv__attention *a)
 {
-    return !a->call.list || (a->call.n_queries == 1 && a->call.list_heads == 1);
+    return !a->call.list.rows || (a->call.n_queries == 1 && a->call.list.heads == 1);
 }
 
 /* Asks for the first tile of the next KV head, which has the same list and comes next: nothing else would in time. */

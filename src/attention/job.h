@@ -116,7 +116,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     w.offsets = offsets;
     w.tiles = (tqkv__tile *)(void *)scratch;
     w.piece = tqkv__sums_at(next, rows, a->value_dim);
-    w.list = a->call.list ? &list : NULL;
+    w.list = a->call.list.rows ? &list : NULL;
     w.small_pages = tqkv__small_pages(a);
     w.odd_rings = tqkv__odd_rings(a);
     w.gathered = &gathered;
@@ -197,8 +197,8 @@ static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q
     const tqkv__range kept = {begins ? 0 : slice.from, slice.to < a->kept ? slice.to : a->kept};
     if (slice.from < kept.to) slice.from = kept.to;
     const tqkv__range seen =
-        a->call.list ? tqkv__listed_to(a, slice) : tqkv__visible_to(a, 0, a->call.n_queries - 1, slice);
-    const int each = a->n_kv_heads * (a->call.list ? a->call.n_queries : 1);
+        a->call.list.rows ? tqkv__listed_to(a, slice) : tqkv__visible_to(a, 0, a->call.n_queries - 1, slice);
+    const int each = a->n_kv_heads * (a->call.list.rows ? a->call.n_queries : 1);
     memset(request, 0, sizeof *request);
     request->a = a;
     request->q = q;
@@ -213,7 +213,7 @@ static void tqkv__cut(const tqkv__attention *a, tqkv__range slice, const void *q
     request->stretch -= kept.from < kept.to;
     request->n_stretches += kept.from < kept.to;
     request->wave = request->stretch;
-    request->n_rows = a->call.list ? a->group : a->call.n_queries * a->group;
+    request->n_rows = a->call.list.rows ? a->group : a->call.n_queries * a->group;
     request->rows_each = tqkv__item_rows(a, request->n_rows, request->n_stretches * each);
     request->n_items = each * ((request->n_rows - 1) / request->rows_each + 1);
     request->sums_floats = a->n_rows * ((size_t)a->value_dim + 2);

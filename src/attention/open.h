@@ -83,8 +83,8 @@ static tqkv_result tqkv__take_strides(tqkv__attention *a)
 /* Checks what does not depend on other fields. */
 static tqkv_result tqkv__check_options(const tqkv_attention *a)
 {
-    if (a->exact_first < 0 || a->exact_last < 0 || a->exact_from < 0)
-        return TQKV__INVALID("exact_first, exact_last or exact_from is negative");
+    if (a->first.n < 0 || a->last.n < 0 || a->last.from < 0)
+        return TQKV__INVALID("first.n, last.n or last.from is negative");
     if (!tqkv__all_finite(&a->scale, 1) || !tqkv__all_finite(&a->softcap, 1))
         return TQKV__INVALID("scale or softcap is NaN or infinite");
     if (!tqkv__basis_known(a->query_basis) || !tqkv__basis_known(a->output_basis))
@@ -177,11 +177,10 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
 static TQKV__NOINLINE tqkv_result tqkv__check_beside(const tqkv__stream *stream, const tqkv__stream *s)
 {
     if (s->head_dim != stream->head_dim || s->n_kv_heads != stream->n_kv_heads)
-        return TQKV__INVALID("exact_first, exact_last: a store of other head_dim or n_kv_heads than its stream");
-    if (!tqkv__same_center(s, stream))
-        return TQKV__INVALID("exact_first, exact_last: a store with another centre than its stream");
+        return TQKV__INVALID("first, last: a store of other head_dim or n_kv_heads than its stream");
+    if (!tqkv__same_center(s, stream)) return TQKV__INVALID("first, last: a store with another centre than its stream");
     if (!tqkv__same_scale(s, stream))
-        return TQKV__INVALID("exact_first, exact_last: a store with another channel_scale than its stream");
+        return TQKV__INVALID("first, last: a store with another channel_scale than its stream");
     return TQKV_OK;
 }
 
@@ -190,9 +189,9 @@ static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream 
                                    const tqkv__stream *s)
 {
     if (s->kind != TQKV__HALF || s->rotated != codes->rotated)
-        return TQKV__INVALID("exact_first, exact_last: a store that is not F16, or rotated otherwise than the codes");
+        return TQKV__INVALID("first, last: a store that is not F16, or rotated otherwise than the codes");
     if (s->ring ? a->call.end - low > s->capacity : high > tqkv__room(s))
-        return TQKV__REFUSE(OUT_OF_RANGE, "exact_first, exact_last: a store that does not hold so many positions");
+        return TQKV__REFUSE(OUT_OF_RANGE, "first, last: a store that does not hold so many positions");
     return tqkv__check_beside(codes, s);
 }
 
@@ -202,20 +201,18 @@ static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
 {
     const tqkv_attention *call = &a->call;
     const bool at_end = call->non_causal && !call->window;
-    const int64_t from = call->end - (at_end ? 0 : call->n_queries - 1 - query) - call->exact_last;
+    const int64_t from = call->end - (at_end ? 0 : call->n_queries - 1 - query) - call->last.n;
     if (!a->exact[1][0] && !a->exact[1][1]) return 0;
-    return from > call->exact_from ? from : call->exact_from;
+    return from > call->last.from ? from : call->last.from;
 }
 
-/* Returns the oldest position that some query reads from the halves of the newest; they are asked for, but nothing else
-   is known of them. */
-static int64_t tqkv__exact_oldest(const tqkv__attention *a)
+/* Returns the oldest position that some query reads from the halves of the newest. first: the oldest resident one */
+static int64_t tqkv__exact_oldest(const tqkv_attention *call, int64_t first)
 {
-    const tqkv_attention *call = &a->call;
     const bool at_end = call->non_causal && !call->window;
-    int64_t from = call->end - (at_end ? 0 : call->n_queries - 1) - call->exact_last;
-    if (from < call->exact_from) from = call->exact_from;
-    if (from < a->first) from = a->first;
+    int64_t from = call->end - (at_end ? 0 : call->n_queries - 1) - call->last.n;
+    if (from < call->last.from) from = call->last.from;
+    if (from < first) from = first;
     return from < call->end ? from : call->end;
 }
 
@@ -224,23 +221,23 @@ static int64_t tqkv__exact_oldest(const tqkv__attention *a)
 static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
-    const tqkv_store *const stores[2][2] = {{call->first_keys, call->first_values},
-                                            {call->last_keys, call->last_values}};
-    const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
-    const int64_t newest = call->end - call->exact_last, oldest = tqkv__exact_oldest(a);
+    const tqkv_store *const stores[2][2] = {{call->first.keys, call->first.values},
+                                            {call->last.keys, call->last.values}};
+    const int64_t below = call->first.n < call->end ? call->first.n : call->end;
+    const int64_t newest = call->end - call->last.n, oldest = tqkv__exact_oldest(call, a->first);
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
         const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
         if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__take_kept */
         const tqkv__stream *codes = side ? &a->values : &a->keys;
         const tqkv_store *store = stores[last][a->shared ? 0 : side];
-        if (!store || codes->kind == TQKV__HALF || (last ? !call->exact_last : below == 0)) continue;
+        if (!store || codes->kind == TQKV__HALF || (last ? !call->last.n : below == 0)) continue;
         tqkv__stream *s = &a->ends[last][side];
         tqkv_result r = open(store, s);
         if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? oldest : 0, last ? call->end : below, s);
         if (r != TQKV_OK) return r;
         a->exact[last][side] = true;
         if (last)
-            a->exact_from = newest > call->exact_from ? newest : call->exact_from;
+            a->exact_from = newest > call->last.from ? newest : call->last.from;
         else
             a->exact_below = below;
     }
@@ -252,9 +249,9 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
 {
     const tqkv__stream *tail = &a->tail;
     if (s->format != tail->format || s->rotated != tail->rotated || s->block_scale != tail->block_scale)
-        return TQKV__INVALID("first_tail: a store of another format or basis than the tail");
-    if (s->ring || a->call.exact_first > tqkv__room(s))
-        return TQKV__REFUSE(OUT_OF_RANGE, "first_tail: a store that does not hold so many positions");
+        return TQKV__INVALID("first.tail: a store of another format or basis than the tail");
+    if (s->ring || a->call.first.n > tqkv__room(s))
+        return TQKV__REFUSE(OUT_OF_RANGE, "first.tail: a store that does not hold so many positions");
     return tqkv__check_beside(tail, s);
 }
 
@@ -263,10 +260,10 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
 static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
-    const tqkv_store *const stores[2] = {call->first_keys, call->first_values};
-    const int64_t below = call->exact_first < call->end ? call->exact_first : call->end;
+    const tqkv_store *const stores[2] = {call->first.keys, call->first.values};
+    const int64_t below = call->first.n < call->end ? call->first.n : call->end;
     const bool ring = a->keys.ring;
-    if (!below || (!a->first && !ring) || !stores[0] || (!a->shared && !stores[1]) || (call->tail && !call->first_tail))
+    if (!below || (!a->first && !ring) || !stores[0] || (!a->shared && !stores[1]) || (call->tail && !call->first.tail))
         return TQKV_OK;
     for (int side = 0; side < 2; side++) {
         tqkv__stream *s = &a->ends[0][side];
@@ -277,7 +274,7 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
         a->exact[0][side] = true;
     }
     if (call->tail) {
-        tqkv_result r = open(call->first_tail, &a->first_tail);
+        tqkv_result r = open(call->first.tail, &a->first_tail);
         if (r == TQKV_OK) r = tqkv__check_first_tail(a, &a->first_tail);
         if (r != TQKV_OK) return r;
         tqkv__fill_integers(&a->first_tail);
@@ -348,8 +345,8 @@ static tqkv__range tqkv__positions_read(const tqkv__attention *a, int i, tqkv__r
 
 static const int32_t *tqkv__list_row(const tqkv__attention *a, int query, int kv_head)
 {
-    const size_t heads = (size_t)a->call.list_heads, head = heads > 1 ? (size_t)kv_head : 0;
-    return a->call.list + ((size_t)query * heads + head) * (size_t)a->call.list_length;
+    const size_t heads = (size_t)a->call.list.heads, head = heads > 1 ? (size_t)kv_head : 0;
+    return a->call.list.rows + ((size_t)query * heads + head) * (size_t)a->call.list.length;
 }
 
 static int tqkv__list_shift(int block)
@@ -373,13 +370,13 @@ static tqkv_result tqkv__list_shape(tqkv__attention *a)
 {
     tqkv_attention *call = &a->call;
     size_t size;
-    if (!call->list) return TQKV_OK;
-    if (!call->list_heads) call->list_heads = 1;
-    if (call->list_length < 0 || call->list_newest < 0) return TQKV__INVALID("list_length or list_newest is negative");
-    if (call->list_heads != 1 && call->list_heads != a->n_kv_heads)
-        return TQKV__INVALID("list_heads: neither 1 nor n_kv_heads");
-    if (tqkv__list_shift(call->list_block) < 0) return TQKV__INVALID("list_block: none of 1, 4, 16, 64 and 128");
-    if (!tqkv__array_size(call->n_queries, call->list_heads, call->list_length, sizeof *call->list, &size))
+    if (!call->list.rows) return TQKV_OK;
+    if (!call->list.heads) call->list.heads = 1;
+    if (call->list.length < 0 || call->list.newest < 0) return TQKV__INVALID("list: length or newest is negative");
+    if (call->list.heads != 1 && call->list.heads != a->n_kv_heads)
+        return TQKV__INVALID("list.heads: neither 1 nor n_kv_heads");
+    if (tqkv__list_shift(call->list.block) < 0) return TQKV__INVALID("list.block: none of 1, 4, 16, 64 and 128");
+    if (!tqkv__array_size(call->n_queries, call->list.heads, call->list.length, sizeof *call->list.rows, &size))
         return TQKV__INVALID("a list of more than SIZE_MAX bytes");
     return TQKV_OK;
 }
@@ -388,11 +385,12 @@ static tqkv_result tqkv__check_list(tqkv__attention *a)
 {
     const tqkv_attention *call = &a->call;
     tqkv_result r = tqkv__list_shape(a);
-    if (!call->list || r != TQKV_OK) return r;
-    if (!tqkv__aligned_at(call->list, sizeof *call->list)) return TQKV__INVALID("list: not aligned as int32_t");
+    if (!call->list.rows || r != TQKV_OK) return r;
+    if (!tqkv__aligned_at(call->list.rows, sizeof *call->list.rows))
+        return TQKV__INVALID("list: not aligned as int32_t");
     for (int i = 0; i < call->n_queries; i++)
-        for (int h = 0; r == TQKV_OK && h < call->list_heads; h++)
-            r = tqkv__check_row(tqkv__list_row(a, i, h), call->list_length);
+        for (int h = 0; r == TQKV_OK && h < call->list.heads; h++)
+            r = tqkv__check_row(tqkv__list_row(a, i, h), call->list.length);
     return r;
 }
 
@@ -408,12 +406,12 @@ static tqkv__range tqkv__gone_from_window(const tqkv__attention *a, int query)
 static bool tqkv__list_meets(const tqkv__attention *a, int query, int kv_head, tqkv__range gone)
 {
     const int32_t *row = tqkv__list_row(a, query, kv_head);
-    const int shift = tqkv__list_shift(a->call.list_block);
+    const int shift = tqkv__list_shift(a->call.list.block);
     const int64_t position = a->call.end - a->call.n_queries + query;
     const int64_t resident = (a->call.non_causal ? a->call.end : position + 1) - a->first;
-    for (int i = 0; i < a->call.list_length && row[i] >= 0; i++)
+    for (int i = 0; i < a->call.list.length && row[i] >= 0; i++)
         if (((int64_t)row[i] + 1) << shift > gone.from && (int64_t)row[i] << shift < gone.to) return true;
-    return a->call.list_newest > resident;
+    return a->call.list.newest > resident;
 }
 
 /* Refuses queries whose window was longer than what is there. What a list leaves out, nobody misses. */
@@ -423,8 +421,8 @@ static tqkv_result tqkv__check_window(const tqkv__attention *a)
     if (!call->window || !call->whole_window) return TQKV_OK;
     for (int i = 0; i < call->n_queries; i++) {
         const tqkv__range gone = tqkv__gone_from_window(a, i);
-        bool missed = gone.from < gone.to && !call->list;
-        for (int h = 0; h < call->list_heads && call->list && gone.from < gone.to && !missed; h++)
+        bool missed = gone.from < gone.to && !call->list.rows;
+        for (int h = 0; h < call->list.heads && call->list.rows && gone.from < gone.to && !missed; h++)
             missed = tqkv__list_meets(a, i, h, gone);
         if (missed) return TQKV__REFUSE(OUT_OF_RANGE, "a query's window begins before the oldest resident position");
         if (gone.from >= gone.to) break; /* nor do those behind it */
@@ -448,8 +446,8 @@ static tqkv_result tqkv__attention_streams(const tqkv_attention *a, tqkv__attent
 static tqkv_result tqkv__attention_ends(tqkv__attention *a)
 {
     tqkv_result r = TQKV_OK;
-    if (a->call.exact_first || a->call.exact_last) r = tqkv__take_ends(a, tqkv__stream_open);
-    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a, tqkv__stream_open);
+    if (a->call.first.n || a->call.last.n) r = tqkv__take_ends(a, tqkv__stream_open);
+    if (r == TQKV_OK && a->call.first.n) r = tqkv__take_kept(a, tqkv__stream_open);
     return r == TQKV_OK ? tqkv__check_window(a) : r;
 }
 

@@ -118,10 +118,10 @@ static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_he
     tqkv__list l;
     const tqkv__range resident = {a->first > a->kept ? a->first : a->kept, a->call.end},
                       all = tqkv__visible(a, query, resident), kept = {0, a->kept};
-    int newest = a->call.list_newest;
+    int newest = a->call.list.newest;
     l.entries = l.row = tqkv__list_row(a, query, kv_head);
-    l.shift = tqkv__list_shift(a->call.list_block);
-    int64_t n = tqkv__row_length(l.row, a->call.list_length);
+    l.shift = tqkv__list_shift(a->call.list.block);
+    int64_t n = tqkv__row_length(l.row, a->call.list.length);
     l.n_row = n;
     const int64_t gone = tqkv__entry_at(l.entries, n, all.from >> l.shift);
     l.entries += gone;
@@ -161,7 +161,7 @@ static tqkv__range tqkv__listed_to(const tqkv__attention *a, tqkv__range range)
 {
     tqkv__range all = {INT64_MAX, 0};
     for (int i = 0; i < a->call.n_queries; i++)
-        for (int h = 0; h < a->call.list_heads; h++) {
+        for (int h = 0; h < a->call.list.heads; h++) {
             const tqkv__range seen = tqkv__open_list(a, i, h, range).seen;
             if (seen.from < all.from) all.from = seen.from;
             if (seen.to > all.to) all.to = seen.to;
@@ -191,7 +191,7 @@ static tqkv_result tqkv__check_lists_seen(const tqkv__attention *a, tqkv__range 
 {
     tqkv_result r = TQKV_OK;
     for (int i = 0; i < a->call.n_queries; i++)
-        for (int h = 0; r == TQKV_OK && h < a->call.list_heads; h++) {
+        for (int h = 0; r == TQKV_OK && h < a->call.list.heads; h++) {
             const tqkv__list l = tqkv__open_list(a, i, h, range);
             for (int j = 0; r == TQKV_OK && j < TQKV__STREAMS; j++) r = tqkv__check_listed(a, j, range, i, &l);
         }
@@ -224,8 +224,8 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 {
     const int64_t first = a->call.end - a->call.n_queries; /* of the tree */
     tqkv_result r = tqkv__check_kept(a);
-    if (r == TQKV_OK && a->call.list) r = tqkv__check_lists_seen(a, range);
-    if (r != TQKV_OK || a->call.list) return r;
+    if (r == TQKV_OK && a->call.list.rows) r = tqkv__check_lists_seen(a, range);
+    if (r != TQKV_OK || a->call.list.rows) return r;
     const tqkv__range seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, range);
     const int64_t base = a->call.tree && first < seen.to ? first : seen.to;
     r = tqkv__check_entries(a, seen.from, base);

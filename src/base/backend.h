@@ -6,9 +6,7 @@ extern "C" {
 typedef struct tqkv__backend {
     tqkv_allocator memory; /* of codes, norms and the cache itself */
     tqkv_result (*append)(tqkv_metal *m, const tqkv_cache *c, const void *k, const void *v, int n_tokens);
-    /* some: with the list and the tree, or NULL */
-    tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                          void *out);
+    tqkv_result (*attend)(tqkv_metal *m, const tqkv_cache *c, const void *q, int n_queries, void *out);
 } tqkv__backend;
 #ifdef __cplusplus
 }

@@ -23,27 +23,6 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-/* Gives the core to another thread, and gives up what another thread of the core needs. */
-#if defined(__x86_64__) || defined(__i386__)
-#define TQKV__PAUSE() __builtin_ia32_pause()
-#elif defined(__aarch64__)
-#define TQKV__PAUSE() __asm__ volatile("yield")
-#else
-#define TQKV__PAUSE() ((void)0)
-#endif
-#if defined(__unix__) || defined(__APPLE__)
-#include <sched.h>
-#define TQKV__YIELD() sched_yield()
-#elif defined(_WIN32) /* without windows.h and its macros */
-#ifdef __cplusplus
-extern "C"
-#endif
-    __declspec(dllimport) int __stdcall SwitchToThread(void);
-#define TQKV__YIELD() SwitchToThread()
-#else
-#define TQKV__YIELD() TQKV__PAUSE()
-#endif
-
 #ifdef __has_include
 #if !__has_include("xxhash.h")
 #error "tqkv.h: xxhash.h 0.8.0 or later is missing: Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h"

@@ -81,6 +81,29 @@ static int tqkv__norm_dim(int kind, int head_dim)
     return kind == TQKV__GRID ? tqkv__size_of(head_dim)->grid : TQKV__NORM_DIM(kind, head_dim);
 }
 
+/* Bytes of the codes of one row (one position of one head); 0 for an unsupported format or head_dim. */
+static size_t tqkv__row_bytes(tqkv_format f, int head_dim)
+{
+    const tqkv__format *row = tqkv__format_of(f);
+    return tqkv__head_dim_known(head_dim) ? (size_t)(head_dim * (row->main_bits + row->upper_bits) / 8) : 0;
+}
+
+/* Norms of one row; 0 for F16 and for an unsupported format or head_dim. */
+static int tqkv__norms_per_row(tqkv_format f, int head_dim)
+{
+    const int kind = tqkv__format_of(f)->kind;
+    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || kind == TQKV__HALF) return 0;
+    return head_dim / tqkv__norm_dim(kind, head_dim);
+}
+
+/* The scaled value where a format saturates; 0 for an unknown one. */
+static float tqkv__last_boundary(tqkv_format f)
+{
+    const int kind = tqkv__format_of(f)->kind, bits = tqkv__format_of(f)->book_bits;
+    if (kind == TQKV__BOOK) return TQKV__BOUNDARIES(bits)[(1 << bits) - 2];
+    return kind == TQKV__HALF ? 65504.0f : kind == TQKV__GRID ? 127.5f : 0.0f;
+}
+
 #define TQKV__PANEL 256
 
 /* A store with its defaults resolved and its sizes derived. */
@@ -186,10 +209,9 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     if (!tqkv__format_known(store->format))
         return TQKV__REFUSE(UNSUPPORTED, "format, key_format, value_format or tail_format: not a stored format");
     if (!tqkv__head_dim_known(store->head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
-    if (store->unrotated && !TQKV__PLAIN(store->format))
-        return TQKV__REFUSE(UNSUPPORTED, "unrotated: only TQ5, TQ6, TQ8 and their _BYTES forms can be");
-    if (store->rotated && tqkv__format_of(store->format)->kind != TQKV__HALF)
-        return TQKV__REFUSE(UNSUPPORTED, "rotated: for F16 alone; other formats are, unless unrotated says otherwise");
+    if ((unsigned)store->rotation > TQKV_ROTATION_ON) return TQKV__INVALID("rotation: no tqkv_rotation");
+    if (store->rotation == TQKV_ROTATION_OFF && store->format != TQKV_F16 && !TQKV__PLAIN(store->format))
+        return TQKV__REFUSE(UNSUPPORTED, "rotation: TQ2, TQ3, TQ4 and I8 have it always");
     if (store->n_kv_heads <= 0) return TQKV__INVALID("n_kv_heads is not positive");
     if (store->capacity <= 0) return TQKV__INVALID("capacity is not positive");
     if (!(store->block_scale >= 0.0f && store->block_scale <= 3.0e38f))
@@ -203,10 +225,10 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->type = store->type;
     s->strides = tqkv__strides_of(store->strides, store->n_kv_heads, store->head_dim);
     s->ring = store->ring;
-    s->rotated = s->kind == TQKV__HALF ? store->rotated : !store->unrotated;
+    s->rotated = store->rotation ? store->rotation == TQKV_ROTATION_ON : s->kind != TQKV__HALF;
     s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
-    s->row_bytes = tqkv_row_bytes(store->format, store->head_dim);
-    s->norms_per_row = tqkv_norms_per_row(store->format, store->head_dim);
+    s->row_bytes = tqkv__row_bytes(store->format, store->head_dim);
+    s->norms_per_row = tqkv__norms_per_row(store->format, store->head_dim);
     s->norm_dim = tqkv__norm_dim(s->kind, s->head_dim);
     int panels = (s->norm_dim + TQKV__PANEL - 1) / TQKV__PANEL;
     while (s->norm_dim % panels) panels++;
@@ -383,26 +405,6 @@ TQKV_API tqkv_format tqkv_format_from_name(const char *name)
     return TQKV_FORMAT_DEFAULT;
 }
 
-TQKV_API size_t tqkv_row_bytes(tqkv_format f, int head_dim)
-{
-    const tqkv__format *row = tqkv__format_of(f);
-    return tqkv__head_dim_known(head_dim) ? (size_t)(head_dim * (row->main_bits + row->upper_bits) / 8) : 0;
-}
-
-TQKV_API int tqkv_norms_per_row(tqkv_format f, int head_dim)
-{
-    const int kind = tqkv__format_of(f)->kind;
-    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || kind == TQKV__HALF) return 0;
-    return head_dim / tqkv__norm_dim(kind, head_dim);
-}
-
-TQKV_API float tqkv_last_boundary(tqkv_format f)
-{
-    const int kind = tqkv__format_of(f)->kind, bits = tqkv__format_of(f)->book_bits;
-    if (kind == TQKV__BOOK) return TQKV__BOUNDARIES(bits)[(1 << bits) - 2];
-    return kind == TQKV__HALF ? 65504.0f : kind == TQKV__GRID ? 127.0f : 0.0f;
-}
-
 TQKV_API size_t tqkv_codes_size(const tqkv_store *store)
 {
     tqkv__stream s;
@@ -417,15 +419,20 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *store)
 
 static bool tqkv__basis_known(tqkv_basis basis) { return basis == TQKV_ORIGINAL || basis == TQKV_ROTATED; }
 
-/* Checks the entries of the positions [first, end), which the table has. */
-static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64_t end)
+/* Checks the entries of the positions [first, end), which the table has. lowest: -1 where such a page is left out */
+static tqkv_result tqkv__check_pages_from(const tqkv__stream *s, int64_t first, int64_t end, int lowest)
 {
     if (!s->pages || first >= end) return TQKV_OK;
     for (int64_t i = first / s->page_size; i <= (end - 1) / s->page_size; i++)
-        if (s->pages[i] < 0 || s->pages[i] >= s->capacity / s->page_size)
+        if (s->pages[i] < lowest || s->pages[i] >= s->capacity / s->page_size)
             return TQKV__REFUSE(OUT_OF_RANGE,
                                 "pages: the entry of a position that is seen or written lies outside the pool");
     return TQKV_OK;
+}
+
+static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64_t end)
+{
+    return tqkv__check_pages_from(s, first, end, 0);
 }
 
 /* Whether no number of ids occurs twice or among others, but for negative ones; ids: [n], others: [n_others], or NULL
@@ -453,13 +460,14 @@ static bool tqkv__all_distinct(const int32_t *ids, int64_t n, const int32_t *oth
     return true;
 }
 
-static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t position)
+/* Checks n positions; lowest: as tqkv__check_pages_from's */
+static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t position, int lowest)
 {
     if (position < 0 || position > INT64_MAX - n) return TQKV__REFUSE(OUT_OF_RANGE, "position: negative or too large");
     if (!s->ring && position + n > tqkv__room(s))
         return TQKV__REFUSE(OUT_OF_RANGE,
                             "positions beyond the capacity, of a full cache say, or beyond the page table");
-    return tqkv__check_pages(s, position, position + n);
+    return tqkv__check_pages_from(s, position, position + n, lowest);
 }
 
 /* Refuses a table that names a page twice among those of n positions to write; follows tqkv__check_positions. */
@@ -478,7 +486,7 @@ static tqkv_result tqkv__open_positions(const tqkv_store *store, int n, int64_t 
     if (r != TQKV_OK) return r;
     if (n < 0) return TQKV__INVALID("n_positions is negative");
     if (s->ring && n > s->capacity) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
-    return tqkv__check_positions(s, n, position);
+    return tqkv__check_positions(s, n, position, 0);
 }
 
 /* Returns the bytes from the first of the caller's rows to that of a token and a head. */

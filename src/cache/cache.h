@@ -115,9 +115,9 @@ static void tqkv__drop_raw(tqkv_cache *c);
 struct tqkv__append;
 static tqkv_result tqkv__append_learning(tqkv_cache *c, struct tqkv__append *append);
 static void tqkv__count_append(tqkv_cache *c, int n_tokens);
-static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view);
-static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                    void *out);
+static int tqkv__raw_queries(const tqkv_cache *c, int n_queries);
+static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int n_queries);
+static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const void *q, int n_queries, void *out);
 
 /* Starts each array in memory on a cache line: attention to codes that straddle two takes a tenth longer. 63 bytes more
    than *end still have a size. */
@@ -187,7 +187,7 @@ static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
     *s = *stream;
     if (halves) {
         s->format = TQKV_F16;
-        s->rotated = true;
+        s->rotation = TQKV_ROTATION_ON;
     }
     s->ring = last;
     s->capacity = last ? (int)room : c->exact_first;
@@ -243,11 +243,11 @@ static void tqkv__cache_attach(tqkv_attention *a, const tqkv_cache *c)
     a->keys = &c->keys;
     a->values = c->shared ? &c->keys : &c->values;
     a->tail = c->tail.head_dim ? &c->tail : NULL;
-    a->first_keys = tqkv__store_of(c, TQKV__FIRST_KEYS);
-    a->first_values = tqkv__store_of(c, c->shared ? TQKV__FIRST_KEYS : TQKV__FIRST_VALUES);
-    a->first_tail = tqkv__store_of(c, TQKV__FIRST_TAIL);
-    a->last_keys = tqkv__store_of(c, TQKV__LAST_KEYS);
-    a->last_values = tqkv__store_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_VALUES);
+    a->first.keys = tqkv__store_of(c, TQKV__FIRST_KEYS);
+    a->first.values = tqkv__store_of(c, c->shared ? TQKV__FIRST_KEYS : TQKV__FIRST_VALUES);
+    a->first.tail = tqkv__store_of(c, TQKV__FIRST_TAIL);
+    a->last.keys = tqkv__store_of(c, TQKV__LAST_KEYS);
+    a->last.values = tqkv__store_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_VALUES);
 }
 
 /* Resolves the defaults of a desc; checks it and the shapes of all streams. */
@@ -260,6 +260,10 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     if (r == TQKV_OK) r = tqkv__end_shapes(desc, c);
     if (r == TQKV_OK) r = tqkv__raw_shapes(desc, c);
     if (r != TQKV_OK) return r;
+    c->keys.strides = desc->strides.k;
+    c->values.strides = desc->strides.v;
+    c->attention.query_strides = desc->strides.q;
+    c->attention.output_strides = desc->strides.out;
     c->attention.query_type = c->attention.output_type = desc->type;
     tqkv__cache_attach(&c->attention, c);
     c->attention.n_heads = desc->n_heads;
@@ -307,6 +311,95 @@ static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__ca
 static void tqkv__learn_from(tqkv_cache *c, int n);
 static bool tqkv__raw_fits(const tqkv_cache *c);
 
+/* Returns where the channels of stream i lie. */
+static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
+{
+    size_t before = 0, all = 0; /* of a cache that exists */
+    (void)tqkv__count_channels(c, i, &before);
+    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &all);
+    return c->channels + (size_t)kind * all + before;
+}
+
+/* Stream i, and what is kept of it besides, has the centres or the scales that lie in their room, or none. */
+static void tqkv__name_channels(tqkv_cache *c, int i, tqkv__channels kind, bool has)
+{
+    tqkv_store *s = TQKV__STORE_AT(c, i);
+    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = has ? tqkv__channel_room(c, i, kind) : NULL;
+    for (int last = 0; last < 2; last++) {
+        c->ends[last][i].center = s->center;
+        c->ends[last][i].channel_scale = s->channel_scale;
+    }
+}
+
+/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL:
+   none. */
+static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
+{
+    const tqkv_store *s = tqkv__store_of(c, i);
+    if (!s) return;
+    const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
+    float *own = tqkv__channel_room(c, i, kind), *inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
+    const uint64_t mode = tqkv__fp_exact();
+    for (size_t h = 0; values && h < n_kv_heads; h++) {
+        memmove(own + h * dim, values + h * stride, dim * sizeof(float));
+        if (kind == TQKV__SCALES) tqkv__invert(own + h * dim, s->head_dim, inverses + h * dim);
+    }
+    tqkv__fp_restore(mode);
+    tqkv__name_channels(c, i, kind, values != NULL);
+}
+
+/* Whether n values may be centres or scales. */
+static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values, size_t n)
+{
+    if ((uintptr_t)values % sizeof(float)) return TQKV__INVALID("a centre or a scale is not aligned as floats");
+    if (values && !tqkv__all_finite(values, n))
+        return TQKV__REFUSE(NOT_FINITE, "a centre or a scale holds NaN or infinity");
+    if (values && kind == TQKV__SCALES && !tqkv__scales_valid(values, n))
+        return TQKV__INVALID("a scale is not in [2^-32, 2^32]");
+    return TQKV_OK;
+}
+
+/* Whether a desc has centres or scales: a cache then learns none. */
+static bool tqkv__gives_channels(const tqkv_cache_desc *desc)
+{
+    return desc->key_center || desc->key_scale || desc->value_center || desc->value_scale;
+}
+
+/* Checks the centres and scales of a desc. */
+static tqkv_result tqkv__check_given(const tqkv_cache_desc *desc, const tqkv_cache *c)
+{
+    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
+    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
+    if (c->shared && (desc->value_center || desc->value_scale))
+        return TQKV__INVALID("value_center, value_scale: the values have those of the keys");
+    tqkv_result r = tqkv__check_channels(TQKV__CENTERS, desc->key_center, n_keys);
+    if (r == TQKV_OK) r = tqkv__check_channels(TQKV__SCALES, desc->key_scale, n_keys);
+    if (r == TQKV_OK) r = tqkv__check_channels(TQKV__CENTERS, desc->value_center, n_values);
+    return r == TQKV_OK ? tqkv__check_channels(TQKV__SCALES, desc->value_scale, n_values) : r;
+}
+
+/* Returns what a desc gives of stream i, and how far its heads are apart; NULL: nothing. */
+static const float *tqkv__given(const tqkv_cache_desc *desc, const tqkv_cache *c, int i, tqkv__channels kind,
+                                size_t *stride)
+{
+    const float *keys = kind == TQKV__CENTERS ? desc->key_center : desc->key_scale;
+    const bool value = i == TQKV__VALUES;
+    *stride = (size_t)(value ? c->values.head_dim : c->keys.head_dim + c->tail.head_dim);
+    if (value) return kind == TQKV__CENTERS ? desc->value_center : desc->value_scale;
+    return keys && i == TQKV__TAIL ? keys + c->keys.head_dim : keys;
+}
+
+/* Takes the centres and scales of a desc. */
+static void tqkv__take_given(const tqkv_cache_desc *desc, tqkv_cache *c)
+{
+    size_t stride;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        for (int k = TQKV__CENTERS; k <= TQKV__SCALES; k++) {
+            const float *values = tqkv__given(desc, c, i, (tqkv__channels)k, &stride);
+            tqkv__cache_channels(c, i, (tqkv__channels)k, values, stride);
+        }
+}
+
 /* Creates a cache that, if it learns, does so from at least as many positions as one that it is made of. */
 static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_from, tqkv_cache **out)
 {
@@ -316,6 +409,7 @@ static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_from, tqk
     *out = NULL;
     if (!desc) return TQKV__INVALID("desc is NULL");
     tqkv_result r = tqkv__cache_resolve(desc, &c);
+    if (r == TQKV_OK) r = tqkv__check_given(desc, &c);
     if (r != TQKV_OK) return r;
     if (c.learning && learn_from > c.learn_from) tqkv__learn_from(&c, learn_from);
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
@@ -336,6 +430,7 @@ static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_from, tqk
     c.own_room = (int)tqkv__newest_room(&c);
     *out = (tqkv_cache *)memcpy(memory, &c, sizeof c);
     tqkv__cache_attach(&(*out)->attention, *out);
+    tqkv__take_given(desc, *out);
     return TQKV_OK;
 }
 
@@ -373,43 +468,6 @@ static bool tqkv__in_cache(const tqkv_cache *c, const void *p, size_t size)
 {
     return tqkv__overlap(c, c->size, p, size) || tqkv__overlap(c->grown, c->grown_size, p, size) ||
            tqkv__overlap(c->raw_memory, c->raw_size, p, size);
-}
-
-/* Returns where the channels of stream i lie. */
-static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
-{
-    size_t before = 0, all = 0; /* of a cache that exists */
-    (void)tqkv__count_channels(c, i, &before);
-    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &all);
-    return c->channels + (size_t)kind * all + before;
-}
-
-/* Stream i, and what is kept of it besides, has the centres or the scales that lie in their room, or none. */
-static void tqkv__name_channels(tqkv_cache *c, int i, tqkv__channels kind, bool has)
-{
-    tqkv_store *s = TQKV__STORE_AT(c, i);
-    *(kind == TQKV__CENTERS ? &s->center : &s->channel_scale) = has ? tqkv__channel_room(c, i, kind) : NULL;
-    for (int last = 0; last < 2; last++) {
-        c->ends[last][i].center = s->center;
-        c->ends[last][i].channel_scale = s->channel_scale;
-    }
-}
-
-/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL:
-   none. */
-static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
-{
-    const tqkv_store *s = tqkv__store_of(c, i);
-    if (!s) return;
-    const size_t dim = (size_t)s->head_dim, n_kv_heads = (size_t)s->n_kv_heads;
-    float *own = tqkv__channel_room(c, i, kind), *inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
-    const uint64_t mode = tqkv__fp_exact();
-    for (size_t h = 0; values && h < n_kv_heads; h++) {
-        memmove(own + h * dim, values + h * stride, dim * sizeof(float));
-        if (kind == TQKV__SCALES) tqkv__invert(own + h * dim, s->head_dim, inverses + h * dim);
-    }
-    tqkv__fp_restore(mode);
-    tqkv__name_channels(c, i, kind, values != NULL);
 }
 
 /* What an append encodes: the streams, and the first positions that are kept besides. */
@@ -460,7 +518,7 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
 static void tqkv__copy_newest(const tqkv_cache *c, int side, int64_t from, const tqkv_store *to)
 {
     const tqkv_store *old = &c->ends[1][side];
-    const size_t size = tqkv_row_bytes(TQKV_F16, old->head_dim);
+    const size_t size = tqkv__row_bytes(TQKV_F16, old->head_dim);
     for (int h = 0; h < old->n_kv_heads; h++)
         for (int64_t p = from; p < c->attention.end; p++) {
             const size_t source = (size_t)h * (size_t)old->capacity + (size_t)(p % old->capacity);
@@ -564,9 +622,9 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
 static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
 {
     const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_KEYS);
-    a->exact_first = (int)c->exact_below;
-    a->exact_last = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
-    a->exact_from = c->exact_from;
+    a->first.n = (int)c->exact_below;
+    a->last.n = newest.to - newest.from < c->exact_last ? (int)(newest.to - newest.from) : c->exact_last;
+    a->last.from = c->exact_from;
 }
 
 /* The attention of one query to codes and what is kept besides. */
@@ -576,133 +634,64 @@ static tqkv_attention tqkv__view_codes(const tqkv_cache *c)
     view.kv_len = (int)(c->attention.end - c->first);
     tqkv__count_ends(c, &view);
     const bool full = c->exact_held <= c->attention.end - tqkv__newest_room(c); /* of halves that came */
-    if (!full && view.exact_from < c->exact_held) view.exact_from = c->exact_held;
+    if (!full && view.last.from < c->exact_held) view.last.from = c->exact_held;
     return view;
 }
 
-TQKV_API tqkv_attention tqkv_cache_view(const tqkv_cache *c)
+#define TQKV__NO_RAW "a copy has no halves for queries at positions that its cache has learned from"
+
+/* Whether the cache has the halves of the newest that these queries read. */
+static tqkv_result tqkv__check_newest(const tqkv_cache *c, const tqkv_attention *call)
 {
-    tqkv_attention view;
-    memset(&view, 0, sizeof view);
-    if (!c || tqkv__view_raw(c, &view)) return view;
-    return tqkv__view_codes(c);
+    if (!tqkv__newest_room(c) || tqkv__exact_oldest(call, c->first) >= c->exact_held) return TQKV_OK;
+    return TQKV__REFUSE(OUT_OF_RANGE,
+                        "n_queries: above 64 and what the last append brought; exact_last has halves for no more");
 }
 
-/* Takes the list and the tree of `some`, unless that is NULL. */
-static void tqkv__take_some(const tqkv_attention *some, tqkv_attention *a)
+TQKV_API tqkv_result tqkv_cache_view(const tqkv_cache *c, int n_queries, tqkv_attention *out)
 {
-    if (!some) return;
-    a->tree = some->tree;
-    a->list = some->list;
-    a->list_length = some->list_length;
-    a->list_heads = some->list_heads;
-    a->list_block = some->list_block;
-    a->list_newest = some->list_newest;
+    if (!c || !out || n_queries < 0) return TQKV__INVALID("the cache or out is NULL, or n_queries negative");
+    const int n_raw = tqkv__raw_queries(c, n_queries);
+    if (n_raw && n_raw < n_queries)
+        return TQKV__REFUSE(OUT_OF_RANGE,
+                            "n_queries: they stand on both sides of the position at which the cache learned");
+    if (n_raw && !c->raw[0].codes) return TQKV__REFUSE(OUT_OF_RANGE, TQKV__NO_RAW);
+    tqkv_attention view = n_raw ? tqkv__raw_attention(c, c->attention.end, n_queries) : tqkv__view_codes(c);
+    view.n_queries = n_queries;
+    if (n_queries && view.end && !view.kv_len) return TQKV__REFUSE(OUT_OF_RANGE, "no position is resident");
+    const tqkv_result r = n_queries && !n_raw ? tqkv__check_newest(c, &view) : TQKV_OK;
+    if (r == TQKV_OK) *out = view;
+    return r;
 }
 
-/* Opens the attention of a cache. some: NULL, or an attention with the list and the tree */
-static tqkv_result tqkv__cache_attention(const tqkv_cache *c, const tqkv_attention *some, int n_queries,
-                                         tqkv__attention *a)
+/* Opens the attention of a cache to its codes. */
+static tqkv_result tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqkv__attention *a)
 {
     tqkv_attention attention = c->attention;
     attention.n_queries = n_queries;
-    tqkv__take_some(some, &attention);
     tqkv__count_ends(c, &attention);
     tqkv_result r = tqkv__attention_streams(&attention, a);
     a->first = c->first; /* after a truncation fewer positions than kv_len's default, or none */
     a->matrix_group = c->matrix_group;
-    if (r != TQKV_OK) return r;
-    if (tqkv__newest_room(c) && tqkv__exact_oldest(a) < c->exact_held)
-        return TQKV__REFUSE(OUT_OF_RANGE,
-                            "n_queries: above 64 and what the last append brought; exact_last has halves for no more");
-    return tqkv__attention_ends(a);
-}
-
-static tqkv_result tqkv__cache_attend(tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                      void *out)
-{
-    tqkv__attention a;
-    if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
-    if (n_queries == 0) return TQKV_OK;
-    if (c->raw_below) return tqkv__attend_raw(c, some, q, n_queries, out);
-    tqkv_result r = tqkv__cache_attention(c, some, n_queries, &a);
-    if (r == TQKV_OK && tqkv__in_cache(c, out, a.out_size)) r = TQKV__INVALID("out overlaps the cache");
-    if (r != TQKV_OK) return r;
-    if (!c->metal) return tqkv__attend(&a, q, out);
-    r = tqkv__check_q_out(&a, q, out);
-    return r == TQKV_OK ? tqkv__backend_of(c->metal)->attend(c->metal, c, some, q, n_queries, out) : r;
+    if (r == TQKV_OK) r = tqkv__check_newest(c, &a->call);
+    return r == TQKV_OK ? tqkv__attention_ends(a) : r;
 }
 
 TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out)
 {
-    return tqkv__cache_attend(c, NULL, q, n_queries, out);
-}
-
-TQKV_API tqkv_result tqkv_cache_attend_some(tqkv_cache *c, const tqkv_attention *a, const void *q, int n_queries,
-                                            void *out)
-{
-    if (!a) return TQKV__INVALID("the attention is NULL");
-    return tqkv__cache_attend(c, a, q, n_queries, out);
-}
-
-/* Whether n values may be centres or scales. */
-static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values, size_t n)
-{
-    if ((uintptr_t)values % sizeof(float)) return TQKV__INVALID("a centre or a scale is not aligned as floats");
-    if (values && !tqkv__all_finite(values, n))
-        return TQKV__REFUSE(NOT_FINITE, "a centre or a scale holds NaN or infinity");
-    if (values && kind == TQKV__SCALES && !tqkv__scales_valid(values, n))
-        return TQKV__INVALID("a scale is not in [2^-32, 2^32]");
-    return TQKV_OK;
-}
-
-/* Sets centres or scales of all streams; what the cache would have learned is not wanted then. */
-static tqkv_result tqkv__set_channels(tqkv_cache *c, tqkv__channels kind, const float *keys, const float *values)
-{
-    if (!c) return TQKV__INVALID("the cache is NULL");
-    if (c->attention.end != 0) return TQKV__INVALID("centre, scale: the cache holds positions encoded without them");
-    if (c->shared && values) return TQKV__INVALID("values: they have centre and scale of the keys");
-    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
-    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
-    tqkv_result r = tqkv__check_channels(kind, keys, n_keys);
-    if (r == TQKV_OK) r = tqkv__check_channels(kind, values, n_values);
+    tqkv__attention a;
+    if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
+    if (n_queries == 0) return TQKV_OK;
+    if (c->raw_below) return tqkv__attend_raw(c, q, n_queries, out);
+    tqkv_result r = tqkv__cache_attention(c, n_queries, &a);
+    if (r == TQKV_OK && tqkv__in_cache(c, out, a.out_size)) r = TQKV__INVALID("out overlaps the cache");
     if (r != TQKV_OK) return r;
-    if (tqkv__in_cache(c, keys, n_keys * sizeof(float)) || tqkv__in_cache(c, values, n_values * sizeof(float)))
-        return TQKV__INVALID("a centre or a scale lies in the cache");
-    tqkv__drop_raw(c);
-    c->learns = false;
-    tqkv__cache_channels(c, TQKV__KEYS, kind, keys, key_dim);
-    tqkv__cache_channels(c, TQKV__VALUES, kind, values, (size_t)c->values.head_dim);
-    tqkv__cache_channels(c, TQKV__TAIL, kind, keys ? keys + c->keys.head_dim : NULL, key_dim);
-    return TQKV_OK;
-}
-
-TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_center(tqkv_cache *c, const float *keys, const float *values)
-{
-    return tqkv__set_channels(c, TQKV__CENTERS, keys, values);
-}
-
-TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_scale(tqkv_cache *c, const float *keys, const float *values)
-{
-    return tqkv__set_channels(c, TQKV__SCALES, keys, values);
-}
-
-TQKV__COLD TQKV_API tqkv_result tqkv_cache_set_layout(tqkv_cache *c, const tqkv_cache_layout *layout)
-{
-    tqkv_cache_layout none;
-    memset(&none, 0, sizeof none);
-    if (!c) return TQKV__INVALID("the cache is NULL");
-    if (!layout) layout = &none;
-    c->keys.strides = layout->k;
-    c->values.strides = layout->v;
-    c->attention.query_strides = layout->q;
-    c->attention.output_strides = layout->out;
-    return TQKV_OK;
+    if (!c->metal) return tqkv__attend(&a, q, out);
+    r = tqkv__check_q_out(&a, q, out);
+    return r == TQKV_OK ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out) : r;
 }
 
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c) { return c ? c->attention.end : 0; }
-
-TQKV_API int64_t tqkv_cache_first(const tqkv_cache *c) { return c ? c->first : 0; }
 
 TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
 {
@@ -716,7 +705,3 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
             bytes += c->ends[1][side].codes_size / (size_t)c->ends[1][side].capacity * (size_t)c->own_room;
     return bytes;
 }
-
-TQKV_API const tqkv_store *tqkv_cache_keys(const tqkv_cache *c) { return c ? &c->keys : NULL; }
-TQKV_API const tqkv_store *tqkv_cache_values(const tqkv_cache *c) { return c ? c->attention.values : NULL; }
-TQKV_API const tqkv_store *tqkv_cache_tail(const tqkv_cache *c) { return c ? c->attention.tail : NULL; }

@@ -36,6 +36,7 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (desc->ring && desc->calibrate > most)
         return TQKV__INVALID("calibrate: a ring learns from no more than a quarter of its capacity, or 16 positions");
     c->calibrate = desc->calibrate;
+    if (tqkv__gives_channels(desc)) return TQKV_OK;
     c->learns = c->learning = true;
     c->raw_below = INT64_MAX;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
@@ -77,7 +78,7 @@ static tqkv_result tqkv__get_raw(tqkv_cache *c)
 {
     tqkv__raw_room room;
     if (c->metal || c->raw_memory) return TQKV_OK;
-    (void)tqkv__divide_raw(c, &room); /* of a cache that exists */
+    if (!tqkv__divide_raw(c, &room)) return TQKV_OUT_OF_MEMORY;
     c->raw_memory = c->memory.alloc(c->memory.user, room.size + 63);
     if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
     uint8_t *first = tqkv__first_line(c->raw_memory);
@@ -132,8 +133,12 @@ static TQKV__NOINLINE bool tqkv__judge(const tqkv__stream *raw, int slot)
             sums[1][d % LANES] = TQKV__AS_FLOAT(sums[1][d % LANES] + tqkv__rounded(row[d] * row[d]));
         }
     }
-    const float apart = tqkv__sum_16(sums[0]);
-    return apart > tqkv__sum_16(sums[1]) * 0.25f;
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int k = 0; k < half; k++) {
+            sums[0][k] = TQKV__AS_FLOAT(sums[0][k] + sums[0][k + half]);
+            sums[1][k] = TQKV__AS_FLOAT(sums[1][k] + sums[1][k + half]);
+        }
+    return sums[0][0] > sums[1][0] * 0.25f;
 }
 
 /* Finds which of the raw positions that the cache learns from are new. */
@@ -372,17 +377,22 @@ static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
     }
 }
 
+/* Appends the first n tokens of a job as raw halves, and leaves them out of it. */
+static void tqkv__take_raw(const tqkv_cache *c, tqkv__append *append, int n)
+{
+    tqkv__append_raw(c, append, n);
+    tqkv__skip_tokens(&append->job, n);
+    tqkv__skip_tokens(&append->first_job, n);
+}
+
 /* Appends to a cache that learns: raw halves as far as it learns from them, then codes. A failure leaves the cache as it
    was. */
 static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
 {
     const int64_t end = c->attention.end + append->job.n_tokens, at = end < c->learn_from ? end : c->learn_from;
-    const int n = (int)(at - c->attention.end);
     const tqkv_result r = tqkv__get_raw(c);
     if (r != TQKV_OK) return r;
-    tqkv__append_raw(c, append, n);
-    tqkv__skip_tokens(&append->job, n);
-    tqkv__skip_tokens(&append->first_job, n);
+    tqkv__take_raw(c, append, (int)(at - c->attention.end));
     if (at < c->learn_from) return TQKV_OK;
     (void)tqkv__settle(c, at, end); /* rows of the same format are copied */
     if (append->job.n_tokens) tqkv__append_raw(c, append, TQKV__TILE);
@@ -434,22 +444,15 @@ static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int 
     a.keys = &c->raw[0];
     a.values = &c->raw[c->shared ? 0 : 1];
     a.tail = c->tail.head_dim ? &c->raw[2] : NULL;
-    a.first_keys = a.first_values = a.first_tail = a.last_keys = a.last_values = NULL;
+    a.first.keys = a.first.values = a.first.tail = a.last.keys = a.last.values = NULL;
     a.end = end;
     a.kv_len = (int)end;
     a.n_queries = n_queries;
     return a;
 }
 
-static bool tqkv__view_raw(const tqkv_cache *c, tqkv_attention *view)
-{
-    if (!tqkv__raw_queries(c, 1)) return false;
-    if (c->raw[0].codes) *view = tqkv__raw_attention(c, c->attention.end, 1);
-    return true;
-}
-
-/* A call of a cache that is cut at the position from which queries read codes. The request over codes has these queries
-   or, with a tree, which counts from the first query of a call, all of them; the other one's outputs come after it. */
+/* A call of a cache that is cut at the position from which queries read codes. The second request has the other
+   queries. */
 typedef struct tqkv__cut_call {
     tqkv__attention a[2];
     tqkv__request requests[2];
@@ -457,27 +460,22 @@ typedef struct tqkv__cut_call {
 } tqkv__cut_call;
 
 /* Checks the arrays of all queries together: a request looks at its own queries and stores alone. */
-static TQKV__NOINLINE tqkv_result tqkv__check_whole(const tqkv_cache *c, const tqkv_attention *some, const void *q,
-                                                    int n_queries, const void *out)
+static TQKV__NOINLINE tqkv_result tqkv__check_whole(const tqkv_cache *c, const void *q, int n_queries, const void *out)
 {
     tqkv__attention a;
     tqkv_attention whole = c->attention;
     whole.n_queries = n_queries;
-    tqkv__take_some(some, &whole);
     tqkv_result r = tqkv__attention_shape(&whole, &a);
-    if (r == TQKV_OK) r = tqkv__check_list(&a);
     if (r == TQKV_OK) r = tqkv__check_q_out(&a, q, out);
     if (r == TQKV_OK && tqkv__in_cache(c, out, a.out_size)) r = TQKV__INVALID("out overlaps the cache");
     return r;
 }
 
 /* Opens the request whose queries read what is raw. */
-static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q, int n_queries,
-                                 void *out, tqkv__cut_call *cut)
+static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const void *q, int n_queries, void *out, tqkv__cut_call *cut)
 {
     tqkv__attention *a = &cut->a[0];
-    tqkv_attention raw = tqkv__raw_attention(c, c->attention.end - (n_queries - cut->n_raw), cut->n_raw);
-    tqkv__take_some(some, &raw);
+    const tqkv_attention raw = tqkv__raw_attention(c, c->attention.end - (n_queries - cut->n_raw), cut->n_raw);
     tqkv_result r = tqkv__attention_streams(&raw, a);
     if (r != TQKV_OK) return r;
     a->first = 0;
@@ -486,43 +484,32 @@ static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const tqkv_attention *some
     return r;
 }
 
-/* Opens the request whose queries, from number `first` on, read codes. */
-static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const tqkv_attention *some, const void *q, int first,
-                                   int n_queries, void *out, tqkv__cut_call *cut)
+/* Opens the request whose queries, from number n_raw on, read codes. */
+static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const void *q, int n_queries, void *out, tqkv__cut_call *cut)
 {
     tqkv__attention *a = &cut->a[1];
-    tqkv_attention coded;
-    memset(&coded, 0, sizeof coded);
-    tqkv__take_some(some, &coded);
-    const size_t heads = (size_t)(coded.list_heads ? coded.list_heads : 1);
-    if (coded.list) coded.list += (size_t)first * heads * (size_t)coded.list_length;
-    tqkv_result r = tqkv__cache_attention(c, some ? &coded : NULL, n_queries - first, a);
+    tqkv_result r = tqkv__cache_attention(c, n_queries - cut->n_raw, a);
     if (r != TQKV_OK) return r;
-    const size_t skipped = (size_t)first;
+    const size_t size = tqkv__type_size(a->call.output_type), skipped = (size_t)cut->n_raw;
     const void *rest = (const uint8_t *)q + skipped * a->call.query_strides.token * tqkv__type_size(a->call.query_type);
-    uint8_t *to = (uint8_t *)out + skipped * a->call.output_strides.token * tqkv__type_size(a->call.output_type);
+    uint8_t *to = (uint8_t *)out + skipped * a->call.output_strides.token * size;
     r = tqkv__cut_whole(a, rest, to, &cut->requests[cut->n_requests]);
     cut->n_requests++;
     return r;
 }
 
-static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const tqkv_attention *some, const void *q,
-                                                   int n_queries, void *out)
+static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const void *q, int n_queries, void *out)
 {
     tqkv__cut_call cut;
     cut.n_requests = 0;
     cut.n_raw = tqkv__raw_queries(c, n_queries);
-    const bool whole = cut.n_raw && cut.n_raw < n_queries && some && some->tree;
-    tqkv_result r = tqkv__check_whole(c, some, q, n_queries, out);
-    if (r == TQKV_OK && cut.n_raw && !c->raw[0].codes)
-        r = TQKV__REFUSE(OUT_OF_RANGE, "a copy has no halves for queries at positions that its cache has learned from");
-    if (r == TQKV_OK && cut.n_raw < n_queries)
-        r = tqkv__cut_coded(c, some, q, whole ? 0 : cut.n_raw, n_queries, out, &cut);
-    if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, some, q, n_queries, out, &cut);
+    tqkv_result r = tqkv__check_whole(c, q, n_queries, out);
+    if (r == TQKV_OK && cut.n_raw && !c->raw[0].codes) r = TQKV__REFUSE(OUT_OF_RANGE, TQKV__NO_RAW);
+    if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, q, n_queries, out, &cut);
+    if (r == TQKV_OK && cut.n_raw < n_queries) r = tqkv__cut_coded(c, q, n_queries, out, &cut);
     if (r != TQKV_OK) return r;
-    if (c->metal) return tqkv__backend_of(c->metal)->attend(c->metal, c, some, q, n_queries, out);
-    if (whole && (r = tqkv__run_job(cut.requests, 1)) != TQKV_OK) return r;
-    return tqkv__run_job(cut.requests + whole, cut.n_requests - whole);
+    return c->metal ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out)
+                    : tqkv__run_job(cut.requests, cut.n_requests);
 }
 
 /* -- Presets -- */

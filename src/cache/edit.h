@@ -175,6 +175,10 @@ static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
     memset(&desc, 0, sizeof desc);
     TQKV__CACHE_SHAPE(TQKV__FIELD_OF)
     TQKV__CACHE_USE(TQKV__FIELD_OF)
+    desc.strides.k = c->keys.strides;
+    desc.strides.v = c->values.strides;
+    desc.strides.q = c->attention.query_strides;
+    desc.strides.out = c->attention.output_strides;
     return desc;
 }
 
@@ -190,6 +194,29 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     if (from->exact_batch) to->exact_batch = from->exact_batch;
     if (from->tag) to->tag = from->tag;
     to->non_causal = to->non_causal || from->non_causal;
+    const tqkv_strides all[] = {from->strides.k, from->strides.v, from->strides.q, from->strides.out};
+    bool has = false;
+    for (int i = 0; i < 4; i++) has = has || all[i].token || all[i].head;
+    if (has) to->strides = from->strides;
+}
+
+/* Checks that the centres and scales of a desc are those that a cache has. */
+static tqkv_result tqkv__check_same_given(const tqkv_cache_desc *desc, const tqkv_cache *c)
+{
+    tqkv_result r = tqkv__check_given(desc, c);
+    for (int i = 0; r == TQKV_OK && i < TQKV__CACHE_STREAMS; i++)
+        for (int k = TQKV__CENTERS; k <= TQKV__SCALES; k++) {
+            size_t stride;
+            const tqkv_store *s = tqkv__store_of(c, i);
+            const float *given = s ? tqkv__given(desc, c, i, (tqkv__channels)k, &stride) : NULL;
+            if (!given) continue;
+            const float *own = k == TQKV__CENTERS ? s->center : s->channel_scale;
+            const size_t dim = (size_t)s->head_dim;
+            for (size_t h = 0; h < (size_t)s->n_kv_heads; h++)
+                if (!own || memcmp(given + h * stride, own + h * dim, dim * sizeof(float)) != 0)
+                    return TQKV__INVALID("desc: a centre or a scale is neither NULL nor that of the cache or snapshot");
+        }
+    return r;
 }
 
 /* Checks that the nonzero fields of the shape of `wanted` are those of `found`. */
@@ -254,7 +281,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_
             copied.value_format = desc->value_format ? desc->value_format : copied.key_format;
         if (desc->tail_format) copied.tail_format = desc->tail_format;
         copied.ring = copied.ring || desc->ring;
-        const tqkv_result match = tqkv__check_match(desc, &copied);
+        tqkv_result match = tqkv__check_match(desc, &copied);
+        if (match == TQKV_OK) match = tqkv__check_same_given(desc, c);
         if (match != TQKV_OK) return match;
         tqkv__take_use(desc, &copied);
     }

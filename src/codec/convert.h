@@ -94,7 +94,7 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
     if (to->head_dim != from->head_dim || to->n_kv_heads != from->n_kv_heads)
         return TQKV__INVALID("the stores differ in head_dim or n_kv_heads");
     if (to->rotated != from->rotated && to->kind != TQKV__HALF && from->kind != TQKV__HALF)
-        return TQKV__INVALID("unrotated: the stores differ in it");
+        return TQKV__INVALID("rotation: the stores differ in it");
     if (!tqkv__same_center(to, from)) return TQKV__INVALID("center: the stores differ in it");
     if (!tqkv__same_scale(to, from)) return TQKV__INVALID("channel_scale: the stores differ in it");
     if (n && !tqkv__stays_apart(to, from, position, n))

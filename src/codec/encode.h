@@ -1,22 +1,16 @@
 /* >>encode: rows into a store and out of it; how they lie on the scale */
 
-/* Opens a store to encode into, somewhere. */
-static tqkv_result tqkv__encode_target(const tqkv_store *store, const void *src, int n_tokens, tqkv__stream *s)
-{
-    size_t bytes;
-    tqkv_result r = tqkv__stream_open(store, s);
-    if (r != TQKV_OK || (r = tqkv__check_rows(s, src, n_tokens, &bytes)) != TQKV_OK) return r;
-    if (tqkv__encoding_overlaps(s, src, bytes))
-        return TQKV__INVALID("src overlaps the store"); /* it may overlap the centre, which is only read */
-    return TQKV_OK;
-}
-
 /* Opens a store to encode at `position`. The checks that encode and append share, except for NaN and infinity. */
 static tqkv_result tqkv__encode_open(const tqkv_store *store, const void *src, int n_tokens, int64_t position,
                                      tqkv__stream *s)
 {
-    tqkv_result r = tqkv__encode_target(store, src, n_tokens, s);
-    if (r == TQKV_OK) r = tqkv__check_positions(s, n_tokens, position);
+    size_t bytes;
+    tqkv_result r = tqkv__stream_open(store, s);
+    if (r == TQKV_OK) r = tqkv__check_rows(s, src, n_tokens, &bytes);
+    if (r != TQKV_OK) return r;
+    if (tqkv__encoding_overlaps(s, src, bytes))
+        return TQKV__INVALID("src overlaps the store"); /* it may overlap the centre, which is only read */
+    r = tqkv__check_positions(s, n_tokens, position, -1);
     return r == TQKV_OK ? tqkv__check_written(s, n_tokens, position) : r;
 }
 
@@ -249,56 +243,19 @@ static tqkv_result tqkv__check_sources(tqkv__encode_job *job)
     return TQKV_OK;
 }
 
-/* Encodes after all checks but that for NaN and infinity. */
-static tqkv_result tqkv__encode_sources(tqkv__encode_job *job)
-{
-    const tqkv_result r = tqkv__check_sources(job);
-    if (r != TQKV_OK) return r;
-    job->encode = true;
-    tqkv__run_encode_tasks(job);
-    return TQKV_OK;
-}
-
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const void *src, int n_tokens, int64_t position)
 {
     tqkv__stream s;
     tqkv__encode_job job;
-    const tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s);
+    tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s);
     if (r != TQKV_OK) return r;
     tqkv__encode_job_open(&job, &store->parallel, n_tokens, position);
     tqkv__add_stream(&job, &s, src);
-    return tqkv__encode_sources(&job);
-}
-
-static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slot_list, int n)
-{
-    const size_t size = (size_t)n * sizeof *slot_list;
-    if (!slot_list || (uintptr_t)slot_list % sizeof *slot_list)
-        return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
-    if (tqkv__encoding_overlaps(s, slot_list, size)) return TQKV__INVALID("slots overlap the store");
-    for (int t = 0; t < n; t++)
-        if (slot_list[t] < -1 || slot_list[t] >= s->capacity)
-            return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
-    return tqkv__all_distinct(slot_list, n, NULL, 0) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
-}
-
-TQKV_API tqkv_result tqkv_encode_slots(const tqkv_store *store, const void *src, int n_tokens, const int32_t *slot_list)
-{
-    tqkv__stream s;
-    tqkv__encode_job job;
-    if (!store) return TQKV__INVALID("a store is NULL");
-    tqkv_store pool = *store;
-    pool.ring = false;
-    pool.pages = NULL;
-    tqkv_result r = tqkv__encode_target(&pool, src, n_tokens, &s);
-    if (r == TQKV_OK) r = tqkv__check_slots(&s, slot_list, n_tokens);
+    r = tqkv__check_sources(&job);
     if (r != TQKV_OK) return r;
-    s.pages = slot_list; /* a table with pages of one position; -1 leaves it out */
-    s.n_pages = n_tokens;
-    s.page_size = 1;
-    tqkv__encode_job_open(&job, &store->parallel, n_tokens, 0);
-    tqkv__add_stream(&job, &s, src);
-    return tqkv__encode_sources(&job);
+    job.encode = true;
+    tqkv__run_encode_tasks(&job);
+    return TQKV_OK;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *src, int n_tokens, float *scaled)

@@ -1,30 +1,4 @@
-/* >>measure: means, errors, and the rotation of rows alone */
-
-/* mean: [head_dim] */
-static TQKV__NOINLINE void tqkv__mean_of(const tqkv__stream *s, const void *src, int n_tokens, size_t h, float *mean)
-{
-    double sums[TQKV_MAX_HEAD_DIM] = {0};
-    for (int t = 0; t < n_tokens; t++) {
-        float row[TQKV_MAX_HEAD_DIM];
-        tqkv__codec_for(s->head_dim)
-            ->widen(s->type, tqkv__source_row(s, src, (size_t)t, h), NULL, NULL, s->head_dim, row);
-        for (int d = 0; d < s->head_dim; d++) sums[d] += (double)row[d];
-    }
-    for (int d = 0; d < s->head_dim; d++) mean[d] = n_tokens ? (float)(sums[d] / n_tokens) : 0.0f;
-}
-
-TQKV_API tqkv_result tqkv_mean(const tqkv_store *shape, const void *src, int n_tokens, float *mean)
-{
-    tqkv__stream s;
-    tqkv_result r = tqkv__stream_shape(shape, &s);
-    if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, mean, sizeof(float), tqkv__center_size(&s));
-    if (r != TQKV_OK) return r;
-    const uint64_t mode = tqkv__fp_exact();
-    for (size_t h = 0; h < (size_t)s.n_kv_heads; h++)
-        tqkv__mean_of(&s, src, n_tokens, h, mean + h * (size_t)s.head_dim);
-    tqkv__fp_restore(mode);
-    return TQKV_OK;
-}
+/* >>measure: errors, and the rotation of rows alone */
 
 /* Sums over the rows of a head, for tqkv_quality. */
 typedef struct tqkv__moments {
@@ -38,7 +12,7 @@ typedef struct tqkv__moments {
 static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__row *row, tqkv__moments *m)
 {
     float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
-    const float last = tqkv_last_boundary(s->format);
+    const float last = tqkv__last_boundary(s->format);
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     codec->widen(s->type, row->src, row->center, row->inverses, s->head_dim, x);
     codec->scale_row(s, x, norms);
@@ -112,26 +86,17 @@ TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int 
     return TQKV_OK;
 }
 
-static tqkv_result tqkv__rotate_rows(float *rows, int n_rows, int head_dim, bool back)
+TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim, tqkv_basis to)
 {
     size_t bytes;
     if (!tqkv__head_dim_known(head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
+    if (!tqkv__basis_known(to)) return TQKV__INVALID("to: no tqkv_basis");
     if (!tqkv__floats_at(rows) || n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &bytes))
         return TQKV__INVALID("rows: NULL or not aligned as floats, or n_rows negative or too large");
     const tqkv__codec *codec = tqkv__codec_for(head_dim);
     const uint64_t mode = tqkv__fp_exact();
     for (int i = 0; i < n_rows; i++)
-        (back ? codec->unrotate : codec->rotate)(rows + (size_t)i * (size_t)head_dim, head_dim);
+        (to == TQKV_ROTATED ? codec->rotate : codec->unrotate)(rows + (size_t)i * (size_t)head_dim, head_dim);
     tqkv__fp_restore(mode);
     return TQKV_OK;
-}
-
-TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim)
-{
-    return tqkv__rotate_rows(rows, n_rows, head_dim, false);
-}
-
-TQKV_API tqkv_result tqkv_unrotate(float *rows, int n_rows, int head_dim)
-{
-    return tqkv__rotate_rows(rows, n_rows, head_dim, true);
 }

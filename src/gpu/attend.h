@@ -26,14 +26,14 @@ static bool tqkv__same_pages(const tqkv__attend_args *args, const tqkv__attend_b
 
 static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tqkv__attend_args *args)
 {
-    const int64_t first_block = a->first / a->call.list_block;
-    args->list_heads = a->call.list_heads;
-    args->list_row = TQKV__LIST_HEADER + a->call.list_length;
-    args->list_shift = tqkv__list_shift(a->call.list_block);
+    const int64_t first_block = a->first / a->call.list.block;
+    args->list_heads = a->call.list.heads;
+    args->list_row = TQKV__LIST_HEADER + a->call.list.length;
+    args->list_shift = tqkv__list_shift(a->call.list.block);
     args->list_inside = tqkv__list_inside(a);
     args->list_base = (int)tqkv__list_base(a, slice_end);
     args->list_slots = tqkv__list_in_order(a, slice_end) ? args->key_capacity : INT_MAX;
-    args->list_newest = a->call.list_newest;
+    args->list_newest = a->call.list.newest;
     args->list_first_block = first_block < INT_MAX ? (int32_t)first_block : INT_MAX;
 }
 
@@ -66,12 +66,12 @@ static void tqkv__plan_boundary(const tqkv__attention *a, tqkv__attend_args *arg
     const int own = args->kv_len - a->call.n_queries,
               most = args->kv_len + a->call.n_queries; /* own: the first query's */
     const bool one = a->call.non_causal && !a->call.window;
-    const int64_t from = (one ? tqkv__exact_at(a, 0) : a->call.exact_from) - a->first;
+    const int64_t from = (one ? tqkv__exact_at(a, 0) : a->call.last.from) - a->first;
     if (!a->exact[1][0] && !a->exact[1][1]) {
         args->exact_from = INT_MAX;
         return;
     }
-    args->exact_last = one || a->call.exact_last > most ? most : a->call.exact_last;
+    args->exact_last = one || a->call.last.n > most ? most : a->call.last.n;
     args->exact_last += args->first_newest - own;
     args->exact_from = from < 0 ? 0 : from < INT_MAX ? (int)from : INT_MAX;
 }
@@ -98,7 +98,7 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     if (b->tail) args->tail_slots = b->tail->shape.capacity;
     args->tail_capacity = a->tail.capacity;
     args->tail_oldest_slot = b->tail && args->kv_len ? tqkv__slot(&a->tail, a->first) : 0;
-    if (a->call.list) tqkv__plan_list_args(a, b->slice_end, args);
+    if (a->call.list.rows) tqkv__plan_list_args(a, b->slice_end, args);
     if (!a->keys.n_pages) return;
     args->value_page_size = a->values.page_size;
     args->value_last_page = args->value_slots / args->value_page_size - 1;
@@ -297,7 +297,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_args(d, &args, sizeof args);
     tqkv__plan_key_constants(d, a, center, tail_center);
     tqkv__plan_slot_constants(d, a, b, &args);
-    tqkv__plan_constant(d, TQKV_FC_LIST, a->call.list != NULL);
+    tqkv__plan_constant(d, TQKV_FC_LIST, a->call.list.rows != NULL);
     tqkv__plan_bind_rows(d, "q", 1, b->q, TQKV_FC_TYPE, a->call.query_type, a->q_size, false);
     tqkv__plan_bind_store(d, "keys' codes", "keys' norms", 2, b->keys, &a->keys, false);
     tqkv__plan_bind_store(d, "values' codes", "values' norms", 4, b->values, &a->values, false);
@@ -318,7 +318,7 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     tqkv__plan_constant(d, TQKV_FC_STRANDS, split->strands > 1);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
-    if (a->call.list) d->barrier = b->list_rows.buffer;
+    if (a->call.list.rows) d->barrier = b->list_rows.buffer;
     tqkv__plan_bind_rows(d, "out", TQKV_METAL_ONLY_CHECKED, b->out, TQKV_FC_TYPE, a->call.output_type,
                          tqkv__plan_out_size(a, b), true);
     tqkv__plan_bind_slices(d, a, &b->slice);
@@ -332,8 +332,8 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
 static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                             const tqkv_metal_dispatch *attend)
 {
-    const size_t n_queries = (size_t)a->call.n_queries, n_rows = n_queries * (size_t)a->call.list_heads,
-                 length = (size_t)a->call.list_length;
+    const size_t n_queries = (size_t)a->call.n_queries, n_rows = n_queries * (size_t)a->call.list.heads,
+                 length = (size_t)a->call.list.length;
     tqkv__plan_begin(d, TQKV_METAL_ATTEND_LIST, 0, 0);
     tqkv__plan_args(d, attend->arguments[0].bytes, attend->arguments[0].size);
     tqkv__plan_bind(d, "list", 1, b->list, n_rows * length * sizeof(int32_t), false);
@@ -460,8 +460,8 @@ static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffe
     if (i != TQKV__FIRST_REGION || !a->kept) return;
     if (a->call.tail) own->tail = a->first_tail;
     if (a->call.tail) buffers->tail = b->first_tail;
-    if (a->call.list_newest) /* counts what there is */
-        own->call.list_newest = gone < INT_MAX - a->call.list_newest ? a->call.list_newest + (int)gone : INT_MAX;
+    if (a->call.list.newest) /* counts what there is */
+        own->call.list.newest = gone < INT_MAX - a->call.list.newest ? a->call.list.newest + (int)gone : INT_MAX;
 }
 
 /* Divides each region, and scratch: rows of lists, then sums, then states. Those of the first and last region lie
@@ -484,7 +484,7 @@ static tqkv_result tqkv__split_regions(const tqkv__attention *a, const tqkv__att
         if (regions[p].from == regions[p].to && (p != TQKV__CODES_REGION || halves)) continue;
         tqkv__take_region(a, b, p, regions[p], &alone, &buffers);
         tqkv__tiles_seen(&alone, buffers.slice_end, &first, &end);
-        if (a->call.list) tqkv__listed_tiles(&alone, buffers.slice_end, &first, &end);
+        if (a->call.list.rows) tqkv__listed_tiles(&alone, buffers.slice_end, &first, &end);
         const tqkv_result r =
             tqkv__choose_split(&alone, first, end, p == TQKV__CODES_REGION ? most_sums : SIZE_MAX, own);
         if (r != TQKV_OK) return r;
@@ -513,7 +513,7 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     if (r == TQKV_OK) r = tqkv__split_regions(a, b, regions, most_sums, splits, &all);
     if (r != TQKV_OK) return r;
     behind.scratch = tqkv__buffer_after(b->scratch, all.list_at);
-    plan->listed = a->call.list != NULL;
+    plan->listed = a->call.list.rows != NULL;
     plan->scratch_size = all.list_at + all.scratch_size;
     for (int p = 0; p < TQKV__REGIONS; p++) {
         plan->has[p] = splits[p].n_partials > 0;

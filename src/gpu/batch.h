@@ -208,7 +208,7 @@ static int tqkv__count_items(const tqkv_metal_attention *items, int n_items)
 static int tqkv__batch_tables(const tqkv_metal_attention *items, int n)
 {
     for (int i = 0; i < n; i++)
-        if (items[i].attention.exact_first || items[i].attention.exact_last) return TQKV__REGIONS + 1;
+        if (items[i].attention.first.n || items[i].attention.last.n) return TQKV__REGIONS + 1;
     return 1;
 }
 

@@ -28,10 +28,10 @@ static void tqkv__take_learnt_buffers(const tqkv_cache *c, tqkv_metal_buffer mem
 }
 
 /* Returns the strides of a call: those that are given, or the cache's. */
-static tqkv_cache_layout tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_layout *given)
+static tqkv_cache_strides tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_strides *given)
 {
-    const tqkv_cache_layout own = {c->keys.strides, c->values.strides, c->attention.query_strides,
-                                   c->attention.output_strides};
+    const tqkv_cache_strides own = {c->keys.strides, c->values.strides, c->attention.query_strides,
+                                    c->attention.output_strides};
     return given ? *given : own;
 }
 
@@ -223,11 +223,11 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens, int n_r
 }
 
 /* Returns the caller's rows, from the cache's end on. Those of a tail come as v, or behind all of the keys'. */
-static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_strides *layout, tqkv_metal_buffer k,
                                    tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                    tqkv__rows_in_buffers *rows)
 {
-    const tqkv_cache_layout own = tqkv__layout_of_call(c, layout);
+    const tqkv_cache_strides own = tqkv__layout_of_call(c, layout);
     tqkv__stream keys;
     size_t bytes;
     tqkv_store shape = c->keys;
@@ -256,11 +256,11 @@ static tqkv_result tqkv__check_room(const tqkv_cache *c, int n_tokens)
     tqkv__stream s;
     if (n_tokens < 0) return TQKV__INVALID("n_tokens is negative");
     const tqkv_result r = tqkv__stream_shape(&c->keys, &s);
-    return r == TQKV_OK ? tqkv__check_positions(&s, n_tokens, c->attention.end) : r;
+    return r == TQKV_OK ? tqkv__check_positions(&s, n_tokens, c->attention.end, -1) : r;
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_layout *layout, tqkv_metal_buffer k,
+                                                  const tqkv_cache_strides *layout, tqkv_metal_buffer k,
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                   tqkv_metal_plan *plan)
 {
@@ -300,17 +300,17 @@ static const tqkv_metal_store *tqkv__store_of_call(const tqkv_cache *c, const tq
 static void tqkv__take_some_buffers(const tqkv_metal_attention *some, int first, tqkv_metal_attention *a)
 {
     const tqkv_attention *call = &some->attention;
-    const size_t heads = (size_t)(call->list_heads > 0 ? call->list_heads : 1),
-                 skipped = (size_t)first * heads * (size_t)(call->list_length > 0 ? call->list_length : 0);
+    const size_t heads = (size_t)(call->list.heads > 0 ? call->list.heads : 1),
+                 skipped = (size_t)first * heads * (size_t)(call->list.length > 0 ? call->list.length : 0);
     a->tree = some->tree;
     a->list = some->list;
     if (skipped) a->list = tqkv__buffer_after(some->list, skipped * sizeof(int32_t));
     a->attention.tree = call->tree;
-    a->attention.list = call->list ? call->list + skipped : NULL;
-    a->attention.list_length = call->list_length;
-    a->attention.list_heads = call->list_heads;
-    a->attention.list_block = call->list_block;
-    a->attention.list_newest = call->list_newest;
+    a->attention.list.rows = call->list.rows ? call->list.rows + skipped : NULL;
+    a->attention.list.length = call->list.length;
+    a->attention.list.heads = call->list.heads;
+    a->attention.list.block = call->list.block;
+    a->attention.list.newest = call->list.newest;
 }
 
 /* Opens a call of one query, over the cache's streams (0), or over what is raw of them (TQKV__RAW). */
@@ -337,11 +337,11 @@ static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     const int values = c->shared ? TQKV__KEYS : TQKV__VALUES;
     tqkv_metal_attention *a = &call->attention;
     tqkv__open_cache_call(c, memory, &view, 0, call);
-    a->first_keys = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS);
-    a->first_tail = tqkv__store_of_call(c, call, TQKV__FIRST_TAIL);
-    a->first_values = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS + values);
-    a->last_keys = tqkv__store_of_call(c, call, TQKV__LAST_KEYS);
-    a->last_values = tqkv__store_of_call(c, call, TQKV__LAST_KEYS + values);
+    a->first.keys = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS);
+    a->first.tail = tqkv__store_of_call(c, call, TQKV__FIRST_TAIL);
+    a->first.values = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS + values);
+    a->last.keys = tqkv__store_of_call(c, call, TQKV__LAST_KEYS);
+    a->last.values = tqkv__store_of_call(c, call, TQKV__LAST_KEYS + values);
     for (int i = 0; learnt && i < TQKV__RAW; i++)
         if (tqkv__stream_kinds[i].side == TQKV__KEYS && tqkv__has_store(c, i))
             tqkv__take_learnt_buffers(c, memory, &call->stores[i]);
@@ -366,8 +366,8 @@ static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_
     tqkv__open_coded_call(c, none, false, &call);
     if (some) tqkv__take_some_buffers(some, 0, &call.attention);
     call.attention.attention.n_queries = n_queries;
-    call.attention.attention.exact_first = c->exact_first; /* as many as there will ever be */
-    call.attention.attention.exact_last = c->exact_last;
+    call.attention.attention.first.n = c->exact_first; /* as many as there will ever be */
+    call.attention.attention.last.n = c->exact_last;
     tqkv_result r = tqkv_metal_plan_attend_scratch(&call.attention, coded);
     *coded = (*coded + 15) / 16 * 16;
     if (r == TQKV_OK && c->raw_below && c->raw[0].codes && c->metal) {
@@ -394,7 +394,7 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tq
 typedef struct tqkv__queries_in_buffers {
     const tqkv_metal_attention *some; /* or NULL */
     tqkv_metal_buffer q, scratch, out;
-    tqkv_cache_layout layout;
+    tqkv_cache_strides layout;
     int n_queries;
 } tqkv__queries_in_buffers;
 
@@ -467,7 +467,7 @@ static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer mem
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_layout *layout, const tqkv_metal_attention *some,
+                                                  const tqkv_cache_strides *layout, const tqkv_metal_attention *some,
                                                   tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {

@@ -105,10 +105,10 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *f
 static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, size_t *bytes)
 {
     const tqkv_attention *call = &a->call;
-    const tqkv_store *keys = last ? call->last_keys : call->first_keys,
-                     *values = last ? call->last_values : call->first_values;
-    const int64_t newest = call->exact_last ? (int64_t)call->exact_last + call->n_queries : 0,
-                  n = last ? newest : call->exact_first, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
+    const tqkv_store *keys = last ? call->last.keys : call->first.keys,
+                     *values = last ? call->last.values : call->first.values;
+    const int64_t newest = call->last.n ? (int64_t)call->last.n + call->n_queries : 0,
+                  n = last ? newest : call->first.n, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
     if (!n || (!keys && !values)) return TQKV_OK;
     const bool ring = keys ? keys->ring : a->keys.ring;
     const int64_t room = !ring ? 0 : keys ? keys->capacity : a->keys.capacity;
@@ -138,7 +138,7 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums,
     tqkv__split split;
     const int64_t section = (int64_t)TQKV__SECTION * TQKV__STRETCH_TILES, width = TQKV__SIMD_WIDTH;
     const int64_t seen = (int64_t)a->call.window - 1 + a->call.n_queries,
-                  all = (a->keys.capacity + width - 1) / width + (a->call.list ? 8 : 0);
+                  all = (a->keys.capacity + width - 1) / width + (a->call.list.rows ? 8 : 0);
     const bool bounded = a->call.window && !a->keys.ring && seen / width + 2 < all;
     const int64_t first = bounded ? section - 1 : 0, end = bounded ? section + (seen + width - 2) / width : all;
     tqkv_result r = tqkv__choose_split(a, first, end, most_sums, &split);
@@ -148,7 +148,7 @@ static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums,
     const size_t strands = tqkv__scratch_of_strands(a, &split, end, most_sums);
     if (split.sections_each == 1 && *bytes < stretches) *bytes = stretches;
     if (*bytes < strands) *bytes = strands;
-    *bytes += tqkv__list_rows_size(a) * (a->call.exact_first || a->call.exact_last ? TQKV__REGIONS : 1);
+    *bytes += tqkv__list_rows_size(a) * (a->call.first.n || a->call.last.n ? TQKV__REGIONS : 1);
     for (int last = 0; last < 2 && r == TQKV_OK; last++) r = tqkv__add_scratch_of_end(a, last, bytes);
     return r;
 }

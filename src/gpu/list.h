@@ -13,20 +13,20 @@ static tqkv_result tqkv__check_list_rows(const tqkv__attention *a)
 {
     const tqkv_attention *c = &a->call;
     size_t size;
-    if (c->list_length <= INT_MAX - TQKV__LIST_HEADER && c->n_queries <= INT_MAX / c->list_heads &&
-        tqkv__array_size(c->n_queries, c->list_heads, c->list_length + TQKV__LIST_HEADER, 8 * sizeof(int32_t), &size))
+    if (c->list.length <= INT_MAX - TQKV__LIST_HEADER && c->n_queries <= INT_MAX / c->list.heads &&
+        tqkv__array_size(c->n_queries, c->list.heads, c->list.length + TQKV__LIST_HEADER, 8 * sizeof(int32_t), &size))
         return TQKV_OK;
     return TQKV__INVALID("list: too large for a GPU");
 }
 
 static size_t tqkv__list_rows_size(const tqkv__attention *a)
 {
-    const size_t row = ((size_t)a->call.list_length + TQKV__LIST_HEADER) * sizeof(int32_t);
-    return a->call.list ? ((size_t)a->call.n_queries * (size_t)a->call.list_heads * row + 15) / 16 * 16 : 0;
+    const size_t row = ((size_t)a->call.list.length + TQKV__LIST_HEADER) * sizeof(int32_t);
+    return a->call.list.rows ? ((size_t)a->call.n_queries * (size_t)a->call.list.heads * row + 15) / 16 * 16 : 0;
 }
 
 /* Returns the positions of its block before the oldest resident one. */
-static int tqkv__list_inside(const tqkv__attention *a) { return (int)(a->first % a->call.list_block); }
+static int tqkv__list_inside(const tqkv__attention *a) { return (int)(a->first % a->call.list.block); }
 
 /* Whether positions up to slice_end have ascending slots, and enough before them, so that ranks can take slots. */
 static bool tqkv__list_in_order(const tqkv__attention *a, int64_t slice_end)
@@ -56,7 +56,7 @@ static int64_t tqkv__window_block(const tqkv__attention *a, int query)
     const int64_t end = (int64_t)newest + query + 1, own = tqkv__exact_at(a, query) - a->first;
     int64_t from = window && end > window ? end - window : 0;
     if (a->newest_halves && own > from) from = own;
-    return (from + tqkv__list_inside(a)) / a->call.list_block * a->call.list_block;
+    return (from + tqkv__list_inside(a)) / a->call.list.block * a->call.list.block;
 }
 
 /* Finds the tiles of ranks: from that of the first query's on, and before *end; with ascending slots not beyond the
@@ -64,11 +64,11 @@ static int64_t tqkv__window_block(const tqkv__attention *a, int query)
 static void tqkv__listed_tiles(const tqkv__attention *a, int64_t slice_end, int64_t *first, int64_t *end)
 {
     const tqkv_attention *c = &a->call;
-    const int64_t size = c->list_block, width = TQKV__SIMD_WIDTH, base = tqkv__list_base(a, slice_end);
-    const int64_t most = c->list_newest + (c->tree ? 64 : 0),
-                  newest = c->list_newest ? (most + 2 * size - 2) / size : 0;
+    const int64_t size = c->list.block, width = TQKV__SIMD_WIDTH, base = tqkv__list_base(a, slice_end);
+    const int64_t most = c->list.newest + (c->tree ? 64 : 0),
+                  newest = c->list.newest ? (most + 2 * size - 2) / size : 0;
     const int64_t all = (tqkv__list_inside(a) + slice_end - a->first + size - 1) / size * size,
-                  listed = tqkv__window_block(a, c->n_queries - 1) + (c->list_length + newest) * size;
+                  listed = tqkv__window_block(a, c->n_queries - 1) + (c->list.length + newest) * size;
     const int64_t tiles = (base + (listed < all ? listed : all) + width - 1) / width;
     const int64_t begin = (base + tqkv__window_block(a, 0)) / width;
     if (begin < *first) *first = begin;

@@ -104,9 +104,9 @@ static int64_t tqkv__positions_in(const tqkv_store *s)
 static void tqkv__take_all_regions(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values)
 {
     const tqkv_store *const stores[] = {keys, values};
-    const int64_t end = (int64_t)a->exact_first + a->exact_last + 1; /* one that is neither */
+    const int64_t end = (int64_t)a->first.n + a->last.n + 1; /* one that is neither */
     a->end = end;
-    a->exact_from = 0;
+    a->last.from = 0;
     a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
     for (int i = 0; i < 2; i++) {
         const int64_t room = tqkv__positions_in(stores[i]);
@@ -149,13 +149,12 @@ TQKV_API tqkv_result tqkv_metal_plan_prepare(const tqkv_metal_attention *a, int 
     call.values = &values;
     call.tail = a->tail ? &others : NULL;
     call.attention.tree = NULL; /* what the processor knows of it, and of the list, is of another number of queries */
-    call.attention.list = NULL;
+    call.attention.list.rows = NULL;
     tqkv__take_all_regions(&call.attention, &keys.shape, &values.shape);
     r = tqkv__visit_encoding(&v, &keys, shared && !a->tail ? NULL : &others);
-    if (r == TQKV_OK && a->attention.exact_first)
-        r = tqkv__visit_encoding(&v, a->first_keys, shared ? NULL : a->first_values);
-    if (r == TQKV_OK && a->attention.exact_last)
-        r = tqkv__visit_encoding(&v, a->last_keys, shared ? NULL : a->last_values);
+    if (r == TQKV_OK && a->attention.first.n)
+        r = tqkv__visit_encoding(&v, a->first.keys, shared ? NULL : a->first.values);
+    if (r == TQKV_OK && a->attention.last.n) r = tqkv__visit_encoding(&v, a->last.keys, shared ? NULL : a->last.values);
     return r == TQKV_OK ? tqkv__visit_queries(&v, &call, max_queries, also) : r;
 }
 
@@ -216,8 +215,8 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
     v.user = user;
     if ((r = tqkv__visit_append(c, memory, &v)) != TQKV_OK) return r;
     tqkv__open_coded_call(c, memory, c->learning, &call);
-    a->exact_first = c->exact_first;
-    a->exact_last = c->exact_last;
+    a->first.n = c->exact_first;
+    a->last.n = c->exact_last;
     tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
     r = tqkv__visit_queries(&v, &call.attention, max_queries, 0);
     if (r != TQKV_OK || !c->raw_below || !c->metal) return r;

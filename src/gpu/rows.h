@@ -290,7 +290,7 @@ static tqkv_result tqkv__plan_check_pages(const tqkv_store *shape, int64_t first
     table.pages = shape->pages;
     table.page_size = shape->page_size;
     table.capacity = shape->capacity;
-    const tqkv_result r = tqkv__check_pages(&table, first, first + n);
+    const tqkv_result r = tqkv__check_pages_from(&table, first, first + n, written ? -1 : 0);
     return r == TQKV_OK && written ? tqkv__check_written(&table, n, first) : r;
 }
 
@@ -397,6 +397,18 @@ static void tqkv__plan_encode_memory(tqkv_metal_dispatch *d, int index, int head
     if (d->memory_each[index] < rows) d->memory_each[index] = rows;
 }
 
+static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slot_list, int n)
+{
+    const size_t size = (size_t)n * sizeof *slot_list;
+    if (!slot_list || (uintptr_t)slot_list % sizeof *slot_list)
+        return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
+    if (tqkv__encoding_overlaps(s, slot_list, size)) return TQKV__INVALID("slots overlap the store");
+    for (int t = 0; t < n; t++)
+        if (slot_list[t] < -1 || slot_list[t] >= s->capacity)
+            return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
+    return tqkv__all_distinct(slot_list, n, NULL, 0) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
+}
+
 /* Opens the store of a call that encodes. */
 static tqkv_result tqkv__plan_target(const tqkv_metal_store *store, const tqkv__mapping *mapping, tqkv__stream *s)
 {
@@ -418,7 +430,7 @@ static tqkv_result tqkv__plan_mapping(const tqkv_store *shape, const tqkv__mappi
         return r == TQKV_OK ? tqkv__plan_positions(s) : r;
     }
     tqkv_result r = tqkv__plan_positions(s);
-    if (r == TQKV_OK) r = tqkv__check_positions(s, n, mapping->position);
+    if (r == TQKV_OK) r = tqkv__check_positions(s, n, mapping->position, -1);
     return r == TQKV_OK ? tqkv__plan_check_pages(shape, mapping->position, n, true) : r;
 }
 
@@ -613,7 +625,7 @@ static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t posit
     if (n_positions < 0 || !tqkv__basis_known(basis))
         return TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
     if (n_positions > slot_list) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
-    if ((r = tqkv__check_positions(&s, n_positions, position)) != TQKV_OK) return r;
+    if ((r = tqkv__check_positions(&s, n_positions, position, 0)) != TQKV_OK) return r;
     if ((r = tqkv__plan_check_pages(&store->shape, position, n_positions, false)) != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);

@@ -71,24 +71,24 @@ static tqkv_result tqkv__plan_check_streams(const tqkv_metal_attention *from, co
 /* Takes the stores of the positions that are kept as halves. Their centres are buffers, too. */
 static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv__plan_call *call)
 {
-    const tqkv_metal_store *const ends[2][2] = {{from->first_keys, from->first_values},
-                                                {from->last_keys, from->last_values}};
+    const tqkv_metal_store *const ends[2][2] = {{from->first.keys, from->first.values},
+                                                {from->last.keys, from->last.values}};
     tqkv_attention *to = &call->attention;
-    const tqkv_store **const shapes[2][2] = {{&to->first_keys, &to->first_values}, {&to->last_keys, &to->last_values}};
+    const tqkv_store **const shapes[2][2] = {{&to->first.keys, &to->first.values}, {&to->last.keys, &to->last.values}};
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
         const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
         if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__plan_first_tail */
         const tqkv_metal_store *end = ends[last][side], *codes = side == TQKV__VALUES ? from->values : from->keys;
         tqkv_store *shape = &call->ends[last][side];
         *shapes[last][side] = end ? shape : NULL;
-        if (!end || !(last ? to->exact_last : to->exact_first)) continue;
+        if (!end || !(last ? to->last.n : to->first.n)) continue;
         tqkv__plan_store(end, shape);
         shape->center = codes->shape.center;
         if (!tqkv__same_buffer(end->center, codes->center) ||
             !tqkv__same_buffer(end->channel_scale, codes->channel_scale))
-            return TQKV__INVALID("exact_first or exact_last: a store with another centre or scale than the codes");
+            return TQKV__INVALID("first or last: a store with another centre or scale than the codes");
         if (end->pages.buffer || shape->n_pages)
-            return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last with pages of their own: not on a GPU");
+            return TQKV__REFUSE(UNSUPPORTED, "first or last with pages of their own: not on a GPU");
     }
     return TQKV_OK;
 }
@@ -97,15 +97,15 @@ static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv_
 static tqkv_result tqkv__plan_first_tail(const tqkv_metal_attention *from, tqkv__plan_call *call)
 {
     tqkv_attention *to = &call->attention;
-    to->first_tail = NULL;
-    if (!from->tail || !from->first_tail || !to->exact_first) return TQKV_OK;
-    if (!tqkv__same_buffer(from->first_tail->center, from->tail->center) ||
-        !tqkv__same_buffer(from->first_tail->channel_scale, from->tail->channel_scale))
-        return TQKV__INVALID("first_tail: a store with another centre or scale than the tail");
-    tqkv__plan_store(from->first_tail, &call->first_tail);
+    to->first.tail = NULL;
+    if (!from->tail || !from->first.tail || !to->first.n) return TQKV_OK;
+    if (!tqkv__same_buffer(from->first.tail->center, from->tail->center) ||
+        !tqkv__same_buffer(from->first.tail->channel_scale, from->tail->channel_scale))
+        return TQKV__INVALID("first.tail: a store with another centre or scale than the tail");
+    tqkv__plan_store(from->first.tail, &call->first_tail);
     call->first_tail.center = call->tail.center;
     call->first_tail.channel_scale = call->tail.channel_scale;
-    to->first_tail = &call->first_tail;
+    to->first.tail = &call->first_tail;
     return TQKV_OK;
 }
 
@@ -120,7 +120,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     tqkv_attention *to = &call->attention;
     if (!from) return TQKV__INVALID("the attention is NULL");
     if (from->attention.tree && !from->tree.buffer) return TQKV__INVALID("tree: no buffer");
-    if (from->attention.list && !from->list.buffer) return TQKV__INVALID("list: no buffer");
+    if (from->attention.list.rows && !from->list.buffer) return TQKV__INVALID("list: no buffer");
     if (from->matrix_group < 0) return TQKV__INVALID("matrix_group is negative");
     tqkv_result r = tqkv__plan_store(from->keys, &call->keys);
     if (r == TQKV_OK) r = tqkv__plan_store(from->values, &call->values);
@@ -133,7 +133,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if ((r = tqkv__plan_first_tail(from, call)) != TQKV_OK) return r;
     if ((r = tqkv__plan_end_shapes(from, call)) != TQKV_OK) return r;
     if (from->tree.buffer && !to->tree) to->tree = tqkv__unknown_tree;
-    if (from->list.buffer && !to->list) to->list = tqkv__unknown_list;
+    if (from->list.buffer && !to->list.rows) to->list.rows = tqkv__unknown_list;
     to->sinks = NULL;
     memset(&to->parallel, 0, sizeof to->parallel);
     memset(&to->allocator, 0, sizeof to->allocator);
@@ -142,8 +142,8 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if (r == TQKV_OK) r = tqkv__plan_table(from->values, &a->values);
     if (r == TQKV_OK) r = tqkv__check_kernels(a->keys.head_dim, a->value_dim);
     if (r == TQKV_OK) r = tqkv__check_tail(a->keys.head_dim, a->tail.head_dim);
-    if (r == TQKV_OK) r = from->attention.list ? tqkv__check_list(a) : tqkv__list_shape(a);
-    if (r == TQKV_OK && a->call.list) r = tqkv__check_list_rows(a);
+    if (r == TQKV_OK) r = from->attention.list.rows ? tqkv__check_list(a) : tqkv__list_shape(a);
+    if (r == TQKV_OK && a->call.list.rows) r = tqkv__check_list_rows(a);
     if (r == TQKV_OK) r = tqkv__check_call_strides(a);
     a->matrix_group = from->matrix_group;
     if (r != TQKV_OK || !a->keys.page_size == !a->values.page_size) return r;
@@ -162,27 +162,27 @@ static tqkv_result tqkv__plan_attention_positions(tqkv__attention *a)
 /* Takes the positions that are kept as halves; slots of positions follow. */
 static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__attention *a, tqkv__attend_buffers *b)
 {
-    if (!a->call.exact_first && !a->call.exact_last) return TQKV_OK;
+    if (!a->call.first.n && !a->call.last.n) return TQKV_OK;
     a->shared = tqkv__plan_shared(from, a);
     tqkv_result r = tqkv__take_ends(a, tqkv__stream_shape);
-    if (r == TQKV_OK && a->call.exact_first) r = tqkv__take_kept(a, tqkv__stream_shape);
+    if (r == TQKV_OK && a->call.first.n) r = tqkv__take_kept(a, tqkv__stream_shape);
     if (r != TQKV_OK) return r;
     if (a->kept && a->call.window && a->call.end > 1 << 30)
-        return TQKV__REFUSE(UNSUPPORTED, "exact_first of a ring behind 2^30 positions, and a window: not on a GPU");
-    b->first_tail = from->first_tail;
-    b->ends[0][0] = from->first_keys;
-    b->ends[0][1] = a->shared ? from->first_keys : from->first_values;
-    b->ends[1][0] = from->last_keys;
-    b->ends[1][1] = a->shared ? from->last_keys : from->last_values;
+        return TQKV__REFUSE(UNSUPPORTED, "first, of a ring behind 2^30 positions, and a window: not on a GPU");
+    b->first_tail = from->first.tail;
+    b->ends[0][0] = from->first.keys;
+    b->ends[0][1] = a->shared ? from->first.keys : from->first.values;
+    b->ends[1][0] = from->last.keys;
+    b->ends[1][1] = a->shared ? from->last.keys : from->last.values;
     for (int last = 0; last < 2; last++) {
         if (a->keys.page_size && a->exact[last][0] != a->exact[last][1])
             return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
         if (a->keys.page_size && a->exact[last][0] && from->tail)
-            return TQKV__REFUSE(UNSUPPORTED, "exact_first or exact_last of keys with a tail in pages: not on a GPU");
+            return TQKV__REFUSE(UNSUPPORTED, "first or last of keys with a tail in pages: not on a GPU");
     }
     const bool last = a->exact[1][0] || a->exact[1][1], meet = last && tqkv__exact_at(a, 0) < a->exact_below;
     if (!meet || ((a->exact[0][0] || !a->exact[1][0]) && (a->exact[0][1] || !a->exact[1][1]))) return TQKV_OK;
-    return TQKV__REFUSE(UNSUPPORTED, "exact_first and exact_last meet, and are of different streams: not on a GPU");
+    return TQKV__REFUSE(UNSUPPORTED, "first and last meet, and are of different streams: not on a GPU");
 }
 
 /* Takes [first, first + count) if b says slice, else all resident positions, and checks the pages that the processor
@@ -190,7 +190,7 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
 static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t first, int count, tqkv__attention *a,
                                     tqkv__attend_buffers *b)
 {
-    const bool known = !a->call.list || from->attention.list, slice = b->slice.to;
+    const bool known = !a->call.list.rows || from->attention.list.rows, slice = b->slice.to;
     tqkv_result r = slice ? tqkv__check_slice_range(a, first, count) : TQKV_OK;
     if (r != TQKV_OK) return r;
     if (!slice) b->sinks = from->sinks;

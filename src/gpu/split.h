@@ -124,10 +124,11 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
                                       tqkv__split *split)
 {
     split->matrix = tqkv__choose_matrix(a);
-    const int64_t each = a->call.list ? a->group : (int64_t)a->call.n_queries * a->group; /* rows that share tiles */
+    const int64_t each =
+        a->call.list.rows ? a->group : (int64_t)a->call.n_queries * a->group; /* rows that share tiles */
     const int64_t most = split->matrix ? tqkv__matrix_rows(a->keys.head_dim) : TQKV__MAX_COLUMNS(a->keys.head_dim);
     const int64_t shares = (each + most - 1) / most, section = TQKV__SECTION;
-    const int64_t groups = a->call.list ? shares * a->call.n_queries : shares;
+    const int64_t groups = a->call.list.rows ? shares * a->call.n_queries : shares;
     const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
     split->n_short = a->call.window || most_sums == SIZE_MAX ? INT_MAX : TQKV__SHORT_STRETCHES;
     split->first_stretch = tqkv__stretch_of(first, split->n_short);
@@ -140,7 +141,7 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     split->sections_each = full ? n_sections : stretches ? 0 : 1;
     split->n_groups = (size_t)(groups * a->n_kv_heads);
     split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
-    split->columns = tqkv__choose_columns((each + shares - 1) / shares, a->call.list ? 1 : a->call.n_queries);
+    split->columns = tqkv__choose_columns((each + shares - 1) / shares, a->call.list.rows ? 1 : a->call.n_queries);
     split->strands = tqkv__choose_strands(split, a->keys.head_dim, end, most_sums) ? TQKV__STRANDS : 1;
     split->n_splits *= split->strands;
     split->n_partials *= split->strands;

@@ -16,13 +16,13 @@ int main(void)
     }
     for (int f = TQKV_F16; f <= (int)TQKV_TQ2; f++)
         for (int d = 32; d <= TQKV_MAX_HEAD_DIM; d += 16) {
-            if (tqkv_row_bytes((tqkv_format)f, d) == 0) continue; /* no head_dim */
             tqkv_store s;
             memset(&s, 0, sizeof s);
             s.format = (tqkv_format)f;
             s.head_dim = d;
             s.n_kv_heads = 1;
             s.capacity = ROWS;
+            if (tqkv_codes_size(&s) == 0) continue; /* no head_dim */
             s.codes = codes;
             s.codes_size = sizeof codes;
             s.norms = norms;

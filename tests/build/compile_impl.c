@@ -6,5 +6,5 @@
 #include "tqkv.h"
 
 #ifdef TQKV_STATIC
-int main(void) { return tqkv_rotate(NULL, 0, 0) == TQKV_OK; }
+int main(void) { return tqkv_rotate(NULL, 0, 0, TQKV_ROTATED) == TQKV_OK; }
 #endif

@@ -169,8 +169,8 @@ void attend_list(const list_memory &m, size_t copy, int parts)
     call.n_heads = m.group * m.n_kv_heads;
     call.n_queries = 1;
     call.end = m.positions;
-    call.list_length = m.length;
-    call.list_block = m.block;
+    call.list.length = m.length;
+    call.list.block = m.block;
     gpu_attention planned(call);
     if (listed) planned.metal.list = gpu_buffer(opt.list ? &not_read : m.list);
     check_plan(
@@ -206,9 +206,9 @@ void check_list(const std::string &name, const list_memory &m, const std::vector
     c.n_heads = m.group;
     c.n_queries = 1;
     c.end = m.positions;
-    c.list = list.data();
-    c.list_length = m.length;
-    c.list_block = m.block;
+    c.list.rows = list.data();
+    c.list.length = m.length;
+    c.list.block = m.block;
     check_plan(tqkv_attend(&c, q.data(), expected.data()));
     report_error(name, got, expected, 128, c);
 }

@@ -63,7 +63,7 @@ static tqkv_store read_store(fuzz_input *input, int head_dim, int n_kv_heads, in
     s.capacity = fuzz_range(input, 1, 200);
     uint8_t flags = fuzz_byte(input);
     s.ring = (flags & 1) != 0;
-    s.unrotated = (flags & 14) == 14;
+    s.rotation = (flags & 14) == 14 ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     s.block_scale = flags & 16 ? 0.75f : 0.0f;
     if (flags & 32) s.center = fuzz_new_floats(1, n_kv_heads, head_dim);
     if (flags & 64) add_pages(&s, flags, pages);
@@ -109,7 +109,7 @@ static tqkv_store read_tail(fuzz_input *input, const tqkv_store *keys)
     const uint8_t shape = fuzz_byte(input), flags = fuzz_byte(input);
     s.format = test_formats[shape % TEST_FORMATS];
     s.head_dim = test_all_head_dims[shape / TEST_FORMATS % 9];
-    s.unrotated = false;
+    s.rotation = TQKV_ROTATION_DEFAULT;
     s.center = flags & 1 ? fuzz_new_floats(1, s.n_kv_heads, s.head_dim) : NULL;
     s.codes_size = tqkv_codes_size(&s);
     s.norms_size = tqkv_norms_size(&s);

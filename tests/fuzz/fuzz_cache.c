@@ -109,8 +109,13 @@ static bool set_up(fuzz_input *input, model *m)
     memset(m, 0, sizeof *m);
     fuzz_choose_isa(fuzz_byte(input));
     read_desc(input, m);
-    CHECK_RESULT(tqkv_cache_create(&m->desc, &m->cache), TQKV_OK);
-    tqkv_format keys = tqkv_cache_keys(m->cache)->format, values = tqkv_cache_values(m->cache)->format;
+    tqkv_cache_desc desc = m->desc;
+    desc.key_center = m->centers[0];
+    desc.value_center = m->centers[1];
+    desc.key_scale = m->scales[0];
+    desc.value_scale = m->scales[1];
+    CHECK_RESULT(tqkv_cache_create(&desc, &m->cache), TQKV_OK);
+    tqkv_format keys = test_keys(m->cache)->format, values = test_values(m->cache)->format;
     m->positions = 2 * m->desc.capacity + 10;
     m->keys = test_store(keys, m->desc.head_dim, m->desc.n_kv_heads, m->positions, false);
     m->values = test_store(values, value_dim(m), m->desc.n_kv_heads, m->positions, false);
@@ -119,17 +124,15 @@ static bool set_up(fuzz_input *input, model *m)
     m->keys.channel_scale = m->scales[2];
     m->values.channel_scale = m->desc.shared ? m->scales[2] : m->scales[1];
     if (m->desc.tail_dim) {
-        const tqkv_format tail = tqkv_cache_tail(m->cache)->format;
+        const tqkv_format tail = test_tail(m->cache)->format;
         m->tail = test_store(tail, m->desc.tail_dim, m->desc.n_kv_heads, m->positions, false);
         m->tail.center = m->centers[3];
         m->tail.channel_scale = m->scales[3];
     }
-    CHECK_RESULT(tqkv_cache_set_center(m->cache, m->centers[0], m->centers[1]), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_set_scale(m->cache, m->scales[0], m->scales[1]), TQKV_OK);
     for (int side = 0; side < 2 && (m->desc.exact_first || m->desc.exact_last); side++) {
         const tqkv_store *codes = side ? &m->values : &m->keys;
         m->halves[side] = test_store(TQKV_F16, codes->head_dim, codes->n_kv_heads, m->positions, false);
-        m->halves[side].rotated = true;
+        m->halves[side].rotation = TQKV_ROTATION_ON;
         m->halves[side].center = codes->center;
         m->halves[side].channel_scale = codes->channel_scale;
     }
@@ -165,12 +168,12 @@ static void check_row(const model *m, const tqkv_store *store, const tqkv_store 
 
 static void check_halves(const model *m)
 {
-    const tqkv_attention a = tqkv_cache_view(m->cache);
-    const tqkv_store *const first[2] = {a.first_keys, a.first_values}, *const last[2] = {a.last_keys, a.last_values};
+    const tqkv_attention a = test_view(m->cache, 1);
+    const tqkv_store *const first[2] = {a.first.keys, a.first.values}, *const last[2] = {a.last.keys, a.last.values};
     for (int i = 0; i < 2 * m->desc.n_kv_heads; i++) {
-        for (int at = 0; first[i % 2] && at < a.exact_first; at++)
-            if (first[i % 2]->rotated) check_row(m, first[i % 2], &m->halves[i % 2], i / 2, at);
-        for (int64_t at = m->end - a.exact_last; last[i % 2] && at < m->end; at++)
+        for (int at = 0; first[i % 2] && at < a.first.n; at++)
+            if (first[i % 2]->rotation == TQKV_ROTATION_ON) check_row(m, first[i % 2], &m->halves[i % 2], i / 2, at);
+        for (int64_t at = m->end - a.last.n; last[i % 2] && at < m->end; at++)
             check_row(m, last[i % 2], &m->halves[i % 2], i / 2, at);
     }
 }
@@ -178,13 +181,13 @@ static void check_halves(const model *m)
 static void check_state(const model *m)
 {
     CHECK(tqkv_cache_end(m->cache) == m->base + m->end, "end");
-    CHECK(tqkv_cache_first(m->cache) == m->base + m->first, "first");
+    CHECK(test_first(m->cache) == m->base + m->first, "first");
     CHECK(m->counter.live <= 2, "%d blocks live", m->counter.live); /* the second of halves */
     for (int64_t at = m->first; at < m->end; at++)
         for (int head = 0; head < m->desc.n_kv_heads; head++) {
-            check_row(m, tqkv_cache_keys(m->cache), &m->keys, head, at);
-            check_row(m, tqkv_cache_values(m->cache), &m->values, head, at);
-            if (m->tail.codes) check_row(m, tqkv_cache_tail(m->cache), &m->tail, head, at);
+            check_row(m, test_keys(m->cache), &m->keys, head, at);
+            check_row(m, test_values(m->cache), &m->values, head, at);
+            if (m->tail.codes) check_row(m, test_tail(m->cache), &m->tail, head, at);
         }
     if (m->halves[0].codes) check_halves(m);
 }
@@ -315,7 +318,7 @@ static tqkv_attention attention_of(const model *m, const tqkv_store *keys, const
     memset(&a, 0, sizeof a);
     a.keys = keys;
     a.values = values;
-    a.tail = !m->tail.codes ? NULL : keys == &m->keys ? &m->tail : tqkv_cache_tail(m->cache);
+    a.tail = !m->tail.codes ? NULL : keys == &m->keys ? &m->tail : test_tail(m->cache);
     a.n_heads = n_heads(m);
     a.n_queries = n_queries;
     a.end = m->end + (keys == &m->keys ? 0 : m->base);
@@ -324,18 +327,18 @@ static tqkv_attention attention_of(const model *m, const tqkv_store *keys, const
     a.scale = m->desc.scale;
     a.softcap = m->desc.softcap;
     a.sinks = m->desc.sinks;
-    const tqkv_attention view = tqkv_cache_view(m->cache);
+    const tqkv_attention view = test_view(m->cache, 1);
     const bool modelled = keys == &m->keys;
-    a.exact_first = view.exact_first;
-    a.exact_last = view.exact_last;
-    a.exact_from = view.exact_from > (modelled ? m->base : 0) ? view.exact_from - (modelled ? m->base : 0) : 0;
-    a.first_keys = !view.first_keys || !modelled ? view.first_keys : &m->halves[0];
-    a.first_values = !view.first_values || !modelled ? view.first_values : &m->halves[1];
-    a.last_keys = !view.last_keys || !modelled ? view.last_keys : &m->halves[0];
-    a.last_values = !view.last_values || !modelled ? view.last_values : &m->halves[1];
-    a.first_tail = view.first_tail; /* rows of a format, as those of streams of F16: of what is appended */
-    if (a.first_keys && a.keys->format == TQKV_F16) a.first_keys = view.first_keys;
-    if (a.first_values && a.values->format == TQKV_F16) a.first_values = view.first_values;
+    a.first.n = view.first.n;
+    a.last.n = view.last.n;
+    a.last.from = view.last.from > (modelled ? m->base : 0) ? view.last.from - (modelled ? m->base : 0) : 0;
+    a.first.keys = !view.first.keys || !modelled ? view.first.keys : &m->halves[0];
+    a.first.values = !view.first.values || !modelled ? view.first.values : &m->halves[1];
+    a.last.keys = !view.last.keys || !modelled ? view.last.keys : &m->halves[0];
+    a.last.values = !view.last.values || !modelled ? view.last.values : &m->halves[1];
+    a.first.tail = view.first.tail; /* rows of a format, as those of streams of F16: of what is appended */
+    if (a.first.keys && a.keys->format == TQKV_F16) a.first.keys = view.first.keys;
+    if (a.first.values && a.values->format == TQKV_F16) a.first.values = view.first.values;
     return a;
 }
 
@@ -369,7 +372,7 @@ static void check_answers(const model *m, int n_queries, const uint64_t *tree, c
 /* The floats whose rounded values the cache must give: zeros where nothing is resident. */
 static void attend_floats(const model *m, const float *q, int n_queries, size_t n_out, float *floats)
 {
-    const tqkv_attention a = attention_of(m, tqkv_cache_keys(m->cache), tqkv_cache_values(m->cache), n_queries);
+    const tqkv_attention a = attention_of(m, test_keys(m->cache), test_values(m->cache), n_queries);
     memset(floats, 0, n_out * sizeof *floats);
     if (a.kv_len && n_queries) CHECK_RESULT(tqkv_attend(&a, q, floats), TQKV_OK);
 }
@@ -381,7 +384,7 @@ static void attend_tree(const model *m, int n, uint8_t seed, const float *q, siz
     data_random random = {seed};
     for (int i = 0; i < n; i++) tree[i] = data_bits(&random) | (uint64_t)1 << i;
     float *out = fuzz_new_floats((int)n_out, 1, 1);
-    tqkv_attention a = attention_of(m, tqkv_cache_keys(m->cache), tqkv_cache_values(m->cache), n);
+    tqkv_attention a = attention_of(m, test_keys(m->cache), test_values(m->cache), n);
     a.tree = tree;
     CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
     check_answers(m, n, tree, q, out);
@@ -415,8 +418,8 @@ static tqkv_store pool_of(const model *m, const tqkv_store *store, int32_t *page
 static void attend_pages(const model *m, int n, const float *q, const float *floats, size_t n_out)
 {
     int32_t pages[2][MAX_PAGES];
-    tqkv_store keys = pool_of(m, tqkv_cache_keys(m->cache), pages[0]);
-    tqkv_store values = pool_of(m, tqkv_cache_values(m->cache), pages[1]);
+    tqkv_store keys = pool_of(m, test_keys(m->cache), pages[0]);
+    tqkv_store values = pool_of(m, test_values(m->cache), pages[1]);
     tqkv_store tail;
     float *out = fuzz_new_floats((int)n_out, 1, 1);
     tqkv_attention a = attention_of(m, &keys, m->desc.shared ? &keys : &values, n);
@@ -424,7 +427,7 @@ static void attend_pages(const model *m, int n, const float *q, const float *flo
     if (a.tail) tail = pool_of(m, a.tail, pages[0]);
     if (a.tail) a.tail = &tail;
     CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
-    if (!m->desc.ring || (m->end <= m->desc.capacity && !a.exact_first)) /* which a ring adds apart */
+    if (!m->desc.ring || (m->end <= m->desc.capacity && !a.first.n)) /* which a ring adds apart */
         CHECK(!memcmp(out, floats, n_out * sizeof *out), "pages change the result");
     check_answers(m, n, NULL, q, out);
     free(out);
@@ -445,9 +448,9 @@ static void attend(fuzz_input *input, model *m)
     fuzz_data(seed, DATA_GAUSSIAN, q, n * n_heads(m), d);
     void *queries = fuzz_typed(type, q, (size_t)(n * n_heads(m) * d));
     tqkv_result result = tqkv_cache_attend(m->cache, queries, n, out);
-    const tqkv_attention view = tqkv_cache_view(m->cache);
+    const tqkv_attention view = test_view(m->cache, 1);
     /* What the window of the first query begins with, and the first position that can be missing. */
-    const int64_t begin = m->end - n - view.window + 1, kept = m->base ? -m->base : view.exact_first;
+    const int64_t begin = m->end - n - view.window + 1, kept = m->base ? -m->base : view.first.n;
     const bool gone = view.window && n && (begin > kept ? begin : kept) < m->first;
     if (gone && result == TQKV_OUT_OF_RANGE) {
         CHECK(fuzz_is_untouched(out, size), "written");
@@ -478,7 +481,6 @@ static void attend(fuzz_input *input, model *m)
 
 static void truncate_to(model *m, int64_t end)
 {
-    if (m->end) CHECK_RESULT(tqkv_cache_set_center(m->cache, NULL, NULL), TQKV_INVALID_ARGUMENT);
     bool fits = end == 0 || (end >= m->base + m->first && end <= m->base + m->end);
     tqkv_result result = tqkv_cache_truncate(m->cache, end);
     CHECK(result == (fits ? TQKV_OK : TQKV_OUT_OF_RANGE), "truncate: %s", tqkv_result_string(result));
@@ -601,11 +603,11 @@ static void fork_cache(fuzz_input *input, model *m)
     memset(&desc, 0, sizeof desc);
     desc.capacity = changed ? capacity : 0;
     desc.ring = ring;
-    const int first = tqkv_cache_view(m->cache).exact_first;
+    const int first = test_view(m->cache, 1).first.n;
     const bool fits = !desc.capacity || (desc.capacity >= m->end - m->first && desc.capacity >= first);
     const tqkv_result result = tqkv_cache_fork(m->cache, changed ? &desc : NULL, &copy);
     const bool short_ring = (m->desc.ring || (changed && ring)) &&
-                            m->desc.window > (desc.capacity ? desc.capacity : tqkv_cache_keys(m->cache)->capacity);
+                            m->desc.window > (desc.capacity ? desc.capacity : test_keys(m->cache)->capacity);
     const tqkv_result expected = !fits ? TQKV_OUT_OF_RANGE : short_ring ? TQKV_INVALID_ARGUMENT : TQKV_OK;
     CHECK(result == expected || (result == TQKV_OUT_OF_MEMORY && m->counter.fail_at), "fork: %s",
           tqkv_result_string(result));

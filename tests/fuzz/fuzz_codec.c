@@ -16,7 +16,7 @@ static tqkv_store read_shape(fuzz_input *input)
     s.capacity = odd & 8 ? fuzz_int(input) : fuzz_range(input, 1, 70);
     s.block_scale = odd & 16 ? fuzz_float(input) : 0.0f;
     s.ring = (odd & 32) != 0;
-    s.unrotated = (odd & 64) != 0;
+    s.rotation = (odd & 64) != 0 ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     if (odd & 128) s.center = (const float *)&s; /* any: check_run reads one */
     return s;
 }
@@ -98,8 +98,8 @@ static void check_rotation(float *rows, int n_rows, int head_dim)
         before[i] = (double)rows[i];
         size += before[i] * before[i];
     }
-    CHECK_RESULT(tqkv_rotate(rows, n_rows, head_dim), TQKV_OK);
-    CHECK_RESULT(tqkv_unrotate(rows, n_rows, head_dim), TQKV_OK);
+    CHECK_RESULT(tqkv_rotate(rows, n_rows, head_dim, TQKV_ROTATED), TQKV_OK);
+    CHECK_RESULT(tqkv_rotate(rows, n_rows, head_dim, TQKV_ORIGINAL), TQKV_OK);
     double error = reference_relative_error(rows, before, (size_t)(n_rows * head_dim));
     CHECK(!(size > 1e-40 && size < 1e66) || error <= 2e-6, "relative error %.3g", error);
     free(before);
@@ -190,7 +190,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
         r.store.center = NULL;
         CHECK(tqkv_encode(&r.store, row, 1, 0) != TQKV_OK, "a store without memory");
         CHECK(tqkv_decode(&r.store, 0, 1, TQKV_ORIGINAL, row) != TQKV_OK, "a store without memory");
-        tqkv_rotate(row, 1, r.store.head_dim);
+        tqkv_rotate(row, 1, r.store.head_dim, TQKV_ROTATED);
         return 0;
     }
     r.n_tokens = fuzz_range(&input, 0, r.store.ring ? 2 * r.store.capacity + 1 : r.store.capacity);

@@ -83,7 +83,7 @@ static size_t store_size(const uint8_t *file, int i)
     if (dim > 1024 || heads > MAX_FILE || positions_of(file, i) > MAX_FILE || format < 1 || format > TEST_FORMATS)
         return MAX_FILE + 1;
     const tqkv_format f = half ? TQKV_F16 : test_no_format((int)format);
-    const uint64_t row = tqkv_row_bytes(f, (int)dim) + 4 * (uint64_t)tqkv_norms_per_row(f, (int)dim);
+    const uint64_t row = test_row_bytes(f, (int)dim) + 4 * (uint64_t)test_norms_per_row(f, (int)dim);
     const uint64_t channels = i < 3 ? (uint64_t)(file[69] >> i & 1) + (file[70] >> i & 1) : 0; /* centre and scale */
     const uint64_t bytes = heads * (positions_of(file, i) * row + channels * 4 * dim);
     return bytes > MAX_FILE ? MAX_FILE + 1 : (size_t)bytes + 8;
@@ -132,8 +132,8 @@ static tqkv_cache_desc make_cache_desc(fuzz_input *input)
     return d;
 }
 
-/* Centres and scales, as bits of `channels` say, and some appends. */
-static void fill_cache(fuzz_input *input, const tqkv_cache_desc *d, tqkv_cache *cache)
+/* A cache with centres and scales, as bits of `channels` say, and some appends; NULL if there is none. */
+static tqkv_cache *fill_cache(fuzz_input *input, const tqkv_cache_desc *d)
 {
     const int key_dim = d->head_dim + d->tail_dim, value_dim = d->value_dim ? d->value_dim : d->head_dim;
     const int rows = 24 * d->n_kv_heads;
@@ -142,10 +142,17 @@ static void fill_cache(fuzz_input *input, const tqkv_cache_desc *d, tqkv_cache *
     fuzz_data(4, DATA_STUDENT, k, rows, key_dim);
     fuzz_data(5, DATA_STUDENT, v, rows, value_dim);
     const float *values = d->shared ? NULL : v;
-    if (channels & 1) CHECK_RESULT(tqkv_cache_set_center(cache, channels & 2 ? k : NULL, values), TQKV_OK);
-    for (int i = 0; i < rows * key_dim; i++) k[i] = fabsf(k[i]) + 0.5f;
-    if (channels & 4) CHECK_RESULT(tqkv_cache_set_scale(cache, k, NULL), TQKV_OK);
-    for (int n = channels >> 4; n > 0; n--) {
+    float *scales = fuzz_new_floats(4, rows, key_dim);
+    tqkv_cache_desc given = *d;
+    tqkv_cache *cache = NULL;
+    if (channels & 2) given.key_center = channels & 1 ? k : NULL;
+    if (channels & 1) given.value_center = values;
+    for (int i = 0; i < rows * key_dim; i++) scales[i] = fabsf(k[i]) + 0.5f;
+    if (channels & 4) given.key_scale = scales;
+    if (tqkv_cache_create(&given, &cache) != TQKV_OK) cache = NULL;
+    memcpy(k, scales, sizeof(float) * (size_t)(rows * key_dim));
+    free(scales);
+    for (int n = channels >> 4; cache && n > 0; n--) {
         const tqkv_result result = tqkv_cache_append(cache, k, values, fuzz_byte(input) % 24);
         CHECK(result == TQKV_OK || result == TQKV_OUT_OF_RANGE, "append: %s", tqkv_result_string(result));
     }
@@ -161,7 +168,9 @@ static size_t make_file(fuzz_input *input, uint8_t *file)
     tqkv_cache *cache = NULL;
     size_t size = 0;
     if (tqkv_cache_create(&d, &cache) != TQKV_OK) return 0;
-    fill_cache(input, &d, cache);
+    tqkv_cache_destroy(cache);
+    cache = fill_cache(input, &d);
+    if (!cache) return 0;
     stream s = stream_empty();
     CHECK_RESULT(tqkv_cache_save(cache, stream_write, &s), TQKV_OK);
     if (s.size <= MAX_FILE) memcpy(file, s.bytes, size = s.size);
@@ -245,9 +254,9 @@ static void attend(tqkv_cache *cache, const float *q, int n_queries, float *out,
 static uint64_t use_cache(tqkv_cache *cache)
 {
     uint64_t hash = 0;
-    const tqkv_store *keys = tqkv_cache_keys(cache);
-    const tqkv_store *tail = tqkv_cache_tail(cache), *shared = tqkv_cache_values(cache) == keys ? keys : NULL;
-    int d = keys->head_dim + (tail ? tail->head_dim : 0), value_dim = tqkv_cache_values(cache)->head_dim;
+    const tqkv_store *keys = test_keys(cache);
+    const tqkv_store *tail = test_tail(cache), *shared = test_values(cache) == keys ? keys : NULL;
+    int d = keys->head_dim + (tail ? tail->head_dim : 0), value_dim = test_values(cache)->head_dim;
     const int kv_heads = keys->n_kv_heads;
     if (kv_heads > 8) return hash;
     const size_t n_out = (size_t)(2 * MAX_SINKS * kv_heads) * (size_t)value_dim;
@@ -335,7 +344,7 @@ static bool read_shape(fuzz_input *input, const float *center, tqkv_store *s)
     s->format = test_formats[fuzz_range(input, 0, TEST_FORMATS - 1)];
     s->head_dim = fuzz_head_dim(input);
     s->n_kv_heads = 1 + flags % 2;
-    s->unrotated = (flags & 14) == 14;
+    s->rotation = (flags & 14) == 14 ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     s->block_scale = flags & 16 ? 0.75f : 0.0f;
     if (flags & 32) s->center = center;
     s->capacity = TABLE * 64;

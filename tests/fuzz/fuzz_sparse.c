@@ -45,14 +45,14 @@ static void read_list(fuzz_input *input, problem *p)
     static const int blocks[6] = {1, 4, 16, 64, 128, 3};
     tqkv_attention *a = &p->attention;
     const int step = fuzz_range(input, 1, 20), wild = fuzz_range(input, 0, 7);
-    a->list = p->list;
-    a->list_block = blocks[fuzz_range(input, 0, 5) % (wild ? 5 : 6)];
-    a->list_length = fuzz_range(input, wild ? 0 : -1, MAX_LIST);
-    a->list_heads = fuzz_range(input, 0, wild ? 2 : 3);
-    a->list_newest = fuzz_range(input, wild ? 0 : -1, 70);
+    a->list.rows = p->list;
+    a->list.block = blocks[fuzz_range(input, 0, 5) % (wild ? 5 : 6)];
+    a->list.length = fuzz_range(input, wild ? 0 : -1, MAX_LIST);
+    a->list.heads = fuzz_range(input, 0, wild ? 2 : 3);
+    a->list.newest = fuzz_range(input, wild ? 0 : -1, 70);
     for (int row = 0; row < MAX_QUERIES * HEADS; row++) {
-        int32_t *to = p->list + row * (a->list_length > 0 ? a->list_length : 0), at = -1;
-        for (int i = 0; i < a->list_length && row < MAX_QUERIES * (a->list_heads > 1 ? HEADS : 1); i++) {
+        int32_t *to = p->list + row * (a->list.length > 0 ? a->list.length : 0), at = -1;
+        for (int i = 0; i < a->list.length && row < MAX_QUERIES * (a->list.heads > 1 ? HEADS : 1); i++) {
             at = at == -1 && i ? -1 : at + 1 + fuzz_byte(input) % step;
             if (fuzz_byte(input) % 32 == 0) at = -1;
             to[i] = !wild && fuzz_byte(input) % 16 == 0 ? fuzz_int(input) : at;

@@ -67,7 +67,7 @@ static void expect_row(const tqkv_attention *a, int head, int query, const float
     double rotated[REFERENCE_MAX_DIM], row[REFERENCE_MAX_DIM];
     for (int i = 0; i < d; i++) rotated[i] = (double)q[i];
     if (reference_is_rotated(&keys)) reference_rotate_double(rotated, d);
-    keys.unrotated = values.unrotated = true; /* reference_decode leaves rows as they are stored */
+    keys.rotation = values.rotation = TQKV_ROTATION_OFF; /* reference_decode leaves rows as they are stored */
     double *scores = (double *)test_alloc((size_t)(shape.end - shape.oldest) * sizeof *scores);
     double largest = a->sinks ? (double)a->sinks[head] : -INFINITY, sum = 0.0;
     for (int64_t p = shape.oldest; p < shape.end; p++) {

@@ -54,8 +54,9 @@ tqkv_store make_store(const codec_row *row, const std::vector<float> &center)
     tqkv_store s = test_store(row->format, row->head_dim, row->n_kv_heads, row->capacity, row->ring);
     s.type = row->type;
     s.center = row->centered ? center.data() : nullptr;
-    s.unrotated = row->unrotated;
-    s.rotated = row->rotated && row->format == TQKV_F16;
+    s.rotation = row->unrotated                              ? TQKV_ROTATION_OFF
+                 : (row->rotated && row->format == TQKV_F16) ? TQKV_ROTATION_ON
+                                                             : TQKV_ROTATION_DEFAULT;
     s.block_scale = row->block_scale;
     return s;
 }
@@ -232,10 +233,10 @@ void run_rotate(const void *parameters)
 {
     const codec_row *row = (const codec_row *)parameters;
     std::vector<float> expected = make_source(row, 7), got = expected;
-    CHECK_RESULT(tqkv_rotate(expected.data(), row->n_tokens, row->head_dim), TQKV_OK);
+    CHECK_RESULT(tqkv_rotate(expected.data(), row->n_tokens, row->head_dim, TQKV_ROTATED), TQKV_OK);
     CHECK_RUN(gpu_rotate(got.data(), row->n_tokens, row->head_dim, false));
     CHECK(same_floats(expected, got), "rotated rows differ");
-    CHECK_RESULT(tqkv_unrotate(expected.data(), row->n_tokens, row->head_dim), TQKV_OK);
+    CHECK_RESULT(tqkv_rotate(expected.data(), row->n_tokens, row->head_dim, TQKV_ORIGINAL), TQKV_OK);
     CHECK_RUN(gpu_rotate(got.data(), row->n_tokens, row->head_dim, true));
     CHECK(same_floats(expected, got), "un-rotated rows differ");
 }

@@ -14,7 +14,7 @@ void run_block_norms(const void *)
         for (int head_dim : {512, 1024}) {
             tqkv_store expected = test_store(format, head_dim, 1, 4, false);
             tqkv_store got = test_store(format, head_dim, 1, 4, false);
-            expected.unrotated = got.unrotated = true; // the rotation would make the blocks equally large
+            expected.rotation = got.rotation = TQKV_ROTATION_OFF; // the rotation would make the blocks equally large
             std::vector<float> source((size_t)(4 * head_dim));
             data_rows(21, DATA_GAUSSIAN, source.data(), 4, head_dim);
             for (size_t i = 0; i < source.size(); i++) source[i] *= i / 256 % 2 ? 1000.0f : 1.0f;
@@ -172,7 +172,7 @@ void run_prefill_at_once(const void *)
     CHECK_RUN(gpu_encode(&got, source.data(), 65, 3, nullptr));
     CHECK(!memcmp(expected.codes, got.codes, got.codes_size), "codes differ");
     CHECK(!memcmp(expected.norms, got.norms, got.norms_size), "norms differ");
-    CHECK(tqkv_row_bytes(TQKV_TQ5, 128) == 80, "%zu bytes a row", tqkv_row_bytes(TQKV_TQ5, 128));
+    CHECK(test_row_bytes(TQKV_TQ5, 128) == 80, "%zu bytes a row", test_row_bytes(TQKV_TQ5, 128));
     test_store_free(&expected);
     test_store_free(&got);
 }

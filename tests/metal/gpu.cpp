@@ -181,9 +181,9 @@ gpu_attention::gpu_attention(const tqkv_attention &a)
     metal.values = &values;
     metal.tail = a.tail ? &tail : nullptr;
     metal.attention = a;
-    const tqkv_store *const stores[] = {a.first_keys, a.first_values, a.last_keys, a.last_values, a.first_tail};
-    const tqkv_metal_store **const to[] = {&metal.first_keys, &metal.first_values, &metal.last_keys, &metal.last_values,
-                                           &metal.first_tail};
+    const tqkv_store *const stores[] = {a.first.keys, a.first.values, a.last.keys, a.last.values, a.first.tail};
+    const tqkv_metal_store **const to[] = {&metal.first.keys, &metal.first.values, &metal.last.keys, &metal.last.values,
+                                           &metal.first.tail};
     for (int i = 0; i < 5; i++) {
         if (!stores[i]) continue;
         ends[i] = gpu_store(stores[i]);
@@ -191,10 +191,10 @@ gpu_attention::gpu_attention(const tqkv_attention &a)
     }
     metal.sinks = gpu_buffer(a.sinks);
     metal.tree = gpu_buffer(a.tree);
-    metal.list = gpu_buffer(a.list);
+    metal.list = gpu_buffer(a.list.rows);
     if (gpu_known_tables) return;
     metal.attention.tree = nullptr;
-    metal.attention.list = nullptr;
+    metal.attention.list.rows = nullptr;
 }
 
 tqkv_metal_binding *gpu_find(tqkv_metal_dispatch *d, int index)
@@ -344,7 +344,7 @@ static std::string run_attention(const tqkv_attention *a, gpu_split split, F pla
     if (r != TQKV_OK) return tqkv_result_string(r);
     std::vector<float> scratch(bytes / sizeof(float), NAN), sums, state;
     plan_with(&attention.metal, gpu_buffer(scratch.data()), &plan);
-    tqkv_metal_dispatch *attend = plan.d + (a->list ? 1 : 0);
+    tqkv_metal_dispatch *attend = plan.d + (a->list.rows ? 1 : 0);
     const bool codes = plan.d + plan.n == attend + 2 && gpu_args<tqkv__merge_args>(attend[1]).n_partials > 0;
     if (codes && (split.columns || split.n_simdgroups || split.n_stretches || split.share || split.kernel)) {
         gpu_force(attend, split);
@@ -435,8 +435,8 @@ tqkv_metal_store put_store(block &to, const tqkv_store &s)
 
 size_t list_size(const tqkv_attention &a)
 {
-    const size_t heads = (size_t)std::max(a.list_heads, 1);
-    return a.list ? (size_t)a.n_queries * heads * (size_t)a.list_length * sizeof(int32_t) : 0;
+    const size_t heads = (size_t)std::max(a.list.heads, 1);
+    return a.list.rows ? (size_t)a.n_queries * heads * (size_t)a.list.length * sizeof(int32_t) : 0;
 }
 
 size_t size_of_items(const std::vector<tqkv_attention> &items)
@@ -444,7 +444,7 @@ size_t size_of_items(const std::vector<tqkv_attention> &items)
     size_t size = 4096;
     for (const tqkv_attention &a : items) {
         for (const tqkv_store *s :
-             {a.keys, a.values, a.tail, a.first_keys, a.first_values, a.last_keys, a.last_values, a.first_tail})
+             {a.keys, a.values, a.tail, a.first.keys, a.first.values, a.last.keys, a.last.values, a.first.tail})
             if (s) size += s->codes_size + s->norms_size + (size_t)(s->n_kv_heads * s->head_dim + s->n_pages) * 4 + 128;
         size +=
             values_size(a, a.query_type, a.query_strides, query_dim(a)) + (size_t)a.n_queries * 8 + 128 + list_size(a);
@@ -479,17 +479,17 @@ void batch_items::put(const tqkv_attention &item, const void *queries, tqkv_meta
     a.values = item.values == item.keys ? a.keys : put(item.values);
     a.tail = put(item.tail);
     if (item.tail) stores.back().pages = a.keys->pages;
-    const tqkv_store *const from[] = {item.first_keys, item.first_values, item.last_keys, item.last_values};
-    const tqkv_metal_store **const to[] = {&a.first_keys, &a.first_values, &a.last_keys, &a.last_values};
+    const tqkv_store *const from[] = {item.first.keys, item.first.values, item.last.keys, item.last.values};
+    const tqkv_metal_store **const to[] = {&a.first.keys, &a.first.values, &a.last.keys, &a.last.values};
     for (int i = 0; i < 4; i++) {
         *to[i] = put(from[i]);
         if (from[i]) stores.back().center = i % 2 ? a.values->center : a.keys->center;
     }
-    a.first_tail = put(item.first_tail);
-    if (item.first_tail) stores.back().center = a.tail->center;
+    a.first.tail = put(item.first.tail);
+    if (item.first.tail) stores.back().center = a.tail->center;
     a.sinks = sinks;
     a.tree = in.put(item.tree, (size_t)item.n_queries * sizeof(uint64_t));
-    a.list = in.put(item.list, list_size(item));
+    a.list = in.put(item.list.rows, list_size(item));
     metal.push_back(a);
     q.push_back(in.put(queries, values_size(item, item.query_type, item.query_strides, query_dim(item))));
 }

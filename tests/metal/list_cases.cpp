@@ -44,9 +44,9 @@ std::vector<int32_t> random_lists(const list_row &row, const tqkv_attention &a, 
 bool is_listed(const tqkv_attention &a, int query, int kv_head, int64_t position)
 {
     const int32_t *row =
-        a.list + (size_t)(query * a.list_heads + (a.list_heads > 1 ? kv_head : 0)) * (size_t)a.list_length;
-    for (int i = 0; i < a.list_length && row[i] != -1; i++)
-        if (row[i] == position / a.list_block) return true;
+        a.list.rows + (size_t)(query * a.list.heads + (a.list.heads > 1 ? kv_head : 0)) * (size_t)a.list.length;
+    for (int i = 0; i < a.list.length && row[i] != -1; i++)
+        if (row[i] == position / a.list.block) return true;
     return false;
 }
 
@@ -54,7 +54,7 @@ bool is_listed(const tqkv_attention &a, int query, int kv_head, int64_t position
 std::vector<int64_t> seen_positions(const tqkv_attention &a, int query, int kv_head)
 {
     std::vector<int64_t> seen;
-    int left = a.list_newest;
+    int left = a.list.newest;
     for (int64_t p = a.end - 1; p >= reference_attention_shape(&a).oldest; p--) {
         if (!reference_is_visible(&a, query, p)) continue;
         if (left-- > 0 || is_listed(a, query, kv_head, p)) seen.push_back(p);
@@ -92,11 +92,11 @@ listed::listed(const list_row &row, data_random *random) : pools()
     attend_set_up_floats(&problem, &row.row);
     attention = problem.attention;
     list = random_lists(row, attention, random);
-    attention.list = list.data();
-    attention.list_length = row.length;
-    attention.list_heads = row.per_head ? problem.keys.n_kv_heads : 1;
-    attention.list_block = row.block;
-    attention.list_newest = row.newest;
+    attention.list.rows = list.data();
+    attention.list.length = row.length;
+    attention.list.heads = row.per_head ? problem.keys.n_kv_heads : 1;
+    attention.list.block = row.block;
+    attention.list.newest = row.newest;
     poison_unseen(*this);
     if (!row.page_size) return;
     const int n_pages = ((int)attention.end + row.page_size - 1) / row.page_size;
@@ -127,7 +127,7 @@ listed::~listed()
 tqkv_store gathered(const tqkv_store &from, int kv_head, const std::vector<int64_t> &positions)
 {
     tqkv_store s = test_store(from.format, from.head_dim, 1, std::max((int)positions.size(), 1), false);
-    s.unrotated = from.unrotated;
+    s.rotation = from.rotation;
     s.block_scale = from.block_scale;
     if (from.center) s.center = from.center + kv_head * from.head_dim;
     for (size_t i = 0; i < positions.size(); i++) copy_row(from, kv_head, positions[i], s, 0, (int64_t)i);
@@ -230,10 +230,10 @@ void run_full(const void *parameters)
     attend_tear_down(&l.problem);
     attend_set_up_floats(&l.problem, &row.row); // no position is hidden
     tqkv_attention a = l.problem.attention, b = a;
-    b.list = l.list.data();
-    b.list_length = row.length;
-    b.list_block = row.block;
-    b.list_newest = row.newest;
+    b.list.rows = l.list.data();
+    b.list.length = row.length;
+    b.list.block = row.block;
+    b.list.newest = row.newest;
     for (int kernel : {GPU_LANES, GPU_MATRICES}) {
         gpu_split split = row.split;
         split.kernel = kernel;
@@ -269,8 +269,8 @@ void run_bad_entries(const void *parameters)
     }
     CHECK_RUN(gpu_attend(&l.attention, l.problem.q, expected.data(), as_planned));
     tqkv_attention a = l.attention;
-    a.list = bad.data();
-    a.list_length = wide;
+    a.list.rows = bad.data();
+    a.list.length = wide;
     gpu_known_tables = false;
     CHECK_RUN(gpu_attend(&a, l.problem.q, got.data(), as_planned));
     gpu_known_tables = true;
@@ -279,7 +279,7 @@ void run_bad_entries(const void *parameters)
         a = l.attention;
         a.n_queries = 1;
         a.end = l.attention.end - l.attention.n_queries + i + 1;
-        a.list += i * length;
+        a.list.rows += i * length;
         CHECK_RUN(gpu_attend(
             &a, l.problem.q + (size_t)i * l.problem.n_rows / (size_t)l.attention.n_queries * l.problem.head_dim,
             alone.data(), as_planned));

@@ -23,7 +23,7 @@ pool::pool(const tqkv_store &shape, int page_size, int positions, data_random *r
     store = test_store(shape.format, shape.head_dim, shape.n_kv_heads, (n_pages + spare) * page_size, false);
     store.type = shape.type;
     store.center = shape.center;
-    store.unrotated = shape.unrotated;
+    store.rotation = shape.rotation;
     store.block_scale = shape.block_scale;
     for (int i = 0; i < n_pages + spare; i++) { // shuffled
         const size_t j = (size_t)data_below(random, i + 1);
@@ -183,8 +183,8 @@ void check_slots(const codec_row &row, int n, bool known)
     std::vector<int32_t> slots = random_slots(n, shape.capacity, &random);
     uint32_t flag = 1;
     gpu_known_tables = known;
-    CHECK_RESULT(tqkv_encode_slots(&stores[2], k, n, slots.data()), TQKV_OK);
-    CHECK_RESULT(tqkv_encode_slots(&stores[3], values, n, slots.data()), TQKV_OK);
+    CHECK_RESULT(test_encode_slots(&stores[2], k, n, slots.data()), TQKV_OK);
+    CHECK_RESULT(test_encode_slots(&stores[3], values, n, slots.data()), TQKV_OK);
     if (!known) slots[2] = shape.capacity; // as good as left out
     CHECK_RUN(gpu_encode_slots(&stores[0], &stores[1], k, values, n, slots.data(), &flag));
     CHECK(!flag && !memcmp(stores[0].codes, stores[2].codes, stores[2].codes_size), "keys of the pair");

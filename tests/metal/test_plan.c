@@ -215,11 +215,11 @@ static void check_prepare(const void *row)
     plan_seen all;
     (void)row;
     tqkv_metal_attention a = plan_attention(&keys, &values);
-    first.shape.rotated = last.shape.rotated = true;
-    a.first_keys = a.first_values = &first;
-    a.last_keys = a.last_values = &last;
-    a.attention.exact_first = 20;
-    a.attention.exact_last = 100;
+    first.shape.rotation = last.shape.rotation = TQKV_ROTATION_ON;
+    a.first.keys = a.first.values = &first;
+    a.last.keys = a.last.values = &last;
+    a.attention.first.n = 20;
+    a.attention.last.n = 100;
     memset(&all, 0, sizeof all);
     CHECK_RESULT(tqkv_metal_plan_prepare(&a, 5, TQKV_METAL_BATCHES | TQKV_METAL_SLICES, plan_see, &all), TQKV_OK);
     for (int end = 1; end <= 900; end += end < 130 ? 1 : 77)

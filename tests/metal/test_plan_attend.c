@@ -263,12 +263,12 @@ static void check_kept(const void *row)
     tqkv_metal_plan plan;
     const tqkv_metal_dispatch *const d = plan.d;
     (void)row;
-    first.shape.rotated = true;
+    first.shape.rotation = TQKV_ROTATION_ON;
     tqkv_metal_attention a = plan_attention(&keys, &keys);
     a.tail = &tail;
-    a.first_keys = a.first_values = &first;
-    a.first_tail = &first_tail;
-    a.attention.exact_first = 8;
+    a.first.keys = a.first.values = &first;
+    a.first.tail = &first_tail;
+    a.attention.first.n = 8;
     a.attention.end = 5000;
     CHECK_RESULT(tqkv_metal_plan_attend(&a, at(3, 0), at(3, 1 << 20), at(3, 1 << 16), &plan), TQKV_OK);
     CHECK(plan.n == 3 && attend_args(&d[0]).kv_len == 5000 && attend_args(&d[0]).slice_end == 8 &&
@@ -279,9 +279,9 @@ static void check_kept(const void *row)
               binding(&d[1], "tail's codes").at.buffer == at(2, 0).buffer,
           "the streams of the first positions");
     a.list = at(7, 1 << 16);
-    a.attention.list_length = 10;
-    a.attention.list_block = 16;
-    a.attention.list_newest = 30;
+    a.attention.list.length = 10;
+    a.attention.list.block = 16;
+    a.attention.list.newest = 30;
     CHECK_RESULT(tqkv_metal_plan_attend(&a, at(3, 0), at(3, 1 << 20), at(3, 1 << 16), &plan), TQKV_OK);
     CHECK(plan.n == 5, "%d dispatches with a list", plan.n);
     a.list = none;
@@ -294,7 +294,7 @@ static void check_kept(const void *row)
     bad[2].shape.format = TQKV_TQ4;
     bad[3].shape.capacity = 7;
     for (int i = 0; i < 4; i++) {
-        a.first_tail = &bad[i];
+        a.first.tail = &bad[i];
         CHECK_RESULT(plan_attend(&a, &plan), i < 3 ? TQKV_INVALID_ARGUMENT : TQKV_OUT_OF_RANGE);
     }
 }
@@ -307,16 +307,16 @@ static void check_paged_ends(const void *row)
     tqkv_metal_plan plan;
     (void)row;
     last = plan_store(TQKV_F16, 64, 80, true, 4);
-    last.shape.rotated = true;
+    last.shape.rotation = TQKV_ROTATION_ON;
     tail = plan_pool(TQKV_F16, 6, pages);
     tqkv_metal_attention a = plan_attention(&keys, &values);
-    a.last_keys = a.last_values = &last;
-    a.attention.exact_last = 40;
+    a.last.keys = a.last.values = &last;
+    a.attention.last.n = 40;
     a.attention.end = 200;
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
-    a.last_values = NULL;
+    a.last.values = NULL;
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
-    a.last_values = &last;
+    a.last.values = &last;
     last.pages = at(7, 2048);
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
     last.pages = none;
@@ -339,8 +339,8 @@ static void check_non_causal(const void *row)
     const tqkv_metal_dispatch *const d = plan.d;
     (void)row;
     tqkv_metal_attention a = plan_attention(&s, &s);
-    a.attention.list_block = 16;
-    a.attention.list_length = 1;
+    a.attention.list.block = 16;
+    a.attention.list.length = 1;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         a.list = none;
         a.attention.non_causal = true;

@@ -154,8 +154,8 @@ static void check_batch_lists(plan_batch *b, char *tables)
     tqkv__batch_item items[ITEMS];
     for (int i = 0; i < ITEMS; i++) {
         b->items[i].list = at(3, (size_t)i * 4096);
-        b->items[i].attention.list_length = 10 + i;
-        b->items[i].attention.list_block = 16;
+        b->items[i].attention.list.length = 10 + i;
+        b->items[i].attention.list.block = 16;
     }
     CHECK_RESULT(
         tqkv_metal_plan_attend_batch(b->items, ITEMS, b->q, at(7, 0), tables, at(5, 64), b->out, true, &b->plan),
@@ -184,12 +184,12 @@ static void check_batch_parts(const void *row)
     (void)row;
     set_up_batch(&b);
     const tqkv_metal_dispatch *const d = b.plan.d;
-    first.shape.rotated = last.shape.rotated = true;
+    first.shape.rotation = last.shape.rotation = TQKV_ROTATION_ON;
     for (int i = 0; i < ITEMS; i++) {
-        b.items[i].first_keys = b.items[i].first_values = &first;
-        b.items[i].last_keys = b.items[i].last_values = &last;
-        b.items[i].attention.exact_last = 700;
-        b.items[i].attention.exact_first = i ? 20 : 0; /* the second has nothing but first positions */
+        b.items[i].first.keys = b.items[i].first.values = &first;
+        b.items[i].last.keys = b.items[i].last.values = &last;
+        b.items[i].attention.last.n = 700;
+        b.items[i].attention.first.n = i ? 20 : 0; /* the second has nothing but first positions */
     }
     CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(b.items, ITEMS, &arguments, &scratch), TQKV_OK);
     CHECK(arguments == sizeof tables, "%zu bytes of arguments", arguments);

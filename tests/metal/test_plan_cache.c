@@ -11,13 +11,17 @@ static void check_cache_strides(const void *row)
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
     (void)row;
     desc.exact_first = 30;
-    tqkv_cache *cache = cache_make(&shape, &desc);
-    const tqkv_cache_layout layout = {{64, 640}, {1000, 0}, {0, 70}, {2000, 128}},
-                            no_gaps = {{0, 0}, {0, 0}, {0, 0}, {0, 0}};
+    const tqkv_cache_strides strides = {{64, 640}, {1000, 0}, {0, 70}, {2000, 128}},
+                             no_gaps = {{0, 0}, {0, 0}, {0, 0}, {0, 0}};
+    const cache_row empty = {TQKV_I8, TQKV_TQ4, 64, 40, false, 0, -1};
+    float *rows = cache_data(21, 40, 1000);
+    desc.strides = strides;
+    tqkv_cache *cache = cache_make(&empty, &desc);
     REQUIRE(cache, "no cache");
-    CHECK_RESULT(tqkv_cache_set_layout(cache, &layout), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_append(cache, rows, rows, 20), TQKV_OK);
+    free(rows);
     for (int packed = 0; packed < 2; packed++) {
-        const tqkv_cache_layout *const own = packed ? &no_gaps : NULL;
+        const tqkv_cache_strides *const own = packed ? &no_gaps : NULL;
         CHECK_RESULT(tqkv_metal_plan_cache_append(cache, at(0, 0), own, at(1, 0), at(2, 0), 3, none, &plan), TQKV_OK);
         CHECK(plan.n == 2, "codes and halves");
         for (int i = 0; i < 2; i++) {
@@ -58,7 +62,7 @@ static void check_cache_plan(const void *row)
                  TQKV_OK);
     CHECK(attend_args(d).kv_len == 3 && attend_args(d).key_oldest_slot == 4, "after a truncation: %d",
           attend_args(d).kv_len);
-    const char *codes = (const char *)tqkv_cache_values(cache)->codes;
+    const char *codes = (const char *)test_values(cache)->codes;
     CHECK(binding(d, "values' codes").at.offset == 256 + (size_t)(codes - (const char *)cache), "where the codes lie");
     CHECK(binding(d, "sinks").size && binding(d, "sinks").at.buffer == at(0, 0).buffer, "sinks are in the cache");
     check_dispatch(&d[0]);
@@ -131,15 +135,13 @@ static tqkv_result fake_append(tqkv_metal *m, const tqkv_cache *c, const void *k
 {
     fake_of(m)->appends++;
     if (fake_of(m)->answer != TQKV_OK) return fake_of(m)->answer;
-    CHECK_RESULT(tqkv_encode(tqkv_cache_keys(c), k, n_tokens, tqkv_cache_end(c)), TQKV_OK);
-    return tqkv_encode(tqkv_cache_values(c), v, n_tokens, tqkv_cache_end(c));
+    CHECK_RESULT(tqkv_encode(test_keys(c), k, n_tokens, tqkv_cache_end(c)), TQKV_OK);
+    return tqkv_encode(test_values(c), v, n_tokens, tqkv_cache_end(c));
 }
 
-static tqkv_result fake_attend(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q,
-                               int n_queries, void *out)
+static tqkv_result fake_attend(tqkv_metal *m, const tqkv_cache *c, const void *q, int n_queries, void *out)
 {
     (void)c;
-    (void)some;
     fake_of(m)->attends++;
     if (fake_of(m)->answer == TQKV_OK) memcpy(out, q, (size_t)n_queries * sizeof(float));
     return fake_of(m)->answer;

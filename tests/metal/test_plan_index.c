@@ -126,8 +126,8 @@ static void check_list(const void *row)
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
     const size_t all = d->grid[2];
     a.list = at(7, 0);
-    a.attention.list_length = 2048;
-    a.attention.list_block = 1;
+    a.attention.list.length = 2048;
+    a.attention.list.block = 1;
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
     CHECK(plan.n == 3 && all == 28 && d[1].grid[2] == 4 * TQKV__STRANDS && d[1].grid[1] == 3 &&
               constant(d + 1, TQKV_FC_LIST) == 1 && d[1].barrier,
@@ -137,15 +137,15 @@ static void check_list(const void *row)
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &bytes), TQKV_OK);
     const tqkv_metal_binding state = binding(&d[2], "scratch");
     CHECK(state.at.offset + state.size <= bytes, "%zu bytes of scratch", bytes);
-    a.attention.list_heads = 2;
+    a.attention.list.heads = 2;
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
-    a.attention.list_heads = 3;
-    a.attention.list_block = 32;
+    a.attention.list.heads = 3;
+    a.attention.list.block = 32;
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
-    a.attention.list_block = 64;
-    a.attention.list_length = -1;
+    a.attention.list.block = 64;
+    a.attention.list.length = -1;
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
-    a.attention.list_length = INT_MAX;
+    a.attention.list.length = INT_MAX;
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
 }
 
@@ -162,8 +162,8 @@ static void check_list_scratch(const void *row)
     a.attention.end = 15000;
     a.attention.window = 5000;
     a.list = at(7, 0);
-    a.attention.list_length = 200;
-    a.attention.list_block = 64;
+    a.attention.list.length = 200;
+    a.attention.list.block = 64;
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &bytes), TQKV_OK);
     CHECK_RESULT(tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), &plan), TQKV_OK);
     const tqkv_metal_binding state = binding(&d[2], "scratch");

@@ -98,7 +98,7 @@ static void check_apart(const learn_row *row, const learning *l)
 {
     enum { RAW = 12, N = 20 };
     const size_t query = (size_t)(HEADS * (row->head_dim + row->tail_dim)) * sizeof(float), dim = (size_t)row->head_dim;
-    const tqkv_cache_layout shared = {{0, 0}, {0, 0}, {0, 0}, {dim, RAW * dim}};
+    const tqkv_cache_strides shared = {{0, 0}, {0, 0}, {0, 0}, {dim, RAW * dim}};
     tqkv_metal_plan plan;
     CHECK_RESULT(
         tqkv_metal_plan_cache_attend(l->cache, at(0, 0), NULL, NULL, at(1, 0), N, at(2, 0), at(1, RAW * query), &plan),
@@ -122,8 +122,8 @@ static void check_lists(const learning *l)
     int n = 0;
     memset(&some, 0, sizeof some);
     some.list = at(7, 0);
-    some.attention.list_length = 4;
-    some.attention.list_block = 16;
+    some.attention.list.length = 4;
+    some.attention.list.block = 16;
     CHECK_RESULT(tqkv_metal_plan_cache_attend(l->cache, at(0, 0), NULL, &some, at(1, 0), 20, at(2, 0), at(3, 0), &plan),
                  TQKV_OK);
     check_plan(&plan);

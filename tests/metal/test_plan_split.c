@@ -329,12 +329,12 @@ static void set_up_ends(plan_ends *e, int exact_last, int room)
     e->values = plan_store(TQKV_I8, 64, 9000, false, 2);
     e->first = plan_store(TQKV_F16, 64, 20, false, 4);
     e->last = plan_store(TQKV_F16, 64, room, true, 4);
-    e->first.shape.rotated = e->last.shape.rotated = true;
+    e->first.shape.rotation = e->last.shape.rotation = TQKV_ROTATION_ON;
     e->a = plan_attention(&e->keys, &e->values);
-    e->a.first_keys = e->a.first_values = &e->first;
-    e->a.last_keys = e->a.last_values = &e->last;
-    e->a.attention.exact_first = 20;
-    e->a.attention.exact_last = exact_last;
+    e->a.first.keys = e->a.first.values = &e->first;
+    e->a.last.keys = e->a.last.values = &e->last;
+    e->a.attention.first.n = 20;
+    e->a.attention.last.n = exact_last;
     e->a.attention.end = 2000;
 }
 
@@ -388,7 +388,7 @@ static void check_parts(const void *row)
           "parts of a slice");
     tqkv_metal_attention one = e.a; /* keys are values, and so are their halves */
     one.values = one.keys;
-    one.first_values = one.last_values = NULL;
+    one.first.values = one.last.values = NULL;
     CHECK_RESULT(tqkv_metal_plan_attend(&one, at(1, 0), at(6, 0), at(7, 0), &plan), TQKV_OK);
     CHECK(plan.n == 4 && constant(d, TQKV_FC_VALUE_FORMAT) == TQKV_F16 &&
               binding(d, "values' codes").at.buffer == e.first.codes.buffer,
@@ -401,19 +401,19 @@ static void check_ends_refusals(const void *row)
     tqkv_metal_plan plan;
     (void)row;
     set_up_ends(&e, 700, 704);
-    e.first.shape.rotated = false;
+    e.first.shape.rotation = TQKV_ROTATION_DEFAULT;
     CHECK_RESULT(tqkv_metal_plan_attend(&e.a, none, none, none, &plan), TQKV_INVALID_ARGUMENT);
-    e.first.shape.rotated = true;
+    e.first.shape.rotation = TQKV_ROTATION_ON;
     e.first.center = at(7, 0);
     CHECK_RESULT(tqkv_metal_plan_attend(&e.a, none, none, none, &plan), TQKV_INVALID_ARGUMENT);
     e.first.center = none;
     e.first.shape.capacity = 19;
     CHECK_RESULT(tqkv_metal_plan_attend(&e.a, none, none, none, &plan), TQKV_OUT_OF_RANGE);
     e.first.shape.capacity = 20;
-    e.a.attention.exact_first = -1;
+    e.a.attention.first.n = -1;
     CHECK_RESULT(tqkv_metal_plan_attend(&e.a, none, none, none, &plan), TQKV_INVALID_ARGUMENT);
-    e.a.attention.exact_first = 1500; /* meets the last, and has keys only */
-    e.a.first_values = NULL;
+    e.a.attention.first.n = 1500; /* meets the last, and has keys only */
+    e.a.first.values = NULL;
     e.first.shape.capacity = 1500;
     CHECK_RESULT(tqkv_metal_plan_attend(&e.a, none, none, none, &plan), TQKV_UNSUPPORTED);
 }
@@ -452,11 +452,11 @@ static void check_ends_by_query(const void *row)
                   "query %d: %d", i, boundary_of(d + 1, i));
     }
     e.a.attention.non_causal = false;
-    e.a.attention.exact_from = 1897;
+    e.a.attention.last.from = 1897;
     CHECK_RESULT(plan_attend(&e.a, &plan), TQKV_OK);
     CHECK(attend_args(d + 2).kv_len == 103 && boundary_of(d + 1, 0) == 1897 && boundary_of(d + 2, 8) == 1900,
           "what an edit took away");
-    e.a.attention.exact_from = 3000;
+    e.a.attention.last.from = 3000;
     CHECK_RESULT(plan_attend(&e.a, &plan), TQKV_OK);
     CHECK(plan.n == 3 && boundary_of(d + 1, 8) == 3000, "nothing is left: %d", boundary_of(d + 1, 8));
 }
@@ -475,7 +475,7 @@ static void check_room_of_ends(const void *row)
     CHECK_RESULT(plan_attend(&e.a, &plan), TQKV_OK);
     CHECK(plan.n == 3 && boundary_of(d + 1, 8) <= 20, "all newest: %d", boundary_of(d + 1, 8));
     e.last.shape.capacity = 128;
-    e.a.attention.exact_last = 100;
+    e.a.attention.last.n = 100;
     e.a.attention.n_queries = 29;
     CHECK_RESULT(plan_attend(&e.a, &plan), TQKV_OK);
     e.a.attention.n_queries = 30; /* the first query's first halves are gone */
@@ -491,12 +491,12 @@ static void check_ends_of_lists(const void *row)
     size_t scratch;
     (void)row;
     tqkv_metal_attention a = plan_attention(&keys, &keys);
-    last.shape.rotated = true;
-    a.last_keys = &last;
+    last.shape.rotation = TQKV_ROTATION_ON;
+    a.last.keys = &last;
     a.list = at(7, 0);
-    a.attention.exact_last = 100;
-    a.attention.list_block = 16;
-    a.attention.list_length = 3;
+    a.attention.last.n = 100;
+    a.attention.list.block = 16;
+    a.attention.list.length = 3;
     for (int end = 1900; end < 2500; end += 7)
         for (int n = 1; n <= 64; n += 9) {
             a.attention.end = end;
@@ -524,20 +524,20 @@ static void check_large_scratch(const void *row)
     size_t scratch = 0;
     (void)row;
     tqkv_metal_attention a = plan_attention(&keys, &values);
-    first.shape.rotated = true;
-    a.first_keys = a.first_values = &first;
+    first.shape.rotation = TQKV_ROTATION_ON;
+    a.first.keys = a.first.values = &first;
     a.attention.n_queries = 1 << 24;
     a.attention.n_heads = 96;
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
-    a.attention.exact_first = INT_MAX - 63;
+    a.attention.first.n = INT_MAX - 63;
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_INVALID_ARGUMENT);
     keys.shape.n_kv_heads = values.shape.n_kv_heads = first.shape.n_kv_heads = 1;
     a.list = at(3, 0);
-    a.attention.exact_first = a.attention.n_heads = a.attention.list_block = 1;
+    a.attention.first.n = a.attention.n_heads = a.attention.list.block = 1;
     a.attention.n_queries = INT_MAX;
-    a.attention.list_length = 1 << 20;
+    a.attention.list.length = 1 << 20;
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
-    a.attention.list_length = (1 << 30) - 100; /* rows of lists, once for each part */
+    a.attention.list.length = (1 << 30) - 100; /* rows of lists, once for each part */
     CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_INVALID_ARGUMENT);
 }
 

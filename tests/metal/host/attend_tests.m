@@ -28,7 +28,7 @@ static void open_buffers(attend_buffers *b, const attend_problem *p)
     a->keys = &b->keys;
     a->values = &b->values;
     a->attention = *from;
-    const tqkv_metal_store **const to[] = {&a->first_keys, &a->first_values, &a->last_keys, &a->last_values};
+    const tqkv_metal_store **const to[] = {&a->first.keys, &a->first.values, &a->last.keys, &a->last.values};
     for (int i = 0; i < 4; i++) {
         if (!p->ends[i / 2][i % 2].codes) continue;
         b->ends[i] = host_store(&p->ends[i / 2][i % 2]);

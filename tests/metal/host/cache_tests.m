@@ -41,9 +41,9 @@ static float *attend_cache(tqkv_cache *cache, const cache_row *row, int n_querie
 /* What outputs of a cache on the GPU may differ from the processor's. */
 static double difference_of(const tqkv_cache *c)
 {
-    const tqkv_store *tail = tqkv_cache_tail(c);
-    return reference_gpu_difference(tqkv_cache_keys(c)->format, tail ? tail->format : TQKV_FORMAT_DEFAULT,
-                                    tqkv_cache_values(c)->format, 1.0);
+    const tqkv_store *tail = test_tail(c);
+    return reference_gpu_difference(test_keys(c)->format, tail ? tail->format : TQKV_FORMAT_DEFAULT,
+                                    test_values(c)->format, 1.0);
 }
 
 static void check_close(const float *a, const float *b, size_t count, double most, const char *what)
@@ -130,7 +130,7 @@ static void run_latent(const void *parameters)
     const size_t each = 512 + (tail ? 64 : 0);
     const int32_t list[] = {0, 2, 7, -1, 3, 5};
     const uint64_t tree[] = {1, 2}; /* the second query does not see the first */
-    const tqkv_attention some = {.list = list, .list_length = 3, .list_block = 4, .list_newest = 3, .tree = tree};
+    const tqkv_attention some = {.list.rows = list, .list.length = 3, .list.block = 4, .list.newest = 3, .tree = tree};
     tqkv_cache_desc desc = {.head_dim = 512,
                             .n_kv_heads = 1,
                             .n_heads = HEADS,
@@ -152,7 +152,7 @@ static void run_latent(const void *parameters)
         CHECK_RESULT(tqkv_cache_append(cache, k + (N - 1) * each, v, 1), TQKV_OK);
         if (!row.apart) CHECK_RESULT(tqkv_cache_append(cache, k, k, 1), TQKV_INVALID_ARGUMENT);
         CHECK_RESULT(tqkv_cache_attend(cache, q, 2, out[i]), TQKV_OK);
-        CHECK_RESULT(tqkv_cache_attend_some(cache, &some, q, 2, listed[i]), TQKV_OK);
+        CHECK_RESULT(test_attend_some(cache, &some, q, 2, listed[i]), TQKV_OK);
         CHECK_RESULT(tqkv_cache_save(cache, write_memory, &saved[i]), TQKV_OK);
         most = difference_of(cache);
         tqkv_cache_destroy(cache);
@@ -223,7 +223,7 @@ static void run_one_memory(const void *parameters)
     reference_attend_as(REFERENCE_FLOATS, &a, q, expected);
     CHECK(reference_relative_error(gpu, expected, count) <= 2e-5, "the processor on the GPU's codes");
     float *one = cache_data(77, 1, row->head_dim);
-    CHECK_RESULT(tqkv_encode(tqkv_cache_keys(cache), one, 1, tqkv_cache_end(cache) - 1), TQKV_OK);
+    CHECK_RESULT(tqkv_encode(test_keys(cache), one, 1, tqkv_cache_end(cache) - 1), TQKV_OK);
     free(gpu);
     gpu = attend_cache(cache, row, 1);
     reference_attend_as(REFERENCE_FLOATS, &a, q, expected);
@@ -244,7 +244,7 @@ static void record_step(tqkv_cache *cache, const float *k, const float *v, const
     tqkv_metal_buffer kb = host_buffer(k, kv), vb = host_buffer(v, kv), qb = host_buffer(q, rows),
                       ob = host_zeros(rows);
     tqkv_metal_buffer scratch = host_zeros(scratch_size), flag = host_zeros(4), codes;
-    CHECK_RESULT(tqkv_metal_find(test_host.metal, tqkv_cache_keys(cache)->codes, &codes), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_find(test_host.metal, test_keys(cache)->codes, &codes), TQKV_OK);
     host_work work = host_begin(true);
     CHECK_RESULT(tqkv_metal_cache_append(test_host.metal, work.encoder, cache, kb, vb, 1, flag), TQKV_OK);
     const id<MTLResource> written[] = {codes.buffer};
@@ -264,23 +264,23 @@ static void record_step(tqkv_cache *cache, const float *k, const float *v, const
 static void compare_listed(tqkv_cache *gpu, tqkv_cache *cpu, size_t count)
 {
     const int32_t list[] = {0, 1, 3, -1};
-    const tqkv_attention known = {.list = list, .list_length = 4, .list_block = 4, .list_newest = 2};
+    const tqkv_attention known = {.list.rows = list, .list.length = 4, .list.block = 4, .list.newest = 2};
     tqkv_metal_attention some = {.attention = known};
     float *q = host_floats(90, count), *expected = test_alloc(count * sizeof *q);
     size_t bytes = 0;
     tqkv_metal *m = test_host.metal;
-    some.attention.list = NULL;
+    some.attention.list.rows = NULL;
     some.list = host_buffer(list, sizeof list);
     CHECK_RESULT(tqkv_metal_cache_some_scratch(m, gpu, &some, 1, &bytes), TQKV_OK);
     tqkv_metal_buffer qb = host_buffer(q, count * sizeof *q), ob = host_zeros(count * sizeof *q),
                       scratch = host_zeros(bytes);
     host_work work = host_begin(true);
     CHECK_RESULT(tqkv_metal_cache_attend_some(m, work.encoder, gpu, &some, qb, 1, scratch, ob), TQKV_OK);
-    some.attention.list_block = 5;
+    some.attention.list.block = 5;
     CHECK_REFUSED(m, tqkv_metal_cache_attend_some(m, work.encoder, gpu, &some, qb, 1, scratch, ob),
                   TQKV_INVALID_ARGUMENT, "attend");
     host_end(&work);
-    CHECK_RESULT(tqkv_cache_attend_some(cpu, &known, q, 1, expected), TQKV_OK);
+    CHECK_RESULT(test_attend_some(cpu, &known, q, 1, expected), TQKV_OK);
     check_close(host_contents(ob), expected, count, difference_of(cpu), "listed");
     host_release(some.list);
     host_release(qb);
@@ -404,7 +404,7 @@ static void run_strides(const void *parameters)
     enum { D = 64, N = 3, GAP = 5, Q = CACHE_HEADS * CACHE_GROUP };
     const cache_row row = {TQKV_TQ5, TQKV_TQ4, D, 40, false, 20, -1};
     const tqkv_strides kv = {D, (N + GAP) * D}, by_heads = {D + GAP, (N + 1) * (D + GAP)};
-    const tqkv_cache_layout layout = {kv, kv, by_heads, by_heads};
+    const tqkv_cache_strides strides = {kv, kv, by_heads, by_heads};
     const size_t kv_size = CACHE_HEADS * (N + GAP) * D, q_size = Q * (N + 1) * (D + GAP);
     float *packed_k = host_floats(71, N * CACHE_HEADS * D), *packed_q = host_floats(72, N * Q * D),
           packed_out[N * Q * D], *k = host_floats(74, kv_size), *q = host_floats(75, q_size),
@@ -416,12 +416,13 @@ static void run_strides(const void *parameters)
     desc.exact_first = 30;
     spread_rows(packed_k, N, CACHE_HEADS, D, kv, k);
     spread_rows(packed_q, N, Q, D, by_heads, q);
-    tqkv_cache *caches[3] = {cache_make(&row, &desc), cache_make(&row, &desc), cache_make(&row, &desc)};
+    tqkv_cache *caches[3] = {NULL, NULL, cache_make(&row, &desc)};
+    desc.strides = strides;
+    for (int i = 0; i < 2; i++) CHECK_RESULT(tqkv_cache_fork(caches[2], &desc, &caches[i]), TQKV_OK);
     REQUIRE(caches[0] && caches[1] && caches[2], "no caches");
     CHECK_RESULT(tqkv_cache_append(caches[2], packed_k, packed_k, N), TQKV_OK);
     CHECK_RESULT(tqkv_cache_attend(caches[2], packed_q, N, packed_out), TQKV_OK);
     spread_rows(packed_out, N, Q, D, by_heads, expected);
-    for (int i = 0; i < 2; i++) CHECK_RESULT(tqkv_cache_set_layout(caches[i], &layout), TQKV_OK);
     CHECK_RESULT(tqkv_cache_append(caches[0], k, k, N), TQKV_OK);
     CHECK_RESULT(tqkv_cache_attend(caches[0], q, N, out), TQKV_OK);
     CHECK(!memcmp(out, expected, q_size * sizeof *out), "other bits");
@@ -528,7 +529,7 @@ static void record_chunk(tqkv_cache *cache, const tqkv_cache_desc *desc, const f
                       ob = host_zeros(rows * value_dim * sizeof *out), scratch = host_zeros(scratch_size),
                       flag = host_zeros(4), codes;
     if (desc->shared) vb.offset += tokens * dim * sizeof *k;
-    CHECK_RESULT(tqkv_metal_find(m, tqkv_cache_keys(cache)->codes, &codes), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_find(m, test_keys(cache)->codes, &codes), TQKV_OK);
     host_work work = host_begin(true);
     CHECK_RESULT(tqkv_metal_cache_append(m, work.encoder, cache, kb, vb, n, flag), TQKV_OK);
     const id<MTLResource> written[] = {codes.buffer};
@@ -577,10 +578,10 @@ static void run_learns(const void *parameters)
         check_close(out[1], out[0], (size_t)n * n_heads * value_dim, difference_of(caches[0]), "recorded");
         CHECK(!memcmp(out[1], out[2], (size_t)n * n_heads * value_dim * sizeof **out), "recorded: other bits");
         for (int c = 0; n >= 5 && c < 3; c += 2)
-            CHECK_RESULT(tqkv_cache_attend_some(caches[c], &some, queries, 5, out[c]), TQKV_OK);
+            CHECK_RESULT(test_attend_some(caches[c], &some, queries, 5, out[c]), TQKV_OK);
         if (n >= 5) check_close(out[2], out[0], 5 * n_heads * value_dim, difference_of(caches[0]), "of a tree");
     }
-    CHECK(tqkv_cache_keys(caches[1])->channel_scale, "nothing was learned");
+    CHECK(test_keys(caches[1])->channel_scale, "nothing was learned");
     for (int i = 0; i < 3; i++) {
         tqkv_cache_destroy(caches[i]);
         free(out[i]);
@@ -616,7 +617,14 @@ static void run_learns_tree(const void *parameters)
     host_work work = host_begin(true);
     CHECK_RESULT(tqkv_metal_cache_attend_some(m, work.encoder, caches[1], &some, qb, N, scratch, ob), TQKV_OK);
     host_end(&work);
-    CHECK_RESULT(tqkv_cache_attend_some(caches[0], &known, q, N, out), TQKV_OK);
+    tqkv_attention codes = test_view(caches[0], 1); /* all queries read these; those before have a cache of their own */
+    codes.n_queries = N;
+    codes.tree = tree;
+    CHECK_RESULT(tqkv_attend(&codes, q, out), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_truncate(caches[0], 0), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_append(caches[0], rows, rows, BEFORE), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_append(caches[0], rows + BEFORE * D, rows, N / 2), TQKV_OK);
+    CHECK_RESULT(test_attend_some(caches[0], &known, q, N / 2, out), TQKV_OK);
     check_close(host_contents(ob), out, OUT, difference_of(caches[0]), "of a tree, recorded");
     const tqkv_metal_buffer all[] = {some.tree, qb, ob, scratch};
     for (int i = 0; i < 4; i++) host_release(all[i]);

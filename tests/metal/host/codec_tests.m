@@ -27,7 +27,7 @@ static bool same_bytes(const tqkv_store *a, const tqkv_store *b)
 static tqkv_store make_store(const codec_case *c)
 {
     tqkv_store s = test_store(c->format, c->head_dim, HEADS, c->capacity, c->ring);
-    s.unrotated = c->unrotated;
+    s.rotation = c->unrotated ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     s.block_scale = c->block_scale;
     s.type = c->type;
     return s;
@@ -193,12 +193,12 @@ static void run_rotate(const void *parameters)
     host_work work = host_begin(false);
     CHECK_RESULT(tqkv_metal_rotate(test_host.metal, work.encoder, rows, n_rows, head_dim), TQKV_OK);
     host_end(&work);
-    CHECK_RESULT(tqkv_rotate(expected, n_rows, head_dim), TQKV_OK);
+    CHECK_RESULT(tqkv_rotate(expected, n_rows, head_dim, TQKV_ROTATED), TQKV_OK);
     CHECK(!memcmp(expected, host_contents(rows), count * sizeof(float)), "rotated rows differ");
     work = host_begin(false);
     CHECK_RESULT(tqkv_metal_unrotate(test_host.metal, work.encoder, rows, n_rows, head_dim), TQKV_OK);
     host_end(&work);
-    CHECK_RESULT(tqkv_unrotate(expected, n_rows, head_dim), TQKV_OK);
+    CHECK_RESULT(tqkv_rotate(expected, n_rows, head_dim, TQKV_ORIGINAL), TQKV_OK);
     CHECK(!memcmp(expected, host_contents(rows), count * sizeof(float)), "un-rotated rows differ");
     host_release(rows);
     free(expected);

@@ -46,9 +46,9 @@ static tqkv_attention attention_of(const layer *l)
                               .n_heads = 2 * GROUP,
                               .n_queries = QUERIES,
                               .end = POSITIONS,
-                              .list_length = BLOCKS,
-                              .list_block = BLOCK,
-                              .list_newest = 5};
+                              .list.length = BLOCKS,
+                              .list.block = BLOCK,
+                              .list.newest = 5};
     return a;
 }
 
@@ -62,7 +62,7 @@ static void check_sparse(const layer *l, const tqkv_index *x, const float *score
     CHECK_RESULT(tqkv_index_choose(x, scores, BLOCKS, chosen), TQKV_OK);
     CHECK(!memcmp(chosen, list, sizeof chosen), "another choice: %d, not %d", list[0], chosen[0]);
     tqkv_attention a = attention_of(l);
-    a.list = chosen;
+    a.list.rows = chosen;
     reference_attend_as(REFERENCE_FLOATS, &a, l->q, expected);
     for (int i = 0; i < ROWS; i++) {
         const double error = reference_relative_error(out + i * DIM, expected + i * DIM, DIM);

@@ -290,7 +290,7 @@ static void run_with_matrices(const void *parameters)
     (void)parameters;
     REQUIRE(m, "no context");
     a.list = host_zeros(4);
-    a.attention.list_length = a.attention.list_block = 1;
+    a.attention.list.length = a.attention.list.block = 1;
     host_work work = host_begin(false);
     standin_refuse("attend_list", true);
     CHECK_REFUSED(m, tqkv_metal_attend(m, work.encoder, &a, q, scratch, out), TQKV_METAL_ERROR, "tqkv_attend_list");

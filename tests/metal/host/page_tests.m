@@ -133,15 +133,15 @@ static void run_slots(const void *parameters)
     pools p;
     (void)parameters;
     open_pools(&p);
-    CHECK_RESULT(tqkv_encode_slots(&p.keys, p.rows, 5, slots), TQKV_OK);
-    CHECK_RESULT(tqkv_encode_slots(&p.values, p.rows + (size_t)TOKENS * HEADS * DIM, 5, slots), TQKV_OK);
+    CHECK_RESULT(test_encode_slots(&p.keys, p.rows, 5, slots), TQKV_OK);
+    CHECK_RESULT(test_encode_slots(&p.values, p.rows + (size_t)TOKENS * HEADS * DIM, 5, slots), TQKV_OK);
     host_work w = host_begin(false);
     CHECK_RESULT(tqkv_metal_encode_kv_slots(test_host.metal, w.encoder, &p.gpu_keys, &p.gpu_values, p.k, p.v, 5, at,
                                             slots, none),
                  TQKV_OK);
     host_end(&w);
     CHECK(same_pool(&p.gpu_keys, &p.keys) && same_pool(&p.gpu_values, &p.values), "the pools differ");
-    CHECK_RESULT(tqkv_encode_slots(&p.values, p.rows, 3, slots), TQKV_OK);
+    CHECK_RESULT(test_encode_slots(&p.values, p.rows, 3, slots), TQKV_OK);
     w = host_begin(false);
     CHECK_RESULT(tqkv_metal_encode_slots(test_host.metal, w.encoder, &p.gpu_values, p.k, 3, at, NULL, none), TQKV_OK);
     host_end(&w);
@@ -177,7 +177,7 @@ static void open_batch(batch *b, const pools *p, bool listed)
         tqkv_attention host = {.keys = &p->keys, .values = &p->values, .n_heads = HEADS * GROUP};
         host.n_queries = queries[i];
         host.end = lengths[i];
-        if (listed) host.list = lists[first[i]], host.list_length = 3, host.list_block = 16;
+        if (listed) host.list.rows = lists[first[i]], host.list.length = 3, host.list.block = 16;
         reference_attend_as(REFERENCE_FLOATS, &host, rows + at, b->expected + at);
         b->items[i].attention = host;
         if (listed) b->items[i].list = b->lists, b->items[i].list.offset += (size_t)first[i] * sizeof lists[0];
@@ -262,7 +262,8 @@ static void run_refusals(const void *parameters)
     b = slots, b.offset += 2;
     CHECK_REFUSED(m, tqkv_metal_encode_slots(m, w.encoder, &s, p.k, 2, b, NULL, none), TQKV_INVALID_ARGUMENT,
                   "slots: offset");
-    CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &s, p.k, 1, 3 * PAGE_SLOTS, none), TQKV_OUT_OF_RANGE, "encode");
+    CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &s, p.k, 1, PAGES * PAGE_SLOTS, none), TQKV_OUT_OF_RANGE,
+                  "encode");
     s.pages.offset += 4;
     CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &s, p.k, 1, 0, none), TQKV_INVALID_ARGUMENT, "pages: needs");
     s.pages = none;

@@ -157,14 +157,14 @@ static void run_prepared_tables(const void *parameters)
     memcpy(known, list, sizeof list);
     tqkv_metal_attention a = {.keys = &s, .values = &s, .list = host_buffer(list, sizeof list)};
     a.attention.n_heads = a.attention.n_queries = 1;
-    a.attention.list = known;
-    a.attention.list_length = 2;
-    a.attention.list_block = 16;
+    a.attention.list.rows = known;
+    a.attention.list.length = 2;
+    a.attention.list.block = 16;
     REQUIRE(m, "no context");
     CHECK_RESULT(tqkv_metal_prepare(m, &a, 5, 0), TQKV_OK);
     const tqkv_metal_buffer unused = a.list;
     a.list.buffer = nil;
-    a.attention.list = NULL;
+    a.attention.list.rows = NULL;
     CHECK_RESULT(tqkv_metal_prepare(m, &a, 1, TQKV_METAL_BATCHES | TQKV_METAL_SLICES), TQKV_OK);
     const tqkv_metal_buffer q = host_zeros(256), out = host_zeros(256), max = host_zeros(4), sum = host_zeros(4),
                             arguments = host_zeros(4096), scratch = host_zeros(65536);
@@ -196,13 +196,13 @@ static void run_prepared_ends(const void *parameters)
                             test_store(TQKV_F16, 64, 1, 4, false), test_store(TQKV_F16, 64, 1, 32, false),
                             test_store(TQKV_F16, 64, 1, 32, false)};
     tqkv_metal_store s[5];
-    for (int i = 2; i < 5; i++) stores[i].rotated = true; /* as the codes */
+    for (int i = 2; i < 5; i++) stores[i].rotation = TQKV_ROTATION_ON; /* as the codes */
     for (int i = 0; i < 5; i++) s[i] = host_store(&stores[i]);
-    tqkv_metal_attention a = {.keys = &s[0], .values = &s[1], .first_keys = &s[2], .last_keys = &s[3]};
-    a.last_values = &s[4];
+    tqkv_metal_attention a = {.keys = &s[0], .values = &s[1], .first.keys = &s[2], .last.keys = &s[3]};
+    a.last.values = &s[4];
     a.attention.n_heads = a.attention.n_queries = 1;
-    a.attention.exact_first = 4;
-    a.attention.exact_last = 6;
+    a.attention.first.n = 4;
+    a.attention.last.n = 6;
     REQUIRE(m, "no context");
     CHECK_RESULT(tqkv_metal_prepare(m, &a, 1, 0), TQKV_OK);
     size_t scratch;
@@ -237,8 +237,8 @@ static void run_prepared_index(const void *parameters)
     tqkv_metal_index x = {.keys = &s, .index = {.n_heads = 2}};
     tqkv_metal_attention a = {.keys = &s, .values = &s, .list = host_zeros(3 * 2 * sizeof(int32_t))};
     a.attention.n_heads = 1;
-    a.attention.list_length = 2;
-    a.attention.list_block = 1;
+    a.attention.list.length = 2;
+    a.attention.list.block = 1;
     REQUIRE(m, "no context");
     CHECK_RESULT(tqkv_metal_index_prepare(m, &x, 3), TQKV_OK);
     CHECK_RESULT(tqkv_metal_prepare(m, &a, 3, 0), TQKV_OK);

@@ -202,7 +202,7 @@ static void time_pair(work *w, const shape *s, int pair, const char *by, const i
              tqkv_format_name(value), by);
     for (int i = 0; i < LENGTHS && lengths[i]; i++) {
         if (!fill_to(w, lengths[i], &each)) return;
-        const double bytes = (double)tqkv_cache_bytes(w->cache) * lengths[i] / tqkv_cache_keys(w->cache)->capacity;
+        const double bytes = (double)tqkv_cache_bytes(w->cache) * lengths[i] / test_keys(w->cache)->capacity;
         const double t = time_attends(w, 1, lengths[i] > 65536 ? calls / 4 : calls);
         if (halves->tokens[i] <= 0) halves->tokens[i] = t;
         if (t > 0)
