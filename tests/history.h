@@ -111,7 +111,8 @@ static inline void check_history(const void *parameters)
     size_t n = history_of_seed(seed, bytes);
     if (history_fails(row, bytes, n, true)) n = history_shrink(row, bytes, n);
     (void)history_fails(row, bytes, n, false);
-    for (size_t i = 0; i <= n; i++) (void)snprintf(text + 2 * i, 3, i < n ? "%02x" : "", i < n ? bytes[i] : 0);
+    for (size_t i = 0; i < n; i++) (void)snprintf(text + 2 * i, 3, "%02x", bytes[i]);
+    text[2 * n] = '\0';
     CHECK(false, "seed %d; these bytes fail: %s", seed, text);
 }
 

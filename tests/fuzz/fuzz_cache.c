@@ -231,7 +231,7 @@ static bool halves_hold(const model *m, int side, const float *rows, int n)
     for (int i = 0; i < n_rows; i++) {
         float most = 0.0f;
         for (int d = 0; d < dim; d++) most = fmaxf(most, fabsf(stored[i * dim + d]));
-        hold = hold && most < 65520.0f && (s->center || most == 0.0f || most >= 0x1p-17f);
+        hold = hold && most < 65520.0f && (s->center || most == 0.0f || most >= 1.0f / 131072.0f);
     }
     free(stored);
     return hold;
@@ -301,7 +301,7 @@ static double largest_value(const tqkv_attention *a, int head)
 {
     const reference_shape shape = reference_attention_shape(a);
     const size_t d = (size_t)shape.value_dim, n = (size_t)(shape.end - shape.lowest);
-    double *rows = reference_decode_values(a, 0, head / shape.group, false), largest = 0.0;
+    double *rows = reference_decode_values(a, 0, head / shape.group, REFERENCE_FLOATS), largest = 0.0;
     for (size_t p = 0; p < n; p++) {
         double square = 0.0;
         for (size_t i = 0; i < d; i++) square += rows[p * d + i] * rows[p * d + i];

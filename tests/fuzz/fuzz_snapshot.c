@@ -156,9 +156,10 @@ static tqkv_cache *fill_cache(fuzz_input *input, const tqkv_cache_desc *d)
         const tqkv_result result = tqkv_cache_append(cache, k, values, fuzz_byte(input) % 24);
         CHECK(result == TQKV_OK || result == TQKV_OUT_OF_RANGE, "append: %s", tqkv_result_string(result));
     }
-    if (channels & 8) CHECK_RESULT(tqkv_cache_truncate(cache, tqkv_cache_end(cache)), TQKV_OK);
+    if (cache && channels & 8) CHECK_RESULT(tqkv_cache_truncate(cache, tqkv_cache_end(cache)), TQKV_OK);
     free(k);
     free(v);
+    return cache;
 }
 
 /* The file of a possible cache: valid until it is edited. */
