@@ -46,7 +46,6 @@ class Result:
             sys.exit(f"{path}: not a whole result of bench/measure.sh")
 
     def read(self, line):
-        line = line.replace("_int", "")  # results of two arithmetics: that of integers, which comes last, counts
         words = line.split()
         fact = re.match(r"# ([a-z ]+): (.*)", line)
         isa = re.match(r"instruction set (\w+)", line)

@@ -49,11 +49,11 @@ inline bool is_new_position(constant tqkv__calibrate_args &args, device const us
         }
     }
     TQKV_UNROLL
-    for (int half = 8; half > 0; half /= 2) {
+    for (int n = 8; n > 0; n /= 2) {
         TQKV_UNROLL
-        for (int k = 0; k < half; k++) {
-            apart[k] = apart[k] + apart[k + half];
-            length[k] = length[k] + length[k + half];
+        for (int k = 0; k < n; k++) {
+            apart[k] = apart[k] + apart[k + n];
+            length[k] = length[k] + length[k + n];
         }
     }
     return apart[0] > length[0] * 0.25f;

@@ -7,7 +7,7 @@
 #define TQKV_IMPLEMENTATION
 #define TQKV_SHARED
 #include "report.h"
-#include "tqkv.h"
+#include "../../shape.h"
 #include <math.h>
 #include <pthread.h>
 #include <stdlib.h>

@@ -6,7 +6,7 @@
    half floats. --tiny: one shape at 64 positions, to see that it runs. */
 #define TQKV_IMPLEMENTATION
 #include "report.h"
-#include "tqkv.h"
+#include "../../shape.h"
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
