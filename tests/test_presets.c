@@ -1,0 +1,250 @@
+/* What the presets promise: their fields, any capacity, rows of models, warm-ups, prompts that sequences share. */
+#include "captured_fixture.h"
+
+#include "cache_fixture.h"
+
+static void check_preset(const void *parameters)
+{
+    (void)parameters;
+    static const tqkv_format formats[3][2] = {{TQKV_I8, TQKV_TQ4}, {TQKV_TQ5, TQKV_TQ3}, {TQKV_TQ3, TQKV_TQ2}};
+    for (int i = 0; i < 3; i++) {
+        tqkv_cache_desc desc = tqkv_cache_preset((tqkv_preset)i), others = desc;
+        CHECK(desc.key_format == formats[i][0] && desc.value_format == formats[i][1], "preset %d: other formats", i);
+        CHECK(desc.calibrate == 512 && desc.exact_first == 4 && desc.exact_last == 128, "preset %d", i);
+        others.key_format = others.value_format = TQKV_FORMAT_DEFAULT;
+        others.calibrate = others.exact_first = others.exact_last = 0;
+        tqkv_cache_desc none;
+        memset(&none, 0, sizeof none);
+        CHECK(!memcmp(&others, &none, sizeof none), "preset %d sets another field", i);
+    }
+}
+
+/* A preset fits every cache that can learn: in one of fewer positions than it keeps as halves all are, and a copy that
+   has grown keeps as many as the preset says. */
+static void check_preset_fits(const void *parameters)
+{
+    enum { D = 64, Q = CACHE_HEADS * CACHE_GROUP, GROWN = 200 };
+    const int capacity = *(const int *)parameters;
+    tqkv_cache_desc desc = tqkv_cache_preset(TQKV_SMALL), halves, grown;
+    tqkv_cache *caches[2] = {NULL, NULL}, *copy = NULL;
+    float *rows = test_rows(1, DATA_GAUSSIAN, GROWN * CACHE_HEADS, D), *q = test_rows(2, DATA_GAUSSIAN, Q, D),
+          out[2][Q * D];
+    desc.head_dim = D;
+    desc.n_kv_heads = CACHE_HEADS;
+    desc.n_heads = Q;
+    desc.capacity = capacity;
+    halves = desc;
+    halves.key_format = halves.value_format = TQKV_F16;
+    for (int i = 0; i < 2; i++) {
+        CHECK_RESULT(tqkv_cache_create(i ? &halves : &desc, &caches[i]), TQKV_OK);
+        REQUIRE(caches[i], "no cache");
+        for (int p = 0; p < capacity; p++) {
+            const float *row = rows + p * CACHE_HEADS * D;
+            CHECK_RESULT(tqkv_cache_append(caches[i], row, row, 1), TQKV_OK);
+            CHECK_RESULT(tqkv_cache_attend(caches[i], q, 1, out[i]), TQKV_OK);
+        }
+    }
+    double reference[Q * D];
+    for (int i = 0; i < Q * D; i++) reference[i] = (double)out[1][i];
+    const double error = reference_relative_error(out[0], reference, Q * D);
+    CHECK(error < 1e-3, "error %.3g of halves", error);
+    memset(&grown, 0, sizeof grown);
+    grown.exact_last = desc.exact_last;
+    grown.capacity = GROWN;
+    CHECK_RESULT(tqkv_cache_fork(caches[0], &grown, &copy), TQKV_OK);
+    REQUIRE(copy, "no copy");
+    CHECK_RESULT(tqkv_cache_append(copy, rows, rows, GROWN - capacity), TQKV_OK);
+    CHECK(test_view(copy, 1).last.n == 128, "%d newest positions", test_view(copy, 1).last.n);
+    tqkv_cache_destroy(copy);
+    for (int i = 0; i < 2; i++) tqkv_cache_destroy(caches[i]);
+    free(rows);
+    free(q);
+}
+
+/* A small cache of a pretrained model's rows, by the preset:
+ * nearer to the exact result than without what it has learned. */
+static void check_captured(const void *parameters)
+{
+    (void)parameters;
+    captured layer;
+    if (!captured_load(0, &layer)) return;
+    double errors[2] = {0.0, 0.0};
+    const int d = layer.head_dim, rows = layer.n_kv_heads * d, n_out = layer.n_queries * layer.n_heads * d;
+    float *out[3];
+    for (int i = 0; i < 3; i++) { /* exact, by the preset, without learning */
+        tqkv_cache_desc desc = tqkv_cache_preset(TQKV_SMALL);
+        tqkv_cache *cache = NULL;
+        desc.head_dim = d;
+        desc.n_kv_heads = layer.n_kv_heads;
+        desc.n_heads = layer.n_heads;
+        desc.capacity = 1024;
+        if (i == 0) desc.key_format = desc.value_format = TQKV_F16;
+        if (i != 1) desc.calibrate = 0;
+        CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+        out[i] = (float *)test_alloc(sizeof(float) * (size_t)n_out);
+        for (int t = 0; t < layer.n_positions; t += 64)
+            CHECK_RESULT(tqkv_cache_append(cache, layer.keys + t * rows, layer.values + t * rows, 64), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_attend(cache, layer.queries, layer.n_queries, out[i]), TQKV_OK);
+        tqkv_cache_destroy(cache);
+    }
+    for (int i = 0; i < n_out; i++)
+        for (int k = 0; k < 2; k++) errors[k] += pow((double)out[k + 1][i] - (double)out[0][i], 2.0);
+    CHECK(errors[0] < 0.1 * errors[1], "squared error %.3g, without learning %.3g", errors[0], errors[1]);
+    for (int i = 0; i < 3; i++) free(out[i]);
+    captured_free(&layer);
+}
+
+/* ---- A text behind one token, again and again ---- */
+
+enum { WARM_UP = 520 };
+
+/* A cache of a model's rows behind WARM_UP positions of its first row; forgets: these are taken back before. NULL: no
+ * cache. Writes what its last queries get. */
+static void attend_warmed(const captured *layer, const tqkv_cache_desc *desc, int warm_up, bool forgets, float *out)
+{
+    tqkv_cache *cache = NULL;
+    const int row = layer->n_kv_heads * layer->head_dim;
+    CHECK_RESULT(tqkv_cache_create(desc, &cache), TQKV_OK);
+    REQUIRE(cache, "no cache");
+    for (int t = 0; t < warm_up; t++) CHECK_RESULT(tqkv_cache_append(cache, layer->keys, layer->values, 1), TQKV_OK);
+    if (forgets) CHECK_RESULT(tqkv_cache_truncate(cache, 0), TQKV_OK);
+    for (int t = 0; t < layer->n_positions; t += 64)
+        CHECK_RESULT(tqkv_cache_append(cache, layer->keys + t * row, layer->values + t * row, 64), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_attend(cache, layer->queries, layer->n_queries, out), TQKV_OK);
+    tqkv_cache_destroy(cache);
+}
+
+static double squared_error(const float *a, const float *exact, int n)
+{
+    double sum = 0.0;
+    for (int i = 0; i < n; i++) sum += pow((double)a[i] - (double)exact[i], 2.0);
+    return sum;
+}
+
+/* Emptied, the cache is a new one, bit for bit. With the warm-up in front of the text it is no worse than its formats
+ * that learn nothing. */
+static void check_warm_up(const void *parameters)
+{
+    const int *which = (const int *)parameters; /* preset, layer */
+    captured layer;
+    if (!captured_load(which[1], &layer)) return;
+    const int n_out = layer.n_queries * layer.n_heads * layer.head_dim;
+    tqkv_cache_desc desc = tqkv_cache_preset((tqkv_preset)which[0]);
+    desc.head_dim = layer.head_dim;
+    desc.n_kv_heads = layer.n_kv_heads;
+    desc.n_heads = layer.n_heads;
+    desc.capacity = 8192;
+    desc.calibrate = 128; /* of the 256 positions of the text */
+    float *out[5];
+    for (int i = 0; i < 5; i++) out[i] = (float *)test_alloc(sizeof(float) * (size_t)n_out);
+    attend_warmed(&layer, &desc, 0, false, out[0]);
+    attend_warmed(&layer, &desc, WARM_UP, true, out[1]);
+    CHECK(!memcmp(out[0], out[1], sizeof(float) * (size_t)n_out), "other bits after truncate(0)");
+    attend_warmed(&layer, &desc, WARM_UP, false, out[2]);
+    desc.calibrate = 0;
+    attend_warmed(&layer, &desc, WARM_UP, false, out[3]);
+    desc.key_format = desc.value_format = TQKV_F16;
+    attend_warmed(&layer, &desc, WARM_UP, false, out[4]);
+    const double warmed = squared_error(out[2], out[4], n_out), plain = squared_error(out[3], out[4], n_out);
+    CHECK(warmed <= 1.01 * plain, "%.3g times the error of the formats alone", warmed / plain);
+    for (int i = 0; i < 5; i++) free(out[i]);
+    captured_free(&layer);
+}
+
+/* ---- A prompt that sequences share ---- */
+
+typedef struct shared_row {
+    int preset, prompt, own; /* presets learn from 512 positions: each of the two has come so far, or has not */
+} shared_row;
+
+/* Whether slices of two caches by a preset merge: n rows of k, v, of which the first are the prompt's. */
+static void merge_caches(tqkv_cache *const caches[2], const float *q, bool own_first, float *out)
+{
+    enum { D = 64, H = 4 };
+    float sums[2][H * (D + 2)];
+    tqkv_attention a[2];
+    for (int i = 0; i < 2; i++) {
+        a[i] = test_view(caches[i], 1);
+        a[i].non_causal = true;
+        CHECK_RESULT(tqkv_attend_partial(&a[i], q, a[i].end - a[i].kv_len, a[i].kv_len, sums[i], sums[i] + H * D,
+                                         sums[i] + H * (D + 1)),
+                     TQKV_OK);
+    }
+    const int to = own_first, from = !own_first;
+    CHECK_RESULT(tqkv_attend_merge(&a[to], sums[to], sums[to] + H * D, sums[to] + H * (D + 1), &a[from], sums[from],
+                                   sums[from] + H * D, sums[from] + H * (D + 1)),
+                 TQKV_OK);
+    CHECK_RESULT(tqkv_attend_finish(&a[to], sums[to], sums[to] + H * D, sums[to] + H * (D + 1)), TQKV_OK);
+    memcpy(out, sums[to], sizeof(float) * H * D);
+}
+
+/* A prompt and a part of a sequence's own, in caches that have learned or have not, give what all positions give in
+   double precision: the error is that of the formats. */
+static void check_shared_prompt(const void *parameters)
+{
+    enum { D = 64, KV = 2, H = 4 };
+    const shared_row *row = (const shared_row *)parameters;
+    static const double limits[3] = {0.02, 0.05, 0.2}; /* squared; of sums in two bases it is 0.4 to 1.6 */
+    const int n = row->prompt + row->own, counts[2] = {row->prompt, row->own};
+    float *k = test_rows(1, DATA_GAUSSIAN, n * KV, D), *v = test_rows(2, DATA_GAUSSIAN, n * KV, D),
+          *q = test_rows(3, DATA_GAUSSIAN, H, D), out[H * D];
+    tqkv_store halves[2] = {test_store(TQKV_F16, D, KV, n, false), test_store(TQKV_F16, D, KV, n, false)};
+    tqkv_attention all;
+    double expected[H * D];
+    tqkv_cache *caches[2] = {NULL, NULL};
+    tqkv_cache_desc desc = tqkv_cache_preset((tqkv_preset)row->preset);
+    desc.head_dim = D;
+    desc.n_kv_heads = KV;
+    desc.n_heads = H;
+    desc.capacity = 4096;
+    memset(&all, 0, sizeof all);
+    for (int i = 0, at = 0; i < 2; at += counts[i++]) {
+        CHECK_RESULT(tqkv_cache_create(&desc, &caches[i]), TQKV_OK);
+        CHECK_RESULT(tqkv_cache_append(caches[i], k + at * KV * D, v + at * KV * D, counts[i]), TQKV_OK);
+        CHECK_RESULT(tqkv_encode(&halves[i], i ? v : k, n, 0), TQKV_OK);
+    }
+    all.keys = &halves[0];
+    all.values = &halves[1];
+    all.n_heads = H;
+    all.n_queries = 1;
+    all.end = n;
+    reference_attend(&all, q, expected);
+    for (int own_first = 0; own_first < 2; own_first++) {
+        merge_caches(caches, q, own_first, out);
+        const double error = pow(reference_relative_error(out, expected, H * D), 2.0);
+        CHECK(error < limits[row->preset], "own first %d: squared error %.3g", own_first, error);
+    }
+    for (int i = 0; i < 2; i++) {
+        tqkv_cache_destroy(caches[i]);
+        test_store_free(&halves[i]);
+    }
+    free(k);
+    free(v);
+    free(q);
+}
+
+static void add_shared_prompts(void)
+{
+    static const int lengths[5][2] = {{700, 600}, {700, 150}, {150, 100}, {150, 700}, {512, 511}};
+    for (int preset = 0; preset < 3; preset++)
+        for (int i = 0; i < 5; i++) {
+            const shared_row row = {preset, lengths[i][0], lengths[i][1]};
+            test_add(check_shared_prompt, &row, sizeof row, "presets/shared_prompt/preset%d/%d/%d", preset, row.prompt,
+                     row.own);
+        }
+}
+
+void test_presets_cases(void)
+{
+    test_add(check_preset, NULL, 0, "presets/fields");
+    for (int i = 0; i < 5; i++) {
+        const int capacities[] = {16, 20, 64, 100, 131};
+        test_add(check_preset_fits, &capacities[i], sizeof(int), "presets/capacity%d", capacities[i]);
+    }
+    test_add(check_captured, NULL, 0, "presets/captured");
+    for (int i = 0; i < 3 * CAPTURED_LAYERS; i++) {
+        const int which[2] = {i / CAPTURED_LAYERS, i % CAPTURED_LAYERS};
+        test_add(check_warm_up, which, sizeof which, "presets/warm_up/preset%d/layer%d", which[0], which[1]);
+    }
+    add_shared_prompts();
+}
