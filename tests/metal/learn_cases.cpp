@@ -93,10 +93,12 @@ tqkv_result run_some(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *s
     if (some) call.attention = *some;
     if (some && some->list.rows) call.list = gpu_buffer(some->list.rows);
     if (some && some->tree) call.tree = gpu_buffer(some->tree);
-    size_t bytes = 0;
-    CHECK_RESULT(tqkv_metal_plan_cache_scratch(c, &call, n, &bytes), TQKV_OK);
-    std::vector<uint32_t> scratch(bytes / 4 + 1, 0xffffffffu);
     tqkv_metal_plan plan;
+    CHECK_RESULT(tqkv_metal_plan_cache_attend(c, gpu_buffer(c), &no_gaps, &call, gpu_buffer(nullptr), n,
+                                              gpu_buffer(nullptr), gpu_buffer(nullptr), &plan),
+                 TQKV_OK);
+    const size_t bytes = plan.scratch_size;
+    std::vector<uint32_t> scratch(bytes / 4 + 1, 0xffffffffu);
     tqkv_metal_plan_cache_attend(c, gpu_buffer(c), &no_gaps, &call, gpu_buffer(queries.data()), n,
                                  gpu_buffer(scratch.data()), gpu_buffer(outputs.data()), &plan);
     bool rewrites = false; // outputs of a tree that are written twice, in this order
@@ -129,7 +131,6 @@ tqkv_cache_desc describe(const learn_row *row)
     desc.window = row->window;
     desc.exact_first = row->exact_first;
     desc.exact_last = row->exact_last;
-    desc.exact_batch = 64;
     desc.calibrate = row->calibrate;
     desc.type = row->type;
     desc.non_causal = row->non_causal;
