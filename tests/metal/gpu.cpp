@@ -296,6 +296,7 @@ std::string gpu_encode_slots(const tqkv_store *keys, const tqkv_store *values, c
 {
     tqkv_store pools[2] = {*keys, values ? *values : *keys};
     for (tqkv_store &pool : pools) {
+        pool.ring = false;
         pool.pages = slots;
         pool.n_pages = n_tokens;
         pool.page_size = 1;

@@ -448,7 +448,7 @@ void run_failures(const void *parameters)
         caches.attend(end, 1, nullptr);
         CHECK(tqkv_cache_bytes(caches.caches[1]) == bytes, "on a GPU the halves' memory stays");
     }
-    const int too_many = 64 + 80;
+    const int too_many = 512 + 80;
     std::vector<char> many((size_t)too_many * caches.strides[0].token * 4, 0);
     if (row->exact_last && !row->ring)
         CHECK_RESULT(tqkv_cache_append(caches.caches[1], many.data(), row->shared ? nullptr : many.data(), too_many),
@@ -503,13 +503,14 @@ void run_set(const void *parameters)
         caches.caches[side] = cache_given(&with, nullptr, scales, nullptr, nullptr);
     }
     free(scales);
-    CHECK(tqkv_cache_bytes(caches.caches[1]) == tqkv_cache_bytes(caches.caches[0]), "room for halves");
+    const size_t bytes = row->exact_last ? 0 : tqkv_cache_bytes(caches.caches[0]); // whose rings hold fewer
+    CHECK(!bytes || tqkv_cache_bytes(caches.caches[1]) == bytes, "room for halves");
     caches.append(0, 20);
     caches.compare("set");
     caches.attend(0, 3, nullptr);
     tqkv_cache *fork = nullptr;
     CHECK_RESULT(tqkv_cache_fork(caches.caches[1], nullptr, &fork), TQKV_OK);
-    CHECK(tqkv_cache_bytes(fork) == tqkv_cache_bytes(caches.caches[0]), "a copy has room for halves");
+    CHECK(!bytes || tqkv_cache_bytes(fork) == bytes, "a copy has room for halves");
     tqkv_cache_destroy(fork);
 }
 
