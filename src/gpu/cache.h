@@ -260,10 +260,10 @@ static tqkv_result tqkv__check_room(const tqkv_cache *c, int n_tokens)
     return r == TQKV_OK ? tqkv__check_positions(&s, n_tokens, c->attention.end, -1) : r;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_strides *layout, tqkv_metal_buffer k,
-                                                  tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
-                                                  tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                        const tqkv_cache_strides *layout, tqkv_metal_buffer k,
+                                                        tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                                        tqkv_metal_plan *plan)
 {
     tqkv__rows_in_buffers rows;
     if (!tqkv__open_plan(plan, "cache_append")) return TQKV__INVALID(TQKV__NO_PLAN);
@@ -275,9 +275,9 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
     return tqkv__close_plan(plan, r);
 }
 
-TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__count_append(c, n_tokens); }
+TQKV_METAL_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__count_append(c, n_tokens); }
 
-TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
+TQKV_METAL_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     const bool unlearns = !c->learning && end >= 0 && end <= c->learnt_at;
@@ -455,10 +455,11 @@ static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer mem
     return r;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_strides *layout, const tqkv_metal_attention *some,
-                                                  tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
-                                                  tqkv_metal_buffer out, tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                        const tqkv_cache_strides *layout,
+                                                        const tqkv_metal_attention *some, tqkv_metal_buffer q,
+                                                        int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
+                                                        tqkv_metal_plan *plan)
 {
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c || n_queries < 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));

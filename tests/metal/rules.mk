@@ -71,7 +71,7 @@ $(eval $(call shader_variant,tsan,clang++,$(SHADER_TSAN),-DSIMT_TSAN,$(SHADER_TS
 # An engine with an encoder of its own, with the machine in place of a GPU.
 $(METAL_BUILD)/plain/metal_plan: examples/metal_plan.cpp $(TQKV_FILES) tests/metal/simt.h $(SHADER_NAMES:%=$(METAL_BUILD)/plain/%.metal.o) \
 		$(METAL_BUILD)/plain/simt.o $(METAL_BUILD)/plain/runner.o $(SHADER_IMPLEMENTATION)
-	@$(CXX) -O1 $(filter-out -DTQKV_METAL,$(SHADER_TEST_FLAGS)) $(IMPLEMENTED) $(filter-out %.h,$^) -o $@ -lm
+	@$(CXX) -O1 $(filter-out -DTQKV_METAL,$(SHADER_TEST_FLAGS)) $(IMPLEMENTED) $(filter-out %.h %.m,$^) -o $@ -lm
 
 .PHONY: demo-plan
 demo-plan: $(METAL_BUILD)/plain/metal_plan ## build and run examples/metal_plan.cpp: plans of Metal calls, run here
