@@ -127,7 +127,7 @@ def parts_of_small(f):
 def warm_up(behind):
     presets, alone = ([number(behind.kl(name)) for name in names] for names in (PRESETS, ["/".join(pair).lower() for pair in PRESETS.values()]))
     return [
-        f"One token 520 times in front of the text, as a warm-up or padding would be, teaches a preset nothing: on 1,600 tokens of SmolLM2's "
+        f"One token 520 times in front of the text, as a warm-up or padding would be, does not ruin a preset: on 1,600 tokens of SmolLM2's "
         f"prose the presets then lose {', '.join(presets)}, their formats alone {', '.join(alone)}. `make test-examples` checks the same of "
         "tinylm, and that `tqkv_cache_truncate(cache, 0)` makes a new cache of such a one.",
     ]
