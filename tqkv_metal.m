@@ -787,13 +787,11 @@ typedef struct tqkv__mapping {
     bool besides[2]; /* each stream has halves that are kept besides codes */
 } tqkv__mapping;
 
-/* What an encode call takes of one stream. */
+/* Where an encode kernel takes what belongs to a stream: names of source, codes, norms, centre, pages and scales of
+   channels, and indices of the last three. */
 typedef struct tqkv__encode_stream {
-    const char *names[6]; /* source, codes, norms, centre, pages, scales of channels */
-    const tqkv_metal_store *store;
-    tqkv__stream *stream;
-    tqkv_metal_buffer src;
-    int center, pages, scale; /* indices */
+    const char *names[6];
+    int center, pages, scale;
 } tqkv__encode_stream;
 
 /* Plans memory at `index` for the rows of each simdgroup. Metal takes no empty memory. */
@@ -813,15 +811,15 @@ static tqkv_result tqkv__plan_mapping(const tqkv_store *shape, const tqkv__mappi
     return r == TQKV_OK ? tqkv__plan_check_pages(shape, mapping->position, n, true) : r;
 }
 
-/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; centre, pages and scales where it
-   says. */
-static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e, const tqkv__mapping *mapping)
+/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; the others where e says. */
+static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e,
+                                     const tqkv_metal_store *store, tqkv_metal_buffer src, const tqkv__mapping *mapping,
+                                     tqkv__stream *s)
 {
     size_t all, kept;
-    tqkv__stream *s = e->stream;
     const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slot_list = s->capacity, n_tokens = mapping->n_tokens;
     tqkv_result r = tqkv__plan_extent(s, n_tokens, &all);
-    if (r == TQKV_OK) r = tqkv__plan_mapping(&e->store->shape, mapping, s);
+    if (r == TQKV_OK) r = tqkv__plan_mapping(&store->shape, mapping, s);
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
     r = tqkv__plan_extent(s, n_tokens - skipped, &kept);
@@ -831,14 +829,14 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
     if (r != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
-    tqkv__plan_bind_rows(d, e->names[0], index + 1, tqkv__buffer_after(e->src, all - kept),
+    tqkv__plan_bind_rows(d, e->names[0], index + 1, tqkv__buffer_after(src, all - kept),
                          index ? TQKV_FC_VALUE_TYPE : TQKV_FC_TYPE, s->type, kept, false);
-    tqkv__plan_bind_store(d, e->names[1], e->names[2], index + 2, e->store, s, true);
+    tqkv__plan_bind_store(d, e->names[1], e->names[2], index + 2, store, s, true);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_CENTER : TQKV_FC_CENTER,
-                        tqkv__plan_bind_channels(d, e->names[3], e->center, e->store->center, s, true));
+                        tqkv__plan_bind_channels(d, e->names[3], e->center, store->center, s, true));
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_SCALED : TQKV_FC_SCALED,
-                        tqkv__plan_bind_channels(d, e->names[5], e->scale, e->store->channel_scale, s, true));
-    tqkv__plan_bind_pages(d, e->names[4], e->pages, e->store->pages, s, index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
+                        tqkv__plan_bind_channels(d, e->names[5], e->scale, store->channel_scale, s, true));
+    tqkv__plan_bind_pages(d, e->names[4], e->pages, store->pages, s, index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
     d->memory[0] = TQKV__CELL_BYTES;
     tqkv__plan_encode_memory(d, 1, s->head_dim);
     d->memory[2] = TQKV__TABLE_BYTES;
@@ -861,56 +859,33 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv
     return tqkv__close_plan(plan, TQKV_OK);
 }
 
-/* Encodes rows of one stream. */
-static tqkv_result tqkv__add_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, const tqkv__mapping *mapping,
-                                    tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+/* Encodes rows of one stream or, if there is a second store, of two. */
+static tqkv_result tqkv__add_encode(const tqkv_metal_store *const stores[2], const tqkv_metal_buffer sources[2],
+                                    const tqkv__mapping *mapping, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    tqkv__stream s;
-    const tqkv__encode_stream e = {
-        {"src", "codes", "norms", "center", "pages", "channel_scale"}, store, &s, src, 5, 6, 7};
-    tqkv_result r = tqkv__plan_open(store, &s);
-    if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim, 0);
+    static const tqkv__encode_stream rows[] = {
+        {{"src", "codes", "norms", "center", "pages", "channel_scale"}, 5, 6, 7},
+        {{"k", "keys' codes", "keys' norms", "keys' center", "keys' pages", "keys' channel_scale"}, 9, 11, 13},
+        {{"v", "values' codes", "values' norms", "values' center", "values' pages", "values' channel_scale"},
+         10,
+         12,
+         14}};
+    tqkv__stream s[2];
+    const int n = stores[1] ? 2 : 1;
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; i < n && r == TQKV_OK; i++) r = tqkv__plan_open(stores[i], &s[i]);
+    if (r != TQKV_OK) return r;
+    const int head_dim = s[0].head_dim, other = s[n - 1].head_dim;
+    if (s[0].n_kv_heads != s[n - 1].n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
+    if (other != TQKV__TAIL_DIM(head_dim)) r = tqkv__check_kernels(head_dim, other, 0);
     if (r != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
-    tqkv__plan_begin(d, TQKV_METAL_ENCODE, s.head_dim, s.head_dim);
-    tqkv__plan_bind_flag(d, 4, not_finite);
-    return tqkv__plan_stream(d, &e, mapping);
-}
-
-static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                       tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__mapping *mapping,
-                                       tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
-{
-    tqkv__stream ks, vs;
-    const tqkv__encode_stream key = {
-        {"k", "keys' codes", "keys' norms", "keys' center", "keys' pages", "keys' channel_scale"},
-        keys,
-        &ks,
-        k,
-        9,
-        11,
-        13};
-    const tqkv__encode_stream value = {
-        {"v", "values' codes", "values' norms", "values' center", "values' pages", "values' channel_scale"},
-        values,
-        &vs,
-        v,
-        10,
-        12,
-        14};
-    tqkv_result r = tqkv__plan_open(keys, &ks);
-    if (r == TQKV_OK) r = tqkv__plan_open(values, &vs);
-    if (r != TQKV_OK) return r;
-    if (ks.n_kv_heads != vs.n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
-    const bool tail = vs.head_dim == TQKV__TAIL_DIM(ks.head_dim);
-    r = tail ? TQKV_OK : tqkv__check_kernels(ks.head_dim, vs.head_dim, 0);
-    if (r != TQKV_OK) return r;
-    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
-    tqkv__plan_begin(d, TQKV_METAL_ENCODE_KV, ks.head_dim, vs.head_dim);
-    tqkv__plan_bind_flag(d, 8, not_finite);
-    d->grid[2] = 2;
-    r = tqkv__plan_stream(d, &key, mapping);
-    return r == TQKV_OK ? tqkv__plan_stream(d, &value, mapping) : r;
+    tqkv__plan_begin(d, n > 1 ? TQKV_METAL_ENCODE_KV : TQKV_METAL_ENCODE, head_dim, other);
+    tqkv__plan_bind_flag(d, 4 * n, not_finite);
+    d->grid[2] = (size_t)n;
+    for (int i = 0; i < n && r == TQKV_OK; i++)
+        r = tqkv__plan_stream(d, &rows[n - 1 + i], stores[i], sources[i], mapping, &s[i]);
+    return r;
 }
 
 TQKV_METAL_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *keys, const tqkv_metal_store *values,
@@ -918,9 +893,10 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *keys, 
                                                   int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     const tqkv__mapping mapping = {n_tokens, position, {false, false}};
+    const tqkv_metal_store *const stores[2] = {keys, values};
+    const tqkv_metal_buffer sources[2] = {k, v};
     if (!tqkv__open_plan(plan, "encode")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, values ? tqkv__add_encode_kv(keys, values, k, v, &mapping, not_finite, plan)
-                                         : tqkv__add_encode(keys, k, &mapping, not_finite, plan));
+    return tqkv__close_plan(plan, tqkv__add_encode(stores, sources, &mapping, not_finite, plan));
 }
 
 static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
@@ -1118,31 +1094,20 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *sha
 /* >>plan-split: how the threadgroups share attention. */
 
 /* How the threadgroups share attention. Metal does not report a GPU's number of cores (7 to 80): only the shape
-   decides. These numbers come from sizes and counted operations, not from measurements on Apple's hardware.
+   decides. docs/notes/attention-gpu.md has what was measured on an H200.
 
    columns       Query rows of a KV head in a threadgroup, as many as registers hold: each key and value is decoded once
-                 for all of them. The rows of one query are divided evenly: 9 rows are 5 + 4, not 8 + 1, for the same
-                 two passes. For several queries: tqkv__choose_columns.
+                 for all of them. The rows of one query are divided evenly: 9 rows are 5 + 4, not 8 + 1.
    n_simdgroups  4, or as many as the pipeline allows. Each walks its own tiles, and together they hide the latency of
-                 loads. They share tables and queries in threadgroup memory.
-   stretches     512 slots up to slot 8192, 2048 beyond. A simdgroup's float sums cover a quarter of that, so they
-                 do not lose digits at any length. The bounds depend on slots alone: what stands beside a query changes
-                 no bit of its result. 512 slots are 4 tiles a simdgroup: fewer would not hide latency, more would leave
-                 the cores of a large GPU idle at 8192 positions and 8 KV heads (128 threadgroups). Beyond, threadgroups
-                 abound, and longer stretches save queries loaded and sums merged: a stretch's sums are 8 bytes a value
-                 and row, read and written, against 512 or 2048 positions of half to two bytes a value. On an H200,
-                 D=128, group 2, 128k positions, I8 takes 107 microseconds with 512 slots up to slot 65536, 89 as it is,
-                 and 80 with 2048 everywhere. A window sees few stretches wherever it stands, so there all are short.
-   strands       Threadgroups that share a stretch. Stretches of short contexts leave most of a GPU idle: where there
-                 are at most TQKV__FEW threadgroups, each simdgroup's part of a stretch has one of its own, whose
-                 simdgroups share its four tiles. The bits are the same. On an H200, D=128, 1024 positions, F16 of
-                 group 1 takes 7.6 microseconds, not 16.3, TQ4 8.0, not 12.5; over 4096 positions 10.5, not 17.5, and
-                 9.5, not 12.9.
-   splits        Threadgroups along the context, each with
-                 one stretch   until the stretches' sums take 32 MiB of scratch,
-                 one section   beyond that, 16 stretches added up as it goes, or
-                 everything    if heads and rows make 256 threadgroups already. Section and total stand in scratch.
-                 All three do the same additions in the same order. */
+                 loads.
+   stretches     512 slots up to slot 8192, 2048 beyond, so that float sums do not lose digits at any length. The bounds
+                 depend on slots alone: what stands beside a query changes no bit of its result. A window sees few
+                 stretches wherever it stands, so there all are short.
+   strands       Threadgroups that share a stretch: where there are at most TQKV__FEW threadgroups, each simdgroup's part
+                 of a stretch has one of its own, whose simdgroups share its four tiles. The bits are the same.
+   splits        Threadgroups along the context, each with one stretch until the stretches' sums take 32 MiB of scratch,
+                 with one section of 16 stretches beyond that, or with everything if heads and rows make 256 threadgroups
+                 already. All three do the same additions in the same order. */
 enum {
     TQKV__STRETCH_TILES = 16,
     TQKV__SHORT_STRETCHES = 16,
@@ -1178,18 +1143,7 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_
 }
 
 /* Whether attention multiplies matrices. A query must have the same bits alone and in company, so the number of queries
-   does not decide. Microseconds on an H200, one token, 128k positions, 8 KV heads, D=128 (make bench-gpu, with --lanes
-   and --matrices):
-
-   group                 1          2          4           8           16
-   TQ4, without, with    60, 71     68, 71     96, 73      153, 75     284, 101
-   I8                    76, -      79, 77     103, 77     173, 79     - , 91
-   I8 keys, TQ4 values   63, -      70, 69     99, 76      154, 72     - , 87
-
-   F16, TQ5 and TQ8 gain from a group of 8 on and lose at 1 and 2. 512 queries over 8k positions at a group of 2, TQ4:
-   1470 and 353; 8 queries over 128k: 287 and 100. So on that GPU TQ4 and I8 are better served by a matrix_group of 2.
-   By counted operations tokens of narrow groups lose up to half of their speed on Apple's GPUs, which have no unit for
-   such products: hence 8. */
+   does not decide. By counted operations narrow groups lose up to half of their speed on Apple's GPUs: hence 8. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
 {
     const int head_dim = a->keys.head_dim, least = a->matrix_group ? a->matrix_group : 8;
@@ -3003,18 +2957,20 @@ static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
                                   int one, int other, tqkv_metal_plan *plan)
 {
     tqkv__mapping mapping = {rows->n_tokens, rows->n_tokens ? rows->position : 0, {false, false}};
-    const bool has_one = tqkv__has_store(c, one), has_other = other != one && tqkv__has_store(c, other);
-    const tqkv_metal_buffer of_one = rows->at[tqkv__stream_kinds[one].side],
-                            of_other = rows->at[tqkv__stream_kinds[other].side];
     tqkv_metal_store stores[2];
-    if (has_one) stores[0] = tqkv__target_of_rows(c, memory, rows, one);
-    if (has_other) stores[1] = tqkv__target_of_rows(c, memory, rows, other);
-    mapping.besides[0] = tqkv__keeps_halves(c, has_one ? one : other);
-    mapping.besides[1] = tqkv__keeps_halves(c, other);
-    if (has_one && has_other)
-        return tqkv__add_encode_kv(&stores[0], &stores[1], of_one, of_other, &mapping, rows->not_finite, plan);
-    if (has_one) return tqkv__add_encode(&stores[0], of_one, &mapping, rows->not_finite, plan);
-    return has_other ? tqkv__add_encode(&stores[1], of_other, &mapping, rows->not_finite, plan) : TQKV_OK;
+    const tqkv_metal_store *to[2] = {NULL, NULL};
+    tqkv_metal_buffer from[2] = {{NULL, 0}, {NULL, 0}};
+    const int which[] = {one, other};
+    int n = 0;
+    for (int i = one == other; i < 2; i++) {
+        if (!tqkv__has_store(c, which[i])) continue;
+        stores[n] = tqkv__target_of_rows(c, memory, rows, which[i]);
+        from[n] = rows->at[tqkv__stream_kinds[which[i]].side];
+        mapping.besides[n] = tqkv__keeps_halves(c, which[i]);
+        to[n] = &stores[n];
+        n++;
+    }
+    return n ? tqkv__add_encode(to, from, &mapping, rows->not_finite, plan) : TQKV_OK;
 }
 
 /* Returns the first n tokens of rows, or as many as there are. */

@@ -62,18 +62,20 @@ static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
                                   int one, int other, tqkv_metal_plan *plan)
 {
     tqkv__mapping mapping = {rows->n_tokens, rows->n_tokens ? rows->position : 0, {false, false}};
-    const bool has_one = tqkv__has_store(c, one), has_other = other != one && tqkv__has_store(c, other);
-    const tqkv_metal_buffer of_one = rows->at[tqkv__stream_kinds[one].side],
-                            of_other = rows->at[tqkv__stream_kinds[other].side];
     tqkv_metal_store stores[2];
-    if (has_one) stores[0] = tqkv__target_of_rows(c, memory, rows, one);
-    if (has_other) stores[1] = tqkv__target_of_rows(c, memory, rows, other);
-    mapping.besides[0] = tqkv__keeps_halves(c, has_one ? one : other);
-    mapping.besides[1] = tqkv__keeps_halves(c, other);
-    if (has_one && has_other)
-        return tqkv__add_encode_kv(&stores[0], &stores[1], of_one, of_other, &mapping, rows->not_finite, plan);
-    if (has_one) return tqkv__add_encode(&stores[0], of_one, &mapping, rows->not_finite, plan);
-    return has_other ? tqkv__add_encode(&stores[1], of_other, &mapping, rows->not_finite, plan) : TQKV_OK;
+    const tqkv_metal_store *to[2] = {NULL, NULL};
+    tqkv_metal_buffer from[2] = {{NULL, 0}, {NULL, 0}};
+    const int which[] = {one, other};
+    int n = 0;
+    for (int i = one == other; i < 2; i++) {
+        if (!tqkv__has_store(c, which[i])) continue;
+        stores[n] = tqkv__target_of_rows(c, memory, rows, which[i]);
+        from[n] = rows->at[tqkv__stream_kinds[which[i]].side];
+        mapping.besides[n] = tqkv__keeps_halves(c, which[i]);
+        to[n] = &stores[n];
+        n++;
+    }
+    return n ? tqkv__add_encode(to, from, &mapping, rows->not_finite, plan) : TQKV_OK;
 }
 
 /* Returns the first n tokens of rows, or as many as there are. */

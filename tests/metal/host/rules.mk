@@ -83,7 +83,7 @@ $(HOST_BUILD)/metal_encode_attend-arc: $(HOST_BUILD)/arc/examples/metal_encode_a
 # them, are in `make test-shaders`.
 STANDIN_SHADER := clang++ -fPIC -g1 -O1 -fsanitize=address,bounds,alignment -fno-sanitize-recover=all -fno-omit-frame-pointer $(SHADER_CPU)
 
-$(HOST_BUILD)/library/%.metal.o: $(METAL_BUILD)/cpu/prepared $(TQKV_FILES) tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
+$(HOST_BUILD)/library/%.metal.o: $(METAL_BUILD)/cpu/prepared $(SHADER_SHARED) tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
 	@mkdir -p $(@D)
 	@$(STANDIN_SHADER) -Ishaders -c $(METAL_BUILD)/cpu/source/$*.metal.cpp -o $@
 
@@ -101,7 +101,7 @@ $(HOST_LIBRARY): $(SHADER_NAMES:%=$(HOST_BUILD)/library/%.metal.o) $(HOST_BUILD)
 	@python3 $(STANDIN)/pack.py library $@.so
 
 # Libraries of changed headers, each with the kernel `tables` alone. Without sanitizers: a context reads its tables and refuses.
-$(HOST_BUILD)/stale/made: $(METAL_BUILD)/cpu/prepared $(TQKV_FILES) $(STANDIN)/pack.py $(HOST_BUILD)/library/simt.o \
+$(HOST_BUILD)/stale/made: $(METAL_BUILD)/cpu/prepared $(SHADER_SHARED) $(STANDIN)/pack.py $(HOST_BUILD)/library/simt.o \
 		$(HOST_BUILD)/library/library.o
 	@mkdir -p $(HOST_STALE:%=$(@D)/%/shaders)
 	@python3 $(STANDIN)/pack.py stale src $(@D) $(HOST_STALE)

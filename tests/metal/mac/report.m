@@ -6,6 +6,7 @@
    two libraries can be compared. Ends with status 1 if the library is refused or a result is wrong. */
 #include "report.h"
 #include "../../shape.h"
+#include "tests/metal/sizes.h"
 #include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
