@@ -1351,21 +1351,20 @@ typedef struct tqkv__slice_buffers {
 } tqkv__slice_buffers;
 
 typedef struct tqkv__attend_buffers {
-    const tqkv_metal_store *keys, *values, *tail; /* tail: NULL without one */
-    tqkv_metal_buffer sinks, tree, q, scratch, out;
-    tqkv__slice_buffers slice;                       /* zero: attends to all positions */
-    int64_t slice_end;                               /* of the positions to attend to */
-    int halves;                                      /* TQKV_FC_HALVES */
-    const tqkv_metal_store *ends[2][2], *first_tail; /* of tqkv__attention */
-    tqkv_metal_buffer list, list_rows;               /* the caller's, and what attend_list makes of them */
+    tqkv_metal_attention of; /* of a region: with the stores that it reads */
+    tqkv_metal_buffer q, scratch, out;
+    tqkv__slice_buffers slice;   /* zero: attends to all positions */
+    int64_t slice_end;           /* of the positions to attend to */
+    int halves;                  /* TQKV_FC_HALVES */
+    tqkv_metal_buffer list_rows; /* what attend_list makes of the caller's list */
 } tqkv__attend_buffers;
 
 /* Whether keys and values look up the same entries of one table. */
 static bool tqkv__same_pages(const tqkv__attend_args *args, const tqkv__attend_buffers *b)
 {
-    return b->keys->pages.buffer == b->values->pages.buffer && b->keys->pages.offset == b->values->pages.offset &&
-           args->key_page_size == args->value_page_size && args->key_last_page == args->value_last_page &&
-           args->key_capacity == args->value_capacity;
+    return b->of.keys->pages.buffer == b->of.values->pages.buffer &&
+           b->of.keys->pages.offset == b->of.values->pages.offset && args->key_page_size == args->value_page_size &&
+           args->key_last_page == args->value_last_page && args->key_capacity == args->value_capacity;
 }
 
 static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tqkv__attend_args *args)
@@ -1423,7 +1422,7 @@ static void tqkv__plan_boundary(const tqkv__attention *a, tqkv__attend_args *arg
 static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv__split *split,
                                    tqkv__attend_args *args)
 {
-    tqkv__plan_key_args(a, b->keys->shape.capacity, args);
+    tqkv__plan_key_args(a, b->of.keys->shape.capacity, args);
     tqkv__plan_seen(a, &args->first_newest, &args->window);
     args->slice_end = (int)(b->slice_end - a->first);
     tqkv__plan_boundary(a, args);
@@ -1438,10 +1437,10 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     args->softcap = a->call.softcap;
     args->value_block_scale = a->values.block_scale;
     args->first_of_tree = a->call.tree ? args->kv_len - a->call.n_queries : INT_MAX;
-    args->value_slots = b->values->shape.capacity;
-    if (b->tail) args->tail_slots = b->tail->shape.capacity;
+    args->value_slots = b->of.values->shape.capacity;
+    if (b->of.tail) args->tail_slots = b->of.tail->shape.capacity;
     args->tail_capacity = a->tail.capacity;
-    args->tail_oldest_slot = b->tail && args->kv_len ? tqkv__slot(&a->tail, a->first) : 0;
+    args->tail_oldest_slot = b->of.tail && args->kv_len ? tqkv__slot(&a->tail, a->first) : 0;
     if (a->call.list.rows) tqkv__plan_list_args(a, b->slice_end, args);
     if (!a->keys.n_pages) return;
     args->value_page_size = a->values.page_size;
@@ -1490,7 +1489,7 @@ static void tqkv__plan_slot_constants(tqkv_metal_dispatch *d, const tqkv__attent
                tail = args->key_capacity == args->tail_capacity && args->key_oldest_slot == args->tail_oldest_slot;
     tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, a->keys.n_pages ? tqkv__same_pages(args, b) : values);
     tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, args->key_capacity < TQKV__SIMD_WIDTH);
-    tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE, b->tail && !a->keys.n_pages && !tail);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE, b->of.tail && !a->keys.n_pages && !tail);
 }
 
 /* Binds partial results: sums at `index`, their states behind it. */
@@ -1511,7 +1510,7 @@ static int tqkv__planned_tail(const tqkv_metal_dispatch *d)
    softcap, beside sinks and in a slice. */
 static bool tqkv__center_counts(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv_metal_store *keys)
 {
-    return keys && keys->center.buffer && (a->call.softcap > 0.0f || b->sinks.buffer || b->slice.to);
+    return keys && keys->center.buffer && (a->call.softcap > 0.0f || b->of.sinks.buffer || b->slice.to);
 }
 
 /* Binds slices of attend_merge, from index 7 on, and of attend, which does not use them. */
@@ -1627,8 +1626,8 @@ static void tqkv__plan_bind_key_scales(tqkv_metal_dispatch *d, const tqkv__atten
 static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                      const tqkv__split *split)
 {
-    const bool center = tqkv__center_counts(a, b, b->keys), tail_center = tqkv__center_counts(a, b, b->tail);
-    const tqkv_metal_store *tail = b->tail ? b->tail : b->keys; /* then nothing of it is bound */
+    const bool center = tqkv__center_counts(a, b, b->of.keys), tail_center = tqkv__center_counts(a, b, b->of.tail);
+    const tqkv_metal_store *tail = b->of.tail ? b->of.tail : b->of.keys; /* then nothing of it is bound */
     tqkv__plan_begin(d, TQKV_METAL_ATTEND, a->keys.head_dim, a->value_dim);
     tqkv__attend_args args;
     tqkv__plan_attend_args(a, b, split, &args);
@@ -1637,22 +1636,22 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_slot_constants(d, a, b, &args);
     tqkv__plan_constant(d, TQKV_FC_LIST, a->call.list.rows != NULL);
     tqkv__plan_bind_rows(d, "q", 1, b->q, TQKV_FC_TYPE, a->call.query_type, a->q_size, false);
-    tqkv__plan_bind_store(d, "keys' codes", "keys' norms", 2, b->keys, &a->keys, false);
-    tqkv__plan_bind_store(d, "values' codes", "values' norms", 4, b->values, &a->values, false);
-    tqkv__plan_bind(d, "sinks", TQKV_METAL_ONLY_CHECKED, b->sinks,
-                    b->sinks.buffer ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
+    tqkv__plan_bind_store(d, "keys' codes", "keys' norms", 2, b->of.keys, &a->keys, false);
+    tqkv__plan_bind_store(d, "values' codes", "values' norms", 4, b->of.values, &a->values, false);
+    tqkv__plan_bind(d, "sinks", TQKV_METAL_ONLY_CHECKED, b->of.sinks,
+                    b->of.sinks.buffer ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
     tqkv__plan_bind_partials(d, 6, b->scratch, split, true);
-    tqkv__plan_bind_channels(d, "keys' center", 8, b->keys->center, &a->keys, center);
-    tqkv__plan_bind_channels(d, "values' center", TQKV_METAL_ONLY_CHECKED, b->values->center, &a->values, true);
-    tqkv__plan_bind_channels(d, "values' channel_scale", TQKV_METAL_ONLY_CHECKED, b->values->channel_scale, &a->values,
-                             true);
-    tqkv__plan_bind_pages(d, "keys' pages", 9, b->keys->pages, &a->keys, TQKV_FC_PAGES);
-    tqkv__plan_bind_pages(d, "values' pages", 10, b->values->pages, &a->values, TQKV_FC_PAGES);
-    tqkv__plan_bind(d, "tree", 11, b->tree, a->call.tree ? (size_t)a->call.n_queries * sizeof(uint64_t) : 0, false);
-    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->tree, 0, false);
+    tqkv__plan_bind_channels(d, "keys' center", 8, b->of.keys->center, &a->keys, center);
+    tqkv__plan_bind_channels(d, "values' center", TQKV_METAL_ONLY_CHECKED, b->of.values->center, &a->values, true);
+    tqkv__plan_bind_channels(d, "values' channel_scale", TQKV_METAL_ONLY_CHECKED, b->of.values->channel_scale,
+                             &a->values, true);
+    tqkv__plan_bind_pages(d, "keys' pages", 9, b->of.keys->pages, &a->keys, TQKV_FC_PAGES);
+    tqkv__plan_bind_pages(d, "values' pages", 10, b->of.values->pages, &a->values, TQKV_FC_PAGES);
+    tqkv__plan_bind(d, "tree", 11, b->of.tree, a->call.tree ? (size_t)a->call.n_queries * sizeof(uint64_t) : 0, false);
+    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->of.tree, 0, false);
     tqkv__plan_bind_store(d, "tail's codes", "tail's norms", 13, tail, &a->tail, false);
     tqkv__plan_bind_channels(d, "tail's center", 15, tail->center, &a->tail, tail_center);
-    tqkv__plan_bind_key_scales(d, a, b->keys, tail, center, tail_center);
+    tqkv__plan_bind_key_scales(d, a, b->of.keys, tail, center, tail_center);
     tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     tqkv__plan_constant(d, TQKV_FC_STRANDS, split->strands > 1);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
@@ -1674,10 +1673,10 @@ static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, co
                  length = (size_t)a->call.list.length;
     tqkv__plan_begin(d, TQKV_METAL_ATTEND_LIST, 0, 0);
     tqkv__plan_args(d, attend->arguments[0].bytes, attend->arguments[0].size);
-    tqkv__plan_bind(d, "list", 1, b->list, n_rows * length * sizeof(int32_t), false);
+    tqkv__plan_bind(d, "list", 1, b->of.list, n_rows * length * sizeof(int32_t), false);
     tqkv__plan_bind(d, "scratch", 2, b->list_rows, tqkv__list_rows_size(a), true);
-    tqkv__plan_bind(d, "tree", 3, b->tree, a->call.tree ? n_queries * sizeof(uint64_t) : 0, false);
-    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_LIST, b->tree, 0, false);
+    tqkv__plan_bind(d, "tree", 3, b->of.tree, a->call.tree ? n_queries * sizeof(uint64_t) : 0, false);
+    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_LIST, b->of.tree, 0, false);
     tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
     tqkv__plan_constant(d, TQKV_FC_BATCH, false);
     tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
@@ -1690,7 +1689,7 @@ static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, co
 static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                    tqkv__merge_args args, bool unrotate)
 {
-    const bool sinks = b->sinks.buffer != NULL;
+    const bool sinks = b->of.sinks.buffer != NULL;
     const size_t dim = (size_t)a->value_dim;
     args.n_rows = (int32_t)a->n_rows;
     args.n_heads = a->call.n_heads;
@@ -1702,10 +1701,10 @@ static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, false);
     tqkv__plan_constant(d, TQKV_FC_SINKS, sinks);
-    tqkv__plan_bind(d, "sinks", 3, b->sinks, sinks ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
+    tqkv__plan_bind(d, "sinks", 3, b->of.sinks, sinks ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
     tqkv__plan_bind_rows(d, "out", 4, b->out, TQKV_FC_TYPE, b->slice.to ? TQKV_TYPE_F32 : a->call.output_type,
                          tqkv__plan_out_size(a, b), true);
-    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_MERGE, b->tree, 0, false);
+    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_MERGE, b->of.tree, 0, false);
     tqkv__plan_constant(d, TQKV_FC_BATCH, false);
     tqkv__plan_bind_slices(d, a, &b->slice);
     d->memory_each[0] = TQKV__MERGE_BYTES((size_t)a->value_dim, 1);
@@ -1719,9 +1718,9 @@ static void tqkv__plan_bind_values(tqkv_metal_dispatch *d, const tqkv__attention
                                    bool unrotate)
 {
     const bool finish = !b->slice.to, original = a->call.output_basis == TQKV_ORIGINAL,
-               center = tqkv__plan_bind_channels(d, "values' center", 5, b->values->center, &a->values, finish),
-               scaled = tqkv__plan_bind_channels(d, "values' channel_scale", 11, b->values->channel_scale, &a->values,
-                                                 finish && (original || center));
+               center = tqkv__plan_bind_channels(d, "values' center", 5, b->of.values->center, &a->values, finish),
+               scaled = tqkv__plan_bind_channels(d, "values' channel_scale", 11, b->of.values->channel_scale,
+                                                 &a->values, finish && (original || center));
     tqkv__plan_constant(d, TQKV_FC_VALUE_SCALED, scaled && original);
     tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scaled && !original);
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
@@ -1747,7 +1746,7 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     tqkv__plan_bind_partials(d, 1, b->scratch, all, false);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, slice && !a->values.rotated);
     tqkv__plan_bind_values(d, a, b, unrotate);
-    const bool shifted = tqkv__center_counts(a, b, b->keys) || tqkv__center_counts(a, b, b->tail);
+    const bool shifted = tqkv__center_counts(a, b, b->of.keys) || tqkv__center_counts(a, b, b->of.tail);
     tqkv__plan_constant(d, TQKV_FC_CENTER, shifted && !(a->call.softcap > 0.0f));
     d->n_simdgroups = most < n_sections ? most : n_sections;
     d->barrier = b->scratch.buffer;
@@ -1783,6 +1782,7 @@ static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffe
     const int64_t gone =
         a->first > a->kept ? a->first - a->kept : 0; /* between the first positions and the oldest resident one */
     const bool ends = a->exact[1][0] || a->exact[1][1];
+    const tqkv_metal_ends *kept = last ? &b->of.last : &b->of.first;
     *own = *a;
     *buffers = *b;
     own->first = positions.from;
@@ -1791,13 +1791,20 @@ static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffe
     buffers->halves = last                              ? TQKV__NEWEST_HALVES
                       : ends && i == TQKV__CODES_REGION ? TQKV__BEFORE_HALVES
                                                         : TQKV__ALL_POSITIONS;
-    if (i != TQKV__CODES_REGION && a->exact[last][0]) own->keys = a->ends[last][0];
-    if (i != TQKV__CODES_REGION && a->exact[last][0]) buffers->keys = b->ends[last][0];
-    if (i != TQKV__CODES_REGION && a->exact[last][1]) own->values = a->ends[last][1];
-    if (i != TQKV__CODES_REGION && a->exact[last][1]) buffers->values = b->ends[last][1];
-    if (i != TQKV__FIRST_REGION || !a->kept) return;
-    if (a->call.tail) own->tail = a->first_tail;
-    if (a->call.tail) buffers->tail = b->first_tail;
+    if (i == TQKV__CODES_REGION) return;
+    if (a->exact[last][0]) {
+        own->keys = a->ends[last][0];
+        buffers->of.keys = kept->keys;
+    }
+    if (a->exact[last][1]) {
+        own->values = a->ends[last][1];
+        buffers->of.values = a->shared ? kept->keys : kept->values;
+    }
+    if (last || !a->kept) return;
+    if (a->call.tail) {
+        own->tail = a->first_tail;
+        buffers->of.tail = kept->tail;
+    }
     if (a->call.list.newest) /* counts what there is */
         own->call.list.newest = gone < INT_MAX - a->call.list.newest ? a->call.list.newest + (int)gone : INT_MAX;
 }
@@ -1895,7 +1902,7 @@ static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, c
 /* An attention over buffers as one over stores. */
 typedef struct tqkv__plan_call {
     tqkv_attention attention;
-    tqkv_store keys, values, tail, ends[2][2], first_tail;
+    tqkv_store keys, values, tail, ends[2][3];
 } tqkv__plan_call;
 
 static bool tqkv__same_buffer(tqkv_metal_buffer a, tqkv_metal_buffer b)
@@ -1960,44 +1967,30 @@ static tqkv_result tqkv__plan_check_streams(const tqkv_metal_attention *from, co
     return TQKV__INVALID("tail: overlaps the keys or the values");
 }
 
-/* Takes the stores of the positions that are kept as halves. Their centres are buffers, too. */
+/* Takes the stores of the positions that are kept besides. Their centres are buffers, too. */
 static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv__plan_call *call)
 {
-    const tqkv_metal_store *const ends[2][2] = {{from->first.keys, from->first.values},
-                                                {from->last.keys, from->last.values}};
-    tqkv_attention *to = &call->attention;
-    const tqkv_store **const shapes[2][2] = {{&to->first.keys, &to->first.values}, {&to->last.keys, &to->last.values}};
+    const tqkv_metal_ends *const ends[2] = {&from->first, &from->last};
+    const tqkv_metal_store *const streams[3] = {from->keys, from->values, from->tail};
+    tqkv_ends *const to[2] = {&call->attention.first, &call->attention.last};
+    to[0]->tail = NULL;
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
         const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
-        if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__plan_first_tail */
-        const tqkv_metal_store *end = ends[last][side], *codes = side == TQKV__VALUES ? from->values : from->keys;
+        const tqkv_metal_store *const stores[3] = {ends[last]->keys, ends[last]->values, ends[last]->tail},
+                                      *end = stores[side], *codes = streams[side];
+        const tqkv_store **const shapes[3] = {&to[last]->keys, &to[last]->values, &to[last]->tail};
         tqkv_store *shape = &call->ends[last][side];
-        *shapes[last][side] = end ? shape : NULL;
-        if (!end || !(last ? to->last.n : to->first.n)) continue;
+        *shapes[side] = end && codes && (to[last]->n || side != TQKV__TAIL) ? shape : NULL;
+        if (!*shapes[side] || !to[last]->n) continue;
         tqkv__plan_store(end, shape);
         shape->center = codes->shape.center;
+        shape->channel_scale = codes->shape.channel_scale;
         if (!tqkv__same_buffer(end->center, codes->center) ||
             !tqkv__same_buffer(end->channel_scale, codes->channel_scale))
             return TQKV__INVALID("first or last: a store with another centre or scale than the codes");
         if (end->pages.buffer || shape->n_pages)
             return TQKV__REFUSE(UNSUPPORTED, "first or last with pages of their own: not on a GPU");
     }
-    return TQKV_OK;
-}
-
-/* Takes the store of a tail's first positions; follows what takes the tail. */
-static tqkv_result tqkv__plan_first_tail(const tqkv_metal_attention *from, tqkv__plan_call *call)
-{
-    tqkv_attention *to = &call->attention;
-    to->first.tail = NULL;
-    if (!from->tail || !from->first.tail || !to->first.n) return TQKV_OK;
-    if (!tqkv__same_buffer(from->first.tail->center, from->tail->center) ||
-        !tqkv__same_buffer(from->first.tail->channel_scale, from->tail->channel_scale))
-        return TQKV__INVALID("first.tail: a store with another centre or scale than the tail");
-    tqkv__plan_store(from->first.tail, &call->first_tail);
-    call->first_tail.center = call->tail.center;
-    call->first_tail.channel_scale = call->tail.channel_scale;
-    to->first.tail = &call->first_tail;
     return TQKV_OK;
 }
 
@@ -2022,7 +2015,6 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     to->keys = &call->keys;
     to->values = &call->values;
     to->tail = from->tail ? &call->tail : NULL;
-    if ((r = tqkv__plan_first_tail(from, call)) != TQKV_OK) return r;
     if ((r = tqkv__plan_end_shapes(from, call)) != TQKV_OK) return r;
     if (from->tree.buffer && !to->tree) to->tree = tqkv__unknown_tree;
     if (from->list.buffer && !to->list.rows) to->list.rows = tqkv__unknown_list;
@@ -2051,7 +2043,7 @@ static tqkv_result tqkv__plan_attention_positions(tqkv__attention *a)
 }
 
 /* Takes the positions that are kept as halves; slots of positions follow. */
-static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__attention *a, tqkv__attend_buffers *b)
+static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__attention *a)
 {
     if (!a->call.first.n && !a->call.last.n) return TQKV_OK;
     a->shared = tqkv__plan_shared(from, a);
@@ -2060,11 +2052,6 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
     if (r != TQKV_OK) return r;
     if (a->kept && a->call.window && a->call.end > 1 << 30)
         return TQKV__REFUSE(UNSUPPORTED, "first, of a ring behind 2^30 positions, and a window: not on a GPU");
-    b->first_tail = from->first.tail;
-    b->ends[0][0] = from->first.keys;
-    b->ends[0][1] = a->shared ? from->first.keys : from->first.values;
-    b->ends[1][0] = from->last.keys;
-    b->ends[1][1] = a->shared ? from->last.keys : from->last.values;
     for (int last = 0; last < 2; last++) {
         if (a->keys.page_size && a->exact[last][0] != a->exact[last][1])
             return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
@@ -2084,7 +2071,7 @@ static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t fi
     const bool known = !a->call.list.rows || from->attention.list.rows, slice = b->slice.to;
     tqkv_result r = slice ? tqkv__check_slice_range(a, first, count) : TQKV_OK;
     if (r != TQKV_OK) return r;
-    if (!slice) b->sinks = from->sinks;
+    if (slice) memset(&b->of.sinks, 0, sizeof b->of.sinks);
     const tqkv__range range = {slice ? first : a->first, slice ? first + count : a->call.end};
     const bool begins = range.from == a->first && (range.from < range.to || range.to == a->call.end);
     if (known) r = tqkv__check_seen(a, range);
@@ -2101,20 +2088,16 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
     tqkv__plan_call call;
     tqkv__attention a;
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
+    if (r == TQKV_OK) b->of = *from;
     if (r == TQKV_OK) r = tqkv__plan_check_streams(from, &a);
     if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
-    if (r == TQKV_OK) r = tqkv__plan_ends(from, &a, b);
+    if (r == TQKV_OK) r = tqkv__plan_ends(from, &a);
     if (r == TQKV_OK) r = tqkv__check_window(&a);
     plan->empty = r == TQKV_OK && !a.call.n_queries;
     if (plan->empty) return b->slice.to ? tqkv__check_slice_range(&a, first, count) : r;
     if (r == TQKV_OK) r = tqkv__plan_range(from, first, count, &a, b);
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
     if (r != TQKV_OK) return r;
-    b->keys = from->keys;
-    b->values = from->values;
-    b->tail = from->tail;
-    b->tree = from->tree;
-    b->list = from->list;
     return tqkv__plan_attention(&a, b, most_sums, plan);
 }
 
@@ -2248,7 +2231,8 @@ static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_
     if (tqkv__channels_differ(from->values->channel_scale, src->values->channel_scale) ||
         tqkv__channels_differ(from->values->center, src->values->center))
         return TQKV__INVALID("slices of values with and without a scale of their channels, or a centre");
-    b->values = from->values;
+    b->of = *from;
+    memset(&b->of.sinks, 0, sizeof b->of.sinks); /* which finish reads */
     if (a.call.n_queries) tqkv__plan_slice(tqkv__add_dispatch(plan), &a, b, src_out);
     return TQKV_OK;
 }
@@ -2277,8 +2261,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attent
     if (!tqkv__open_plan(plan, "attend_finish")) return TQKV__INVALID(TQKV__NO_PLAN);
     const tqkv_result r = tqkv__plan_shape(from, &call, &a);
     if (r != TQKV_OK) return tqkv__close_plan(plan, r);
-    b.sinks = from->sinks;
-    b.values = from->values;
+    b.of = *from;
     b.slice.from = true;
     b.slice.src_max = src_max;
     b.slice.src_sum = src_sum;
