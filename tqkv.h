@@ -840,22 +840,6 @@ enum {
     TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
 };
 
-typedef enum tqkv_metal_family {
-    TQKV_METAL_TABLES,
-    TQKV_METAL_ENCODE,
-    TQKV_METAL_ENCODE_KV,
-    TQKV_METAL_PROBE,
-    TQKV_METAL_DECODE,
-    TQKV_METAL_ROTATE,
-    TQKV_METAL_ATTEND,
-    TQKV_METAL_ATTEND_MERGE,
-    TQKV_METAL_ATTEND_MATRIX,
-    TQKV_METAL_INDEX_CHOICE,
-    TQKV_METAL_ATTEND_LIST,
-    TQKV_METAL_INDEX_SCORES,
-    TQKV_METAL_CALIBRATE
-} tqkv_metal_family;
-
 /* Identifies a pipeline. Only bytes, without padding: a program keeps its pipelines by them and compares with
    memcmp. */
 typedef struct tqkv_metal_kernel {
@@ -915,10 +899,10 @@ typedef struct tqkv_metal_plan {
    text. Where the context multiplies no matrices it takes tqkv_metal_plan_lanes. */
 TQKV_METAL_API tqkv_result tqkv_metal_record(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_plan *plan);
 /* Builds the pipelines of a plan now, which its first recording would do, each in up to a second; any thread may, while
-   others record. The plan needs no buffers. Its pipelines depend on the number of queries (1, and each power of two),
-   on whether the context is short or long, and on what there is of halves, lists, trees, pages, sinks and centres: plan
-   those that will come. For a cache plan an append and attention of another one of the same desc, whose appends
-   tqkv_metal_cache_appended counts, though none has run. */
+   others record. Of buffers only those count that say what there is, as centres and the memory of a cache. Pipelines
+   depend on the number of queries (1, and each power of two), on whether the context is short or long, and on what there
+   is of halves, lists, trees, pages, sinks and centres: plan those that will come. For a cache plan an append and
+   attention of another one of the same desc, whose appends tqkv_metal_cache_appended counts, though none has run. */
 TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, tqkv_metal_plan *plan);
 
 /* What a pipeline runs. max_threads: the most that it allows a threadgroup, at least 32 */
