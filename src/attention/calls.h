@@ -37,14 +37,12 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
     return TQKV_OK;
 }
 
-/* Returns the bytes of a list. */
 static size_t tqkv__list_size(const tqkv__attention *a)
 {
     if (!a->call.list.rows) return 0;
     return (size_t)a->call.n_queries * (size_t)a->call.list.heads * (size_t)a->call.list.length * sizeof(int32_t);
 }
 
-/* Whether an attention reads memory at p. */
 static bool tqkv__reads(const tqkv__attention *a, const void *q, const void *p, size_t size)
 {
     for (int i = 0; i < TQKV__STREAMS; i++) {
@@ -140,7 +138,6 @@ static void tqkv__add_output(tqkv__writes *writes, tqkv__output output)
     }
 }
 
-/* Gets memory for the extents counted so far, of *size bytes. */
 static bool tqkv__open_writes(tqkv__writes *writes, const tqkv_allocator *allocator, size_t *size)
 {
     if (!tqkv__size_multiply(writes->n, sizeof *writes->extents, size)) return false;
@@ -187,7 +184,6 @@ static bool tqkv__reads_extent(const tqkv__request *request, const tqkv__extent 
            tqkv__reads_extent(request, extents + n / 2, n - n / 2);
 }
 
-/* Checks that no item writes what another one reads or writes. */
 static tqkv_result tqkv__check_outputs(const tqkv__request *requests, int n_requests, const tqkv_allocator *allocator)
 {
     size_t size;

@@ -8,7 +8,6 @@ static size_t tqkv__gathered_size(const tqkv__stream *s)
     return tqkv__gathered_codes(s) + 2 * TQKV__TILE * (size_t)s->norms_per_row * sizeof(float);
 }
 
-/* Returns the scratch for the scattered rows of an attention, in floats. */
 static size_t tqkv__gathered_floats(const tqkv__attention *a)
 {
     size_t size = 64;
@@ -81,7 +80,6 @@ static bool tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const t
     return tqkv__has_gaps(slot_list, ranks->n);
 }
 
-/* Finds the slots of all streams of a tile. */
 static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, tqkv__ranks *ranks)
 {
     const tqkv__stream *k = ranks->region.keys, *v = ranks->region.values;
@@ -152,7 +150,6 @@ static void tqkv__find_ranks(const tqkv__work *w, int pass, int64_t rank, tqkv__
     }
 }
 
-/* Finds the first tile of ranks of a stretch. */
 static void tqkv__find_first_ranks(const tqkv__work *w, tqkv__ranks *ranks)
 {
     tqkv__find_ranks(w, 0, w->passes[0].from, ranks);
@@ -206,7 +203,6 @@ static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int pass, int64_t position)
     return tqkv__tile_of_ranks(w, ranks, &w->ranks[2]);
 }
 
-/* Adds a pass through a range of positions to the sums of an item's rows. */
 static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
 {
     const tqkv__attention *a = w->a;

@@ -81,7 +81,6 @@ static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, in
     w->a->kernels->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
 }
 
-/* Returns the sums of n_rows rows in memory. */
 static tqkv__sums tqkv__sums_at(float *memory, size_t n_rows, int value_dim)
 {
     const size_t elements = n_rows * (size_t)value_dim;
@@ -260,7 +259,6 @@ static void tqkv__next_wave(tqkv__job *job)
     }
 }
 
-/* Adds the stretches of this wave to the total of a request. */
 static void tqkv__merge_wave(const tqkv__request *request)
 {
     const size_t n_rows = request->a->n_rows;
@@ -294,7 +292,6 @@ static void tqkv__run_waves(tqkv__job *job, const tqkv_parallel *parallel, float
     tqkv__fp_restore(mode);
 }
 
-/* Attends all requests after all checks, with the hooks of the first. */
 static tqkv_result tqkv__run_job(tqkv__request *requests, int n_requests)
 {
     tqkv__job job;

@@ -26,7 +26,6 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
-/* Takes the functions of the set, and what they look up. */
 static void tqkv__take_kernels(tqkv__attention *a)
 {
     a->kernels = tqkv__kernels_for(a->isa);
@@ -35,7 +34,6 @@ static void tqkv__take_kernels(tqkv__attention *a)
     if (a->call.tail) tqkv__fill_integers(&a->tail);
 }
 
-/* Takes the tail, which lies in the slots of the keys. */
 static tqkv_result tqkv__take_tail(tqkv__attention *a)
 {
     const tqkv__stream *keys = &a->keys, *tail = &a->tail;
@@ -65,7 +63,6 @@ static float tqkv__inverse_root(int n)
     return (float)root;
 }
 
-/* Resolves the strides of q and out, and finds their sizes. */
 static tqkv_result tqkv__take_strides(tqkv__attention *a)
 {
     tqkv_attention *call = &a->call;
@@ -80,7 +77,6 @@ static tqkv_result tqkv__take_strides(tqkv__attention *a)
     return TQKV__INVALID(TQKV__ROWS_SHARED);
 }
 
-/* Checks what does not depend on other fields. */
 static tqkv_result tqkv__check_options(const tqkv_attention *a)
 {
     if (a->first.n < 0 || a->last.n < 0 || a->last.from < 0)
@@ -244,7 +240,6 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
     return TQKV_OK;
 }
 
-/* Checks the store that keeps the first positions of a tail. */
 static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__stream *s)
 {
     const tqkv__stream *tail = &a->tail;
@@ -294,7 +289,6 @@ typedef struct tqkv__region {
     int64_t end; /* the first position behind them */
 } tqkv__region;
 
-/* Returns the keys or values (side) of a region. */
 static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int number)
 {
     if (number % 2 && a->exact[0][side]) return &a->ends[0][side];
@@ -442,7 +436,6 @@ static tqkv_result tqkv__attention_streams(const tqkv_attention *a, tqkv__attent
     return result == TQKV_OK ? tqkv__check_list(r) : result;
 }
 
-/* Opens the rest, and checks the windows. */
 static tqkv_result tqkv__attention_ends(tqkv__attention *a)
 {
     tqkv_result r = TQKV_OK;

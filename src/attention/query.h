@@ -18,14 +18,12 @@ typedef struct tqkv__request {
     float *total, *now;   /* spread: sums of all earlier waves; [n_wave]: of the stretches in this wave */
 } tqkv__request;
 
-/* Returns the caller's row that is row i of an item. */
 static size_t tqkv__caller_row(const tqkv__attention *a, const tqkv__item *item, int i)
 {
     const int row = item->first_row + i;
     return (size_t)(row / a->group) * (size_t)a->call.n_heads + (size_t)(item->kv_head * a->group + row % a->group);
 }
 
-/* Returns the value at which a row of the caller begins. */
 static size_t tqkv__row_begin(const tqkv__attention *a, tqkv_strides strides, size_t row)
 {
     const size_t n_heads = (size_t)a->call.n_heads;
@@ -83,7 +81,6 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
     return digits;
 }
 
-/* Returns the floats of an arranged query with its second digits. */
 static size_t tqkv__query_floats(const tqkv__attention *a) { return tqkv__first_floats(a) + (size_t)a->key_dim; }
 
 /* Returns which parts have second digits: 1 for the keys, 2 for the tail. arranged: [n_rows][head_dim] of the keys, of

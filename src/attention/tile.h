@@ -22,13 +22,11 @@ static bool tqkv__odd_rings(const tqkv__attention *a)
     return false;
 }
 
-/* Returns the positions from this one on that a tile may take. */
 static int tqkv__tile_room(const tqkv__stream *s, int64_t position)
 {
     return s->page_size % TQKV__TILE || s->ring ? TQKV__TILE : tqkv__slots_left(s, position);
 }
 
-/* Whether a ring wraps within n positions. */
 static bool tqkv__wraps(const tqkv__stream *s, int64_t position, int64_t n)
 {
     return s->ring && tqkv__slots_left(s, position) < n;
@@ -158,7 +156,6 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 /* Returns the numbers below n, at most 64, as bits. */
 static uint64_t tqkv__bits_below(int n) { return n < 64 ? ((uint64_t)1 << n) - 1 : UINT64_MAX; }
 
-/* Returns what a query sees of a tile's scores, when it looks at a range. */
 static tqkv__span tqkv__span_of(const tqkv__attention *a, int query, const tqkv__tile *tile, tqkv__range range)
 {
     const tqkv__range seen = tqkv__visible(a, query, range);

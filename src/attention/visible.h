@@ -1,6 +1,5 @@
 /* >>visible: which positions a query sees: windows, trees, lists */
 
-/* Returns the positions of a range that a query sees. */
 static tqkv__range tqkv__visible(const tqkv__attention *a, int query, tqkv__range range)
 {
     const int64_t position = a->call.end - a->call.n_queries + query;
@@ -20,7 +19,6 @@ static tqkv__range tqkv__visible_to(const tqkv__attention *a, int first, int las
     return seen;
 }
 
-/* Whether a query sees position j of the newest n_queries. */
 static bool tqkv__tree_has(const tqkv__attention *a, int j)
 {
     for (int i = j; i < a->call.n_queries; i++)
@@ -60,7 +58,6 @@ static int64_t tqkv__entry_at(const int32_t *entries, int64_t n, int64_t block)
     return low;
 }
 
-/* Returns the number of ranks before a position. */
 static int64_t tqkv__rank_of(const tqkv__list *l, int64_t position)
 {
     const int64_t block = position >> l->shift, inside = position & (((int64_t)1 << l->shift) - 1);
@@ -78,7 +75,6 @@ static int64_t tqkv__position_of(const tqkv__list *l, int64_t rank)
     return (block << l->shift) + (rank & (((int64_t)1 << l->shift) - 1));
 }
 
-/* Whether a tree hides a position from a query. */
 static bool tqkv__tree_hides(const tqkv__attention *a, int query, int64_t position)
 {
     const int64_t j = position - (a->call.end - a->call.n_queries);
@@ -112,7 +108,6 @@ static int64_t tqkv__row_length(const int32_t *row, int length)
     return n;
 }
 
-/* Opens the list of a query, as far as it looks at a range of positions. */
 static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, tqkv__range range)
 {
     tqkv__list l;
@@ -156,7 +151,6 @@ static uint64_t tqkv__hidden_ranks(const tqkv__attention *a, int query, const tq
     return hidden;
 }
 
-/* Returns the ranks that some query sees of a range of positions. */
 static tqkv__range tqkv__listed_to(const tqkv__attention *a, tqkv__range range)
 {
     tqkv__range all = {INT64_MAX, 0};
@@ -198,7 +192,6 @@ static tqkv_result tqkv__check_lists_seen(const tqkv__attention *a, tqkv__range 
     return r;
 }
 
-/* Checks the entries of the pages that hold a range of positions, in all streams. */
 static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, int64_t end)
 {
     tqkv_result r = TQKV_OK;

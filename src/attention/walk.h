@@ -32,7 +32,6 @@ static tqkv__range tqkv__range_of_rows(const tqkv__work *w, tqkv__range range)
     return range;
 }
 
-/* Returns what every row sees all of, in a range of positions. */
 static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
 {
     const tqkv__item *item = w->item;
@@ -70,7 +69,6 @@ static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
     if (newest->from < high) newest->from = high;
 }
 
-/* Returns what a query reads of a range in a pass. */
 static tqkv__range tqkv__range_in_pass(const tqkv__work *w, int pass, int query, tqkv__range range)
 {
     const int64_t exact = tqkv__exact_at(w->a, query);
@@ -212,7 +210,6 @@ static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__
     if (!a->shared && ranks->n) tqkv__ask(ranks->region.values, kv_head, ranks, ranks->values);
 }
 
-/* Returns the tile that is free. */
 static tqkv__tile *tqkv__next_tile(const tqkv__work *w, int64_t position, int n)
 {
     tqkv__tile *tile = &w->tiles[w->before == &w->tiles[0]];

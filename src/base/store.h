@@ -186,7 +186,6 @@ static tqkv_result tqkv__table_shape(const tqkv_store *store, tqkv__stream *s)
     return TQKV_OK;
 }
 
-/* Takes the format's row in TQKV__FORMATS, and its tables. */
 static void tqkv__take_format(tqkv_format format, tqkv__stream *s)
 {
     const tqkv__format *row = tqkv__format_of(format);
@@ -286,7 +285,6 @@ static const float *tqkv__scale_of(const tqkv__stream *s, int kv_head)
     return tqkv__of_head(s, s->channel_scale, kv_head);
 }
 
-/* Returns the bytes of a page table. */
 static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_pages * sizeof(int32_t); }
 
 /* TQ8 has more centroids than registers hold, but they are symmetric: centroid 255 - c is -centroid c, and the lower
@@ -297,7 +295,6 @@ static void tqkv__fill_planes(tqkv__stream *s)
         for (int p = 0; p < 4; p++) s->planes[p][i] = (uint8_t)(tqkv__bits(s->codebook[i]) >> (8 * p));
 }
 
-/* Whether encoding into a stream overwrites memory at p. */
 static bool tqkv__encoding_overlaps(const tqkv__stream *s, const void *p, size_t size)
 {
     return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size);
@@ -337,7 +334,6 @@ static bool tqkv__channels_overlap(const tqkv__stream *s, const void *p, size_t 
            tqkv__overlap(s->channel_scale, tqkv__center_size(s), p, size);
 }
 
-/* Whether memory at p is any of a stream's, read or written. */
 static bool tqkv__stream_overlaps(const tqkv__stream *s, const void *p, size_t size)
 {
     return tqkv__encoding_overlaps(s, p, size) || tqkv__channels_overlap(s, p, size) ||
@@ -495,7 +491,6 @@ static size_t tqkv__row_offset(const tqkv__stream *s, size_t token, size_t head)
     return (token * s->strides.token + head * s->strides.head) * tqkv__type_size(s->type);
 }
 
-/* Returns the caller's row of a token and a head. */
 static const void *tqkv__source_row(const tqkv__stream *s, const void *src, size_t token, size_t head)
 {
     return (const uint8_t *)src + tqkv__row_offset(s, token, head);
@@ -515,7 +510,6 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV_OK;
 }
 
-/* Returns the bytes of the caller's rows of so many tokens. */
 static size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
 {
     size_t bytes;

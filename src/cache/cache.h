@@ -189,7 +189,6 @@ static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     return TQKV_OK;
 }
 
-/* Takes the shapes of the streams. */
 static tqkv_result tqkv__cache_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
     c->keys.format = desc->key_format ? desc->key_format : TQKV_I8;
@@ -216,7 +215,6 @@ static tqkv_result tqkv__cache_shapes(const tqkv_cache_desc *desc, tqkv_cache *c
     return TQKV_OK;
 }
 
-/* Points the attention at the streams. */
 static void tqkv__cache_attach(tqkv_attention *a, const tqkv_cache *c)
 {
     a->keys = &c->keys;
@@ -291,7 +289,6 @@ static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__ca
 static void tqkv__learn_from(tqkv_cache *c, int n);
 static bool tqkv__raw_fits(const tqkv_cache *c);
 
-/* Returns where the channels of stream i lie. */
 static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
 {
     size_t before = 0, all = 0; /* of a cache that exists */
@@ -328,7 +325,6 @@ static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, cons
     tqkv__name_channels(c, i, kind, values != NULL);
 }
 
-/* Whether n values may be centres or scales. */
 static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values, size_t n)
 {
     if ((uintptr_t)values % sizeof(float)) return TQKV__INVALID("a centre or a scale is not aligned as floats");
@@ -345,7 +341,6 @@ static bool tqkv__gives_channels(const tqkv_cache_desc *desc)
     return desc->key_center || desc->key_scale || desc->value_center || desc->value_scale;
 }
 
-/* Checks the centres and scales of a desc. */
 static tqkv_result tqkv__check_given(const tqkv_cache_desc *desc, const tqkv_cache *c)
 {
     const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
@@ -369,7 +364,6 @@ static const float *tqkv__given(const tqkv_cache_desc *desc, const tqkv_cache *c
     return keys && i == TQKV__TAIL ? keys + c->keys.head_dim : keys;
 }
 
-/* Takes the centres and scales of a desc. */
 static void tqkv__take_given(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
     size_t stride;
@@ -428,7 +422,6 @@ TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
     memory.free(memory.user, c, c->size);
 }
 
-/* Returns the oldest resident position of a cache appended up to `end`. */
 static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 {
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
@@ -443,7 +436,6 @@ static void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
     c->first = tqkv__oldest(c, end);
 }
 
-/* Whether memory lies in that of a cache. */
 static bool tqkv__in_cache(const tqkv_cache *c, const void *p, size_t size)
 {
     return tqkv__overlap(c, c->size, p, size) || tqkv__overlap(c->grown, c->grown_size, p, size) ||
@@ -494,7 +486,6 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
     return r;
 }
 
-/* Copies the newest halves from position `from` on to a ring of another size. */
 static void tqkv__copy_newest(const tqkv_cache *c, int side, int64_t from, const tqkv_store *to)
 {
     const tqkv_store *old = &c->ends[1][side];
@@ -556,7 +547,6 @@ static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
     return TQKV_OK;
 }
 
-/* Encodes after all checks. */
 static void tqkv__append_rows(const tqkv_cache *c, tqkv__append *append)
 {
     for (int side = 0; side < 2; side++) {
@@ -598,7 +588,6 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     return r;
 }
 
-/* Counts what is kept as halves. */
 static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
 {
     const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_KEYS);
@@ -620,7 +609,6 @@ static tqkv_attention tqkv__view_codes(const tqkv_cache *c)
 
 #define TQKV__NO_RAW "a copy has no halves for queries at positions that its cache has learned from"
 
-/* Whether the cache has the halves of the newest that these queries read. */
 static tqkv_result tqkv__check_newest(const tqkv_cache *c, const tqkv_attention *call)
 {
     if (!tqkv__newest_room(c) || tqkv__exact_oldest(call, c->first) >= c->exact_held) return TQKV_OK;
@@ -644,7 +632,6 @@ TQKV_API tqkv_result tqkv_cache_view(const tqkv_cache *c, int n_queries, tqkv_at
     return r;
 }
 
-/* Opens the attention of a cache to its codes. */
 static tqkv_result tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqkv__attention *a)
 {
     tqkv_attention attention = c->attention;

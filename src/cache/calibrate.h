@@ -68,7 +68,6 @@ static bool tqkv__divide_raw(const tqkv_cache *c, tqkv__raw_room *room)
     return fits;
 }
 
-/* Whether there can be memory for all that a cache may keep raw. */
 static bool tqkv__raw_fits(const tqkv_cache *c)
 {
     tqkv__raw_room room;
@@ -143,7 +142,6 @@ static TQKV__NOINLINE bool tqkv__judge(const tqkv__stream *raw, int slot)
     return sums[0][0] > sums[1][0] * 0.25f;
 }
 
-/* Finds which of the raw positions that the cache learns from are new. */
 static void tqkv__judge_positions(const tqkv_cache *c)
 {
     tqkv__stream values;
@@ -293,7 +291,6 @@ static void tqkv__open_raw_side(const tqkv_cache *c, const tqkv_store *raw, int 
     job->has_newest[side] = newest && tqkv__stream_open(newest, &job->newest[side]) == TQKV_OK;
 }
 
-/* Brings the raw rows of a tail to its stores. */
 static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw, int n)
 {
     const tqkv_store *const stores[2] = {tqkv__store_of(c, TQKV__TAIL), tqkv__store_of(c, TQKV__FIRST_TAIL)};
@@ -342,7 +339,6 @@ static void tqkv__settle_edited(tqkv_cache *c)
 
 /* -- Appending -- */
 
-/* Leaves the first n tokens of a job out. */
 static void tqkv__skip_tokens(tqkv__encode_job *job, int n)
 {
     if (n > job->n_tokens) n = job->n_tokens < 0 ? 0 : job->n_tokens;
@@ -352,7 +348,6 @@ static void tqkv__skip_tokens(tqkv__encode_job *job, int n)
     if (job->n_tokens <= 0) job->n_streams = 0;
 }
 
-/* Keeps the first n tokens of an append raw. */
 static void tqkv__append_raw(const tqkv_cache *c, const tqkv__append *append, int n)
 {
     tqkv__stream raw[TQKV__CACHE_STREAMS];
@@ -368,7 +363,6 @@ static void tqkv__append_raw(const tqkv_cache *c, const tqkv__append *append, in
     tqkv__run_encode_tasks(&job);
 }
 
-/* Takes over what the cache has learned. */
 static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
 {
     tqkv__stream *const streams[2] = {&append->streams[0], &append->first[0]};
@@ -379,7 +373,6 @@ static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
     }
 }
 
-/* Appends the first n tokens of a job as raw halves, and leaves them out of it. */
 static void tqkv__take_raw(const tqkv_cache *c, tqkv__append *append, int n)
 {
     tqkv__append_raw(c, append, n);
@@ -473,7 +466,6 @@ static TQKV__NOINLINE tqkv_result tqkv__check_whole(const tqkv_cache *c, const v
     return r;
 }
 
-/* Opens the request whose queries read what is raw. */
 static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const void *q, int n_queries, void *out, tqkv__cut_call *cut)
 {
     tqkv__attention *a = &cut->a[0];
@@ -486,7 +478,6 @@ static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const void *q, int n_queri
     return r;
 }
 
-/* Opens the request whose queries, from number n_raw on, read codes. */
 static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const void *q, int n_queries, void *out, tqkv__cut_call *cut)
 {
     tqkv__attention *a = &cut->a[1];

@@ -167,7 +167,6 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     row(tag,          tag)
 // clang-format on
 
-/* The desc that makes a cache like c. */
 static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
 {
 #define TQKV__FIELD_OF(field, member) desc.field = c->member;
@@ -182,7 +181,6 @@ static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
     return desc;
 }
 
-/* Takes over the nonzero fields that another desc may bring. */
 static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
 {
     if (from->type) to->type = from->type;
@@ -199,7 +197,6 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     if (has) to->strides = from->strides;
 }
 
-/* Checks that the centres and scales of a desc are those that a cache has. */
 static tqkv_result tqkv__check_same_given(const tqkv_cache_desc *desc, const tqkv_cache *c)
 {
     tqkv_result r = tqkv__check_given(desc, c);
@@ -218,7 +215,6 @@ static tqkv_result tqkv__check_same_given(const tqkv_cache_desc *desc, const tqk
     return r;
 }
 
-/* Checks that the nonzero fields of the shape of `wanted` are those of `found`. */
 static tqkv_result tqkv__check_match(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
 {
 #define TQKV__FIELD_MATCHES(field, member)                                                                             \
@@ -245,7 +241,6 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
 
-/* Copies what a cache holds to a new one of its shape. */
 static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
 {
     tqkv_result r = c->learning && c->attention.end ? tqkv__get_raw(copy) : TQKV_OK;

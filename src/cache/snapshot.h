@@ -120,7 +120,6 @@ static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, const float *from, float 
     return TQKV_OK;
 }
 
-/* Moves the codes of a range of positions, then their norms, then the hash. */
 static tqkv_result tqkv__move_stored(tqkv__pipe *pipe, const tqkv__stream *s, tqkv__range range)
 {
     tqkv_result r = TQKV_OK;
@@ -203,7 +202,6 @@ static tqkv_result tqkv__read_header(tqkv__pipe *pipe, const char *magic, size_t
     return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
 }
 
-/* Returns a bit for each stream with a centre, or with a scale. */
 static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
 {
     uint32_t bits = 0;
@@ -344,7 +342,6 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
     return tqkv__check_positions_of(h);
 }
 
-/* Makes a cache hold what a header says. */
 static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
 {
     c->first = h->first;

@@ -52,7 +52,6 @@ typedef struct tqkv__tied {
     int dim;
 } tqkv__tied;
 
-/* Takes the rotary dimension of a store. */
 static tqkv_result tqkv__take_pairs(tqkv_pairs pairs, int rotary_dim, int head_dim, tqkv__tied *tied)
 {
     if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
@@ -166,7 +165,6 @@ static bool tqkv__may_write(const float *to, size_t size, const void *src, size_
            (tqkv__floats_at(to) && !tqkv__overlap(to, size, src, src_bytes) && !tqkv__overlap(to, size, q, q_bytes));
 }
 
-/* Checks the arguments of tqkv_calibrate. */
 static tqkv_result tqkv__check_calibration(const tqkv__stream *s, const void *src, int n_tokens,
                                            const tqkv__queries *queries, size_t q_bytes, const float *center,
                                            const float *scale)

@@ -69,7 +69,6 @@ typedef struct tqkv__tokens {
     int64_t position, end;
 } tqkv__tokens;
 
-/* Encodes tokens of some heads. */
 static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__heads *heads,
                                const tqkv__tokens *tokens)
 {

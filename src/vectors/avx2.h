@@ -103,7 +103,6 @@ TQKV__OP void tqkv__store_two_avx2(float *low, float *high, __m256 x)
     _mm_storeu_ps(low, _mm256_castps256_ps128(x));
     _mm_storeu_ps(high, _mm256_extractf128_ps(x, 1));
 }
-/* Widens bytes to words. */
 TQKV__OP __m256i tqkv__widen_bytes_avx2(const uint8_t *p) { return _mm256_cvtepu8_epi32(tqkv__load_64(p)); }
 TQKV__OP __m256 tqkv__swap_avx2(const int distance, __m256 x)
 {

@@ -33,7 +33,6 @@ typedef struct tqkv__i_row_avx2 {
 } tqkv__i_row_avx2;
 typedef __m256i tqkv__i_lanes_avx2, tqkv__i_repeated_avx2, tqkv__i_lane_sum_avx2;
 
-/* Returns the mask of lanes for so many bytes of codes. */
 TQKV__OP __m128i tqkv__i_lanes_left_avx2(int bytes)
 {
     return _mm_cmpgt_epi32(_mm_set1_epi32(bytes), _mm_set_epi32(12, 8, 4, 0));

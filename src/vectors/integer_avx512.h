@@ -22,7 +22,6 @@ typedef struct tqkv__i_bytes_avx512 {
 } tqkv__i_sum_avx512, tqkv__i_lane_sum_avx512, tqkv__i_row_avx512, tqkv__i_repeated_avx512;
 typedef __m512i tqkv__i_unit_avx512, tqkv__i_lanes_avx512;
 
-/* Returns so many bits, the lowest, set. */
 TQKV__OP uint64_t tqkv__i_lowest_avx512(int bits) { return ((uint64_t)1 << bits) - 1; }
 TQKV__OP tqkv__i_chunk_avx512 tqkv__i_open_chunk_avx512(const tqkv_format format, int left, const int8_t *centroids)
 {

@@ -129,7 +129,6 @@ static const tqkv__kernels *tqkv__kernels_of_neon(void)
 }
 #endif
 
-/* Returns the functions of attention of a set. */
 static const tqkv__kernels *tqkv__kernels_for(const tqkv__isa *isa)
 {
     if (isa == &tqkv__isa_scalar) return &tqkv__kernels_scalar;

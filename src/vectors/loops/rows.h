@@ -239,7 +239,6 @@ TQKV__OP TQKV__VECTOR TQKV__I(sum_of_row)(const TQKV__I(product) * p, int r, TQK
     return TQKV__S(to_floats)(TQKV__CODE_OFFSET ? TQKV__S(add_codes)(sum, TQKV__S(set_codes)(offset)) : sum);
 }
 
-/* Writes the scores of row r and the positions from j on */
 TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV__(codes) sum)
 {
     float *to = p->results + r * p->result_floats + j;
@@ -300,7 +299,6 @@ static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int,
 /* Sixteens of dimensions whose integers registers keep for so many rows */
 #define TQKV__KEPT(rows) (TQKV__INTEGER_LANES == 16 && (rows) > 2 ? 2 : 4)
 
-/* Loads the integers of a pass. */
 TQKV__OP void TQKV__I(load_rows)(const tqkv_format format, const int rows, const TQKV__I(product) * p, int dim, int d,
                                  TQKV__I(row) (*q)[4])
 {
@@ -649,7 +647,6 @@ TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const 
 
 /* -- A tile -- */
 
-/* Finds the scores of a panel. */
 TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
 {
     TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
@@ -689,7 +686,6 @@ TQKV__TARGET static void TQKV__I(score_tile)(const tqkv__stream *s, int kv_head,
     }
 }
 
-/* Adds to the sums of a panel. */
 TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
 {
     enum { STEP = 16 * TQKV__MANY_SIXTEENS, PLANE = TQKV__TILE / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES };
