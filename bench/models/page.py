@@ -260,8 +260,8 @@ def plan_text(runs):
         1,024 of code, lose at `small`'s bits, as a share of what `small` does: {by_small}. The loss of q8_0, 8.5 bits, takes a plan of so many
         bits: {by_q8}. KVarN with 4 bits and our exact ends, a little more than `small`, loses so many times as much: {times_small("kvarn4" + ENDS)}.""") + \
         "\n\n![Loss over bits with plans](budget.svg)\n\n" + \
-        wrapped("""`make models MODELS_FLAGS="--plan 4.5"` chooses formats for so many bits, `--bytes 2G --context 32768` for so many bytes, and
-        `--profile FILE` keeps them with centre and scale for [llama.cpp](llama.md) and `examples/profile.h`; `build/advise --bytes` plans
+        wrapped("""`make models MODELS_FLAGS="--plan 4.5"` chooses formats for so many bits, `--bytes 2G --context 32768` for so many bytes;
+        `--losses FILE` keeps what was measured for plans of other sizes, and `--profile FILE` keeps formats with centre and scale for [llama.cpp](llama.md) and `examples/profile.h`; `build/advise --bytes` plans
         from a capture. [Notes](notes/plans.md) say how far a plan holds on other texts.""") + "\n"
 
 
