@@ -234,19 +234,18 @@ typedef struct tqkv_cache_desc {
     /* Exact ends: so many of the first positions (a model's attention sinks), and of the newest before each query (its
        recent window), are kept in fp16, too, and read from there: most of the weight is there. More than the
        capacity counts as the capacity; F16 streams and the tail need none. The halves of the newest are room for 64
-       queries of one call; an append of more tokens makes more room, for as many. After truncate, remove and keep the
+       queries of one call; an append of more tokens makes more room, for as many. On a GPU
+       there is room for 512, and none is made for more at once. After truncate, remove and keep the
        newest may be left as codes until new ones come.
        Halves hold no value beyond 65504, and of a row that is all below 2^-17 less than codes do: here and while a cache
        learns (see calibrate) an append of such a row is TQKV_NOT_FINITE, and nothing is appended. */
     int exact_first, exact_last;
-    /* Make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512. */
-    int exact_batch;
     /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from so many of
        its first positions, without the exact_first. 0: not; else at least 16. It takes no more than a quarter of the
        capacity, or 16, and a ring refuses to be asked for more. Only new positions count, whose values (of a shared
        stream the row) differ from those of the position before by more than a quarter of their squared length: one
-       token again and again, padding and blanks teach nothing. With fewer than 64 new ones (of a `calibrate` below 128,
-       fewer than half, or 16) the centre is 0 and the scale 1, as if there were neither.
+       token again and again, padding and blanks would teach scales that ruin what follows. With fewer than 64 new ones
+       (of a `calibrate` below 128, fewer than half, or 16) all positions count, and no scale is below 1/2.
        Until the append that learns keys and values are halves as they came, and attention is exact. That append
        encodes them; queries at the positions before the point of learning still read the halves, until the next append
        gives their memory back (with non_causal, until this one). What it has learned counts from that append on:
@@ -330,7 +329,7 @@ TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int 
    fewer positions than the cache. desc: NULL, or nonzero fields for what the copy has otherwise: capacity
    (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
    threads), type (not back to TQKV_TYPE_F32, which is 0), strides, sinks, parallel, allocator, metal, matrix_group, non_causal,
-   exact_batch, a tag. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as
+   a tag. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as
    a ring, and one that needs less memory goes on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 
@@ -342,7 +341,7 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
 /* desc, never NULL, supplies what a snapshot lacks: type (zero is TQKV_TYPE_F32), strides, parallel, allocator, metal,
-   matrix_group, exact_batch, non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must
+   matrix_group, non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must
    match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or
    another version of tqkv; TQKV_EXPLAIN says which. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);
@@ -692,9 +691,10 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name);
    -framework Metal -framework Foundation. The interface is plain C: a Metal object has its own type in Objective-C, and
    is a void * elsewhere. Needs a GPU of family Apple7 (M1, A14) or later.
 
-   Recording. Calls with an encoder record into the caller's id<MTLComputeCommandEncoder>. They do not commit, wait or
-   allocate; only the first call of a kind builds its pipeline. Results are ready when the caller's command buffer has
-   completed. A failed call has recorded nothing.
+   Every call is a plan (>>metal-plan), which tqkv_metal_record writes into the caller's
+   id<MTLComputeCommandEncoder>. Recording does not commit, wait or allocate; only the first plan of a kind builds its
+   pipelines (tqkv_metal_prepare). Results are ready when the caller's command buffer has completed. A failed call has
+   recorded nothing.
    A serial encoder needs nothing else. In a concurrent encoder each call orders its own dispatches. The caller adds
    barriers between two calls if one reads or overwrites what the other writes (stores, sources, outputs, scratch,
    flags). Untracked resources need their usual fences.
@@ -771,46 +771,6 @@ typedef struct tqkv_metal_store {
     tqkv_metal_buffer pages;
 } tqkv_metal_store;
 
-/* As tqkv_encode, tqkv_probe, tqkv_decode and tqkv_rotate. A source row with NaN or Inf is stored as
-   zeros and sets not_finite, a uint32_t cleared by the caller, to 1. not_finite may be zero. */
-TQKV_METAL_API tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
-                                             tqkv_metal_buffer src, int n_tokens, int64_t position,
-                                             tqkv_metal_buffer not_finite);
-/* Keys and values, or keys and their tail, of the same tokens in one dispatch; stores of the same n_kv_heads. */
-TQKV_METAL_API tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *keys,
-                                                const tqkv_metal_store *values, tqkv_metal_buffer k,
-                                                tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                                tqkv_metal_buffer not_finite);
-/* As tqkv_encode with pages of one position; the second for keys and values at once, with the same slots. slots: int32_t [n_tokens], read
-   when the kernel runs. known, if it is not NULL, is what it will hold then: a bad or repeated slot is refused. Without
-   it a slot outside the store leaves its token out, and of two tokens with one slot either may win. */
-TQKV_METAL_API tqkv_result tqkv_metal_encode_slots(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
-                                                   tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer slots,
-                                                   const int32_t *known, tqkv_metal_buffer not_finite);
-TQKV_METAL_API tqkv_result tqkv_metal_encode_kv_slots(tqkv_metal *m, tqkv_metal_object encoder,
-                                                      const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                                      tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                                      tqkv_metal_buffer slots, const int32_t *known,
-                                                      tqkv_metal_buffer not_finite);
-/* codes and norms of s may be zero. */
-TQKV_METAL_API tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
-                                            tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer scaled,
-                                            tqkv_metal_buffer not_finite);
-TQKV_METAL_API tqkv_result tqkv_metal_decode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
-                                             int64_t position, int n_positions, tqkv_basis basis,
-                                             tqkv_metal_buffer dst);
-TQKV_METAL_API tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
-                                             int n_rows, int head_dim);
-TQKV_METAL_API tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
-                                               int n_rows, int head_dim);
-
-/* As tqkv_calibrate, to the same bits, but both results are written, and NaN, infinity and large magnitudes are not
-   detected. q: zero for none. Of shape no buffer is read. */
-TQKV_METAL_API tqkv_result tqkv_metal_calibrate(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *shape,
-                                                tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer q, int n_heads,
-                                                int n_queries, tqkv_pairs pairs, tqkv_metal_buffer center,
-                                                tqkv_metal_buffer channel_scale);
-
 /* The stores of a tqkv_ends. */
 typedef struct tqkv_metal_ends {
     const tqkv_metal_store *keys, *values, *tail;
@@ -839,68 +799,12 @@ typedef struct tqkv_metal_attention {
     tqkv_metal_ends first, last;
 } tqkv_metal_attention;
 
-/* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
-TQKV_METAL_API tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention *a, size_t *bytes);
-/* As tqkv_attend. scratch: at least the bytes of the call above, for this call alone. */
-TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
-                                             tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out);
-
-/* As tqkv_attend_partial, tqkv_attend_merge and tqkv_attend_finish; slices of GPU and processor may be merged. But max
-   is only within 8 of the largest score, and finish reads src_out, src_max and src_sum and writes out, another buffer,
-   in output_type and with output_strides. scratch: as for tqkv_metal_attend. Sinks and the values' centre are read by
-   finish alone; a merge sees whether stores have scales and centres, but not whether these are the same numbers. Merges
-   look at no buffers of the stores.
-   Merged in order, slices of linear or paged stores of rotated values, and keys without a centre, have the bits of
-   tqkv_metal_attend if each but the first is one section of the context: [0, 8192), then 32,768 positions each, under a
-   window 8,192; in place of the first section also its stretches of 512. The last may be shorter. */
-TQKV_METAL_API tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder,
-                                                     const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
-                                                     int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                                     tqkv_metal_buffer max, tqkv_metal_buffer sum);
-TQKV_METAL_API tqkv_result tqkv_metal_attend_merge(tqkv_metal *m, tqkv_metal_object encoder,
-                                                   const tqkv_metal_attention *a, tqkv_metal_buffer out,
-                                                   tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                   const tqkv_metal_attention *src, tqkv_metal_buffer src_out,
-                                                   tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum);
-TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_object encoder,
-                                                    const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
-                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                    tqkv_metal_buffer out);
-
-/* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in as many dispatches as one item
-   alone takes, cut evenly over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types,
-   bases, sinks and matrix_group, in which of the stores of halves they have, and all or none have a softcap, centres,
-   lists and pages; window, scale, softcap's size, tree, blocks of the lists, first.n, last.n, n_queries and
-   what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one buffer, at
-   any offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that
-   the processor can write, at a multiple of 256, with the bytes that the first call tells, for this call alone until it
-   has completed; scratch as for tqkv_metal_attend. The outputs are compared in memory of malloc. */
-TQKV_METAL_API tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
-                                                         size_t *arguments, size_t *scratch);
-TQKV_METAL_API tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder,
-                                                   const tqkv_metal_attention *items, int n_items,
-                                                   const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
-                                                   tqkv_metal_buffer scratch, const tqkv_metal_buffer *out);
-
 /* tqkv_index with buffers. NaN and Inf in q, weights or scores are not detected. */
 typedef struct tqkv_metal_index {
     tqkv_index index; /* its keys, weights, parallel and allocator are not read */
     const tqkv_metal_store *keys;
     tqkv_metal_buffer weights; /* float [n_queries][n_heads]; zero = 1 */
 } tqkv_metal_index;
-
-/* As tqkv_index_scores. head_dim 64 or 128, and a GPU whose matrices lie as attention needs them; else
-   TQKV_UNSUPPORTED. */
-TQKV_METAL_API tqkv_result tqkv_metal_index_scores(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
-                                                   tqkv_metal_buffer q, tqkv_metal_buffer scores);
-/* Bytes of scratch that the choice needs at most, for any `end`; 0 for many queries, or few blocks. */
-TQKV_METAL_API tqkv_result tqkv_metal_index_choose_scratch(tqkv_metal *m, const tqkv_metal_index *x, size_t *bytes);
-/* As tqkv_index_choose: the same list for the same scores, but a block whose score is NaN is chosen only as one of
-   `first` and `newest`. scores: float [n_queries][number of blocks up to end], list: int32_t [n_queries][k]. Of keys
-   only the shape is read. */
-TQKV_METAL_API tqkv_result tqkv_metal_index_choose(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
-                                                   tqkv_metal_buffer scores, int k, tqkv_metal_buffer scratch,
-                                                   tqkv_metal_buffer list);
 
 /* For programs without an encoder: calls record(user, encoder), commits to the context's queue and waits. If record
    fails, nothing runs and its result is returned. */
@@ -915,60 +819,34 @@ TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, t
    wait; all other calls, and attention to a tqkv_cache_view, run on the processor. Those that read
    or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
-   The two calls below record into an encoder. An append counts at once, and attention can be recorded after it; if the
-   command buffer fails, tqkv_metal_cache_failed takes back what it had. The processor sees the codes, and with
-   `calibrate` the centre and the scale, after the buffer has completed: nothing waits for these. Rows of a tail lie
-   apart from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of
-   the keys. not_finite is raised by rows that tqkv_cache_append refuses, too: then
-   the append is taken back by tqkv_cache_truncate or tqkv_metal_cache_failed. */
+   The two calls below record tqkv_metal_plan_cache_append and _attend of such a cache, for programs with an encoder of
+   their own. An append counts at once, and attention can be recorded after it; if the command buffer fails,
+   tqkv_metal_cache_failed takes back what it had. The processor sees the codes, and with `calibrate` the centre and the
+   scale, after the buffer has completed: nothing waits for these. not_finite is raised by rows that tqkv_cache_append
+   refuses, too: then the append is taken back by tqkv_cache_truncate or tqkv_metal_cache_failed. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
                                                    tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                    tqkv_metal_buffer not_finite);
 TQKV_METAL_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
                                                    tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                    tqkv_metal_buffer out);
-TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes);
-/* With the list and the tree of `some`, in buffers, whose other fields are ignored; and what
-   scratch that takes. */
-TQKV_METAL_API tqkv_result tqkv_metal_cache_attend_some(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
-                                                        const tqkv_metal_attention *some, tqkv_metal_buffer q,
-                                                        int n_queries, tqkv_metal_buffer scratch,
-                                                        tqkv_metal_buffer out);
-TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tqkv_cache *c,
-                                                         const tqkv_metal_attention *some, int n_queries,
-                                                         size_t *bytes);
-
-/* Builds the pipelines of such calls now, wherever the context will stand: encode_kv into the two stores (keys and
-   tail, if there is one; encode, if the keys are the values), with their pages if they have a table, and into those of
-   exact_first and exact_last, as many as there will be; attention of 1 to max_queries queries, with a list if
-   there is one; and what `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked
-   at, and of buffers only whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own.
-   Any thread may call it while others record; those do not wait. Other calls build theirs on first use, which takes up
-   to a second each. */
-#define TQKV_METAL_BATCHES 1
-#define TQKV_METAL_SLICES  2
-TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, int also);
-/* The same of an index: encode into its keys, scores of one or of several queries, and the choice. */
-TQKV_METAL_API tqkv_result tqkv_metal_index_prepare(tqkv_metal *m, const tqkv_metal_index *x, int max_queries);
-/* Of a cache: append and attention. */
-TQKV_METAL_API tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max_queries);
 
 #ifdef TQKV_METAL
 /* >>metal-plan
-   The same calls for engines that encode their own dispatches: Metal 4, MLX, ggml-metal. tqkv_metal_plan_X says what
-   tqkv_metal_X records. It needs TQKV_METAL beside TQKV_IMPLEMENTATION, but neither tqkv_metal.m nor Metal: buffers are
-   only compared, so `buffer` may be any pointer that stands for one.
-   For each dispatch of a plan, unless launch.threadgroups[0] is 0: take the pipeline of `kernel`, give it arguments and
-   bindings, wait for the dispatch before if there is a barrier, and run what tqkv_metal_plan_launch says. docs/metal.md
-   has the steps for Metal, examples/metal_plan.cpp is such an engine. */
+   What a call dispatches: tqkv_metal_plan_X does on a GPU what tqkv_X does on the processor. tqkv_metal_record runs a
+   plan through a context. An engine that encodes its own dispatches (Metal 4, MLX, ggml-metal) needs no context and no
+   Metal: buffers are only compared, so `buffer` may be any pointer that stands for one. For each dispatch, unless
+   launch.threadgroups[0] is 0, it takes the pipeline of `kernel`, gives it arguments and bindings, waits for the
+   dispatch before if there is a barrier, and runs what tqkv_metal_plan_launch says. docs/metal.md has the steps for
+   Metal, examples/metal_plan.cpp is such an engine. */
 enum {
     TQKV_METAL_NAME = 48,       /* bytes of a kernel's name, with the zero */
-    TQKV_METAL_TEXT = 256,      /* of tqkv_metal_kernel_text */
     TQKV_METAL_CONSTANTS = 40,  /* function constants have indices below */
     TQKV_METAL_ARGUMENTS = 256, /* most bytes of an argument struct */
     TQKV_METAL_BINDINGS = 28,
     TQKV_METAL_MEMORIES = 4,
     TQKV_METAL_DISPATCHES = 13,  /* most of a plan */
+    TQKV_METAL_REPORT = 4736,    /* bytes of tqkv_metal_plan_tables's report */
     TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
 };
 
@@ -992,20 +870,14 @@ typedef enum tqkv_metal_family {
    memcmp. */
 typedef struct tqkv_metal_kernel {
     uint8_t family, head_dim, value_dim; /* in units of 16, 0 = none; value_dim: if it differs */
-    uint8_t constants[TQKV_METAL_CONSTANTS];
+    /* The most simdgroups of a threadgroup: 32 times as many is maxTotalThreadsPerThreadgroup of its pipeline's
+       descriptor. Otherwise compilers plan for 1024 threads, with fewer registers for each. */
+    uint8_t most_simdgroups;
+    uint8_t constants[TQKV_METAL_CONSTANTS]; /* the value of each function constant and 1; 0: it is not set */
+    char name[TQKV_METAL_NAME];              /* of its function in the library, filled up with zeros */
 } tqkv_metal_kernel;
-
-/* The name of its function in the library. */
-TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME]);
-/* The same and its constants, "x" for one that is not set: a name of the pipeline, for engines that keep them by
-   strings. */
-TQKV_API void tqkv_metal_kernel_text(const tqkv_metal_kernel *kernel, char text[TQKV_METAL_TEXT]);
-/* The most threads of a threadgroup that plans give it, a multiple of 32: maxTotalThreadsPerThreadgroup of its
-   pipeline's descriptor. Otherwise compilers plan for 1024, with fewer registers for each. */
-TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel);
-typedef enum tqkv_metal_constant { TQKV_METAL_UNSET, TQKV_METAL_BOOL, TQKV_METAL_UINT } tqkv_metal_constant;
-/* The type of function constant `index` and, unless it is not set, its value: 0 or 1 of a bool. */
-TQKV_API tqkv_metal_constant tqkv_metal_kernel_constant(const tqkv_metal_kernel *kernel, int index, uint32_t *value);
+/* Whether function constant `index` is a uint, not a bool. */
+#define TQKV_METAL_IS_UINT(index) ((0x40040c043u >> (index)&1) != 0)
 
 /* A struct in constant memory: Metal's setBytes, or a copy in a buffer at a multiple of 256. */
 typedef struct tqkv_metal_arguments {
@@ -1042,13 +914,23 @@ typedef struct tqkv_metal_dispatch {
 typedef struct tqkv_metal_plan {
     const char *call;   /* its name, for error texts */
     tqkv_result result; /* of the function that made the plan. After a failure there are no dispatches. */
+    /* Of a call that takes scratch, planned with none (NULL): the bytes that it needs at most, wherever the context then
+       stands (`end` and kv_len may be 0). Of a batch that is planned without contents: those of its arguments, too. */
+    size_t scratch_size, arguments_size;
     int n;
     tqkv_metal_dispatch d[TQKV_METAL_DISPATCHES];
 } tqkv_metal_plan;
 
-/* Records a plan as tqkv_metal_X does it: checked, with pipelines and barriers. If the plan was refused, says so. Where
-   the context multiplies no matrices: tqkv_metal_plan_lanes. */
+/* Writes a plan into an encoder: checked, with pipelines and barriers. A plan that was refused is refused again, with a
+   text. Where the context multiplies no matrices it takes tqkv_metal_plan_lanes. */
 TQKV_METAL_API tqkv_result tqkv_metal_record(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_plan *plan);
+/* Builds the pipelines of a plan now, which its first recording would do, each in up to a second. Nothing else of the
+   plan is looked at: it needs no buffers, and its context need not be there yet. What a call needs depends on the number
+   of queries (1, and each power of two), on whether the context is short or long, and on whether there are a window's
+   halves, a list, a tree, pages, sinks, centres: plan those that will come. For a cache plan an append and attention of
+   another one of the same desc, whose appends tqkv_metal_cache_appended counts, though none has run. Any thread may
+   call it while others record; those do not wait. */
+TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, tqkv_metal_plan *plan);
 
 /* What a pipeline runs. max_threads: the most that it allows a threadgroup, at least 32 */
 typedef struct tqkv_metal_launch {
@@ -1060,46 +942,51 @@ TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t
 /* A binding before binding i that overlaps it while one of the two is written, or NULL. Such a call must not run. */
 TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i);
 
-/* Once a library: whether it was built from this header. Both dispatches write `report`, of so many bytes, zero before.
-   The first holds the tables, the second the product of two matrices, which a system may refuse. */
-TQKV_API size_t tqkv_metal_report_size(void);
+/* Once a library: whether it was built from this header. Both dispatches write `report`, zero before. The first holds the
+   tables, the second the product of two matrices, which a system may refuse. */
 TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_plan *plan);
 /* The first difference between the library's tables and sizes and this header's; NULL if there is none. */
 TQKV_API const char *tqkv_metal_stale_table(const void *report);
 /* Whether the GPU's matrices lie as attend_matrix needs them. If not, or if the system refuses that kernel:
    tqkv_metal_plan_lanes. */
 TQKV_API bool tqkv_metal_has_matrices(const void *report);
-/* Puts attend in the place of attend_matrix; buffers and arguments stay. False for a batch, which has to be planned
-   without matrices. */
+/* Puts attend in the place of attend_matrix; buffers and arguments stay. False for a batch, which has to be planned with
+   a matrix_group of INT_MAX. */
 TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan);
 
-/* Shapes, units and results are those of tqkv_metal_X. */
-TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
-                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
-TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                               tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
-TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
-                                                  tqkv_metal_buffer slots, const int32_t *known,
-                                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
-TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                                     tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                                     tqkv_metal_buffer slots, const int32_t *known,
-                                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
-TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+/* As tqkv_encode, of keys and values, or of keys and their tail, in one dispatch; stores of the same n_kv_heads.
+   values: NULL for one stream. A source row with NaN or Inf is stored as zeros and sets not_finite, a uint32_t cleared
+   by the caller, to 1. not_finite may be zero. To slots: stores with pages of one position, from position 0 on. */
+TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                            tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                            tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
+/* As tqkv_probe, to see how well rows fit the codebook: codes and norms of s may be zero. */
+TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
                                            tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
                                            tqkv_metal_plan *plan);
+/* As tqkv_decode, for an engine that needs rows again. */
 TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *s, int64_t position, int n_positions,
                                             tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan);
-TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+/* As tqkv_rotate, for queries and outputs in the basis of the codes. */
+TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, tqkv_basis to,
                                             tqkv_metal_plan *plan);
+/* As tqkv_calibrate, to the same bits, for stores that are not a cache's; but both results are written, and NaN,
+   infinity and large magnitudes are not detected. q: zero for none. Of shape no buffer is read. */
 TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
                                                tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
                                                tqkv_metal_buffer center, tqkv_metal_buffer channel_scale,
                                                tqkv_metal_plan *plan);
-TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *a, size_t *bytes);
+/* As tqkv_attend. scratch: for this call alone. */
 TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q,
                                             tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_plan *plan);
+/* As tqkv_attend_partial, tqkv_attend_merge and tqkv_attend_finish, for contexts in several stores or on several devices;
+   slices of GPU and processor may be merged. But max is only within 8 of the largest score, and finish reads src_out,
+   src_max and src_sum and writes out, another buffer, in output_type and with output_strides. Sinks and the values'
+   centre are read by finish alone; a merge sees whether stores have scales and centres, but not whether these are the
+   same numbers. Merges look at no buffers of the stores.
+   Merged in order, slices of linear or paged stores of rotated values, and keys without a centre, have the bits of
+   tqkv_metal_plan_attend if each but the first is one section of the context: [0, 8192), then 32,768 positions each,
+   under a window 8,192; in place of the first section also its stretches of 512. The last may be shorter. */
 TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
                                                     int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
                                                     tqkv_metal_buffer max, tqkv_metal_buffer sum,
@@ -1112,23 +999,35 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *a,
 TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
                                                    tqkv_metal_buffer out, tqkv_metal_plan *plan);
-/* Either size may be NULL. */
-TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
-                                                        size_t *arguments, size_t *scratch);
-/* contents: where the processor writes the bytes of arguments. matrices: whether attend_matrix may be used */
+/* As tqkv_attend_batch, for a server: each item as tqkv_metal_plan_attend does it, to the same bits, in as many
+   dispatches as one item alone takes, cut evenly over the sequences. q, out: [n_items]. The items agree in heads,
+   head_dim, formats, types, bases, sinks and matrix_group, in which of the stores of halves they have, and all or none
+   have a softcap, centres, lists and pages; window, scale, softcap's size, tree, blocks of the lists, first.n, last.n,
+   n_queries and what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one
+   buffer, at any offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments:
+   memory that the processor can write, at a multiple of 256, for this call alone until it has completed; contents: where
+   the processor sees them, or NULL for a plan that only tells sizes and pipelines. The outputs are compared in memory of
+   malloc. Where the context multiplies no matrices tqkv_metal_record says TQKV_UNSUPPORTED: set matrix_group to
+   INT_MAX. */
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
                                                   const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                                   void *contents, tqkv_metal_buffer scratch,
-                                                  const tqkv_metal_buffer *out, bool matrices, tqkv_metal_plan *plan);
+                                                  const tqkv_metal_buffer *out, tqkv_metal_plan *plan);
+/* As tqkv_index_scores. head_dim 64 or 128, and a GPU whose matrices lie as attention needs them; else
+   TQKV_UNSUPPORTED, by the plan or by tqkv_metal_record. */
 TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *x, tqkv_metal_buffer q,
                                                   tqkv_metal_buffer scores, tqkv_metal_plan *plan);
-TQKV_API tqkv_result tqkv_metal_plan_index_choose_scratch(const tqkv_metal_index *x, size_t *bytes);
+/* As tqkv_index_choose: the same list for the same scores, but a block whose score is NaN is chosen only as one of
+   `first` and `newest`. scores: float [n_queries][number of blocks up to end], list: int32_t [n_queries][k]. Of keys
+   only the shape is read. It needs no scratch for many queries, or few blocks. */
 TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqkv_metal_buffer scores, int k,
                                                   tqkv_metal_buffer scratch, tqkv_metal_buffer list,
                                                   tqkv_metal_plan *plan);
 
-/* Of a cache at the beginning of `memory`. layout: strides of the rows, or NULL: those of the cache. some: as
-   tqkv_metal_cache_attend_some's, or NULL. An append counts when tqkv_metal_cache_appended is called. */
+/* Of a cache at the beginning of `memory`. layout: strides of the rows, or NULL: those of the cache. Rows of a tail lie
+   apart from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of
+   the keys. At most 512 tokens where positions are kept as halves (exact_last), or 64 in a cache without a context. An append counts when
+   tqkv_metal_cache_appended is called. */
 TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
                                                   const tqkv_cache_strides *layout, tqkv_metal_buffer k,
                                                   tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
@@ -1137,23 +1036,11 @@ TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens);
 /* For appends that did not run, because a command buffer failed: as tqkv_cache_truncate, and if one of them was to
    learn centre and scale (calibrate), the cache learns again. Before any other edit, and when nothing is under way. */
 TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end);
-TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
-                                                   size_t *bytes);
+/* some: NULL, or an attention whose list and tree, in buffers, are taken; its other fields are ignored. */
 TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
                                                   const tqkv_cache_strides *layout, const tqkv_metal_attention *some,
                                                   tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan);
-
-/* Plans whose kernels are all that such calls will need: as tqkv_metal_prepare, tqkv_metal_index_prepare and
-   tqkv_metal_cache_prepare. `visit` sees each plan, and must build its pipelines and not run it; its failure ends the
-   call. */
-typedef tqkv_result (*tqkv_metal_visit)(void *user, tqkv_metal_plan *plan);
-TQKV_API tqkv_result tqkv_metal_plan_prepare(const tqkv_metal_attention *a, int max_queries, int also,
-                                             tqkv_metal_visit visit, void *user);
-TQKV_API tqkv_result tqkv_metal_plan_index_prepare(const tqkv_metal_index *x, int max_queries, tqkv_metal_visit visit,
-                                                   void *user);
-TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_metal_buffer memory, int max_queries,
-                                                   tqkv_metal_visit visit, void *user);
 #endif /* TQKV_METAL */
 
 #ifdef __cplusplus
@@ -1224,7 +1111,6 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_met
      >>plan-batch     batches
      >>plan-index     an index
      >>plan-cache     a cache
-     >>plan-prepare   what calls will need, planned ahead
      >>plan-report    what the shaders say that they were compiled with
 
      >>licence                                                                                                        */
@@ -10793,7 +10679,6 @@ struct tqkv_cache {
     tqkv_store ends[2][3];
     int exact_first, exact_last; /* at most the capacity */
     int asked_first, asked_last; /* as in the desc */
-    int exact_batch;             /* likewise */
     int64_t exact_below;         /* positions below it are among the first ones kept */
     int64_t exact_from;          /* positions below it are read as codes since an edit */
     int64_t exact_held;          /* the newest halves are there from it on */
@@ -10821,6 +10706,8 @@ struct tqkv_cache {
     tqkv_allocator memory;
     size_t size; /* of the cache's memory: the struct, the sinks, the codes and the norms */
 };
+
+enum { TQKV__APPENDED_ON_GPU = 512 }; /* tokens at once: memory for the newest halves does not grow there */
 
 /* This is where a cache has store i, whether there is one or not. */
 #define TQKV__STORE_AT(c, i)                                                                                           \
@@ -10961,8 +10848,7 @@ static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
     const int side = tqkv__stream_kinds[i].side;
     const bool last = tqkv__stream_kinds[i].end == TQKV__LAST_END;
     const tqkv_store *stream = tqkv__store_of(c, side);
-    const int64_t batch = desc->exact_batch ? desc->exact_batch : desc->metal ? 512 : 1;
-    const int64_t room = tqkv__end_room(c->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
+    const int64_t room = tqkv__end_room(c->exact_last, desc->metal ? TQKV__APPENDED_ON_GPU : TQKV__TILE);
     const bool halves = stream && side != TQKV__TAIL && stream->format != TQKV_F16;
     const bool as_it_is = stream && !halves && !last && desc->ring;
     tqkv_store *s = TQKV__STORE_AT(c, i);
@@ -10979,15 +10865,13 @@ static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
 /* Takes the shapes of what is kept besides. More than the capacity is what no query sees. */
 static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
-    const int first = desc->exact_first, last = desc->exact_last, batch = desc->exact_batch;
-    if (first < 0 || last < 0 || batch < 0) return TQKV__INVALID("exact_first, exact_last or exact_batch is negative");
+    const int first = desc->exact_first, last = desc->exact_last;
+    if (first < 0 || last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
     c->exact_first = first < desc->capacity ? first : desc->capacity;
     c->exact_last = last < desc->capacity ? last : desc->capacity;
-    if (tqkv__end_room(c->exact_last, (int64_t)batch + 512) > INT_MAX)
-        return TQKV__INVALID("exact_last or exact_batch is too large");
+    if (tqkv__end_room(c->exact_last, TQKV__APPENDED_ON_GPU) > INT_MAX) return TQKV__INVALID("exact_last is too large");
     c->asked_first = first;
     c->asked_last = last;
-    c->exact_batch = batch;
     c->tag = desc->tag;
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) tqkv__end_shape(desc, i, c);
     return TQKV_OK;
@@ -11342,7 +11226,7 @@ static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
     size_t size = 0;
     if (room < c->own_room) room = c->own_room;
     if (!n_tokens || !tqkv__newest_room(c) || room == tqkv__newest_room(c)) return TQKV_OK;
-    if (c->metal) return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: more than exact_batch");
+    if (c->metal) return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: a GPU has room for the halves of 512");
     if (room > INT_MAX) return TQKV_OUT_OF_MEMORY;
     const tqkv_result r = tqkv__get_newest(c, room, rings, &memory, &size);
     if (r != TQKV_OK) return r;
@@ -11497,8 +11381,10 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
 /* Positions from which a scale can be learned, and the new ones that are enough of any number. */
 #define TQKV__LEAST_POSITIONS 16
 #define TQKV__LEAST_NEW       64
+/* The least scale that fewer teach: on Qwen2.5-Coder behind padding `small` then loses what it does with known scales. */
+#define TQKV__LEAST_OF_FEW 0.5f
 
-/* Returns the new positions without which a cache learns nothing. */
+/* Returns the new positions without which a cache learns from all. */
 static int tqkv__least_new(const tqkv_cache *c)
 {
     const int half = c->learn_from / 2;
@@ -11685,34 +11571,34 @@ static TQKV__NOINLINE void tqkv__limit_scales(const tqkv_cache *c, const tqkv__s
 }
 
 /* Learns centre and scale of the keys from the new positions, without those that stay exact, if enough remain. Where
-   too few are new the centre is 0 and the scale 1: as if there were neither. */
+   too few are new it learns from all, since a model's biases show in any text; but a channel that hardly varies there
+   may vary in another text, so no scale is small. */
 static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
 {
-    tqkv__learnt learnt;
+    float room[TQKV_MAX_HEAD_DIM];
     tqkv__stream raw;
     const uint64_t mode = tqkv__fp_exact();
     (void)tqkv__stream_open(&c->raw[0], &raw);
     tqkv__judge_positions(c);
     const bool few = tqkv__count_new(c, 0) < tqkv__least_new(c);
+    if (few) memset(c->is_new, true, (size_t)c->learn_from);
     const int first = tqkv__count_new(c, c->exact_first) >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
     const size_t dim = (size_t)raw.head_dim;
     const tqkv__tied tied = {c->pairs, c->keys.rotary_dim ? c->keys.rotary_dim : raw.head_dim};
     float *center = tqkv__channel_room(c, TQKV__KEYS, TQKV__CENTERS),
           *scale = tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES);
-    for (size_t h = 0; h < (size_t)raw.n_kv_heads; h++) {
-        tqkv__raw_means(c, &raw, (int)h, first, NULL, false, learnt.center);
-        tqkv__raw_means(c, &raw, (int)h, first, learnt.center, true, learnt.rows);
-        tqkv__deviations(&tied, raw.head_dim, learnt.rows);
-        tqkv__scales_of(learnt.rows, NULL, raw.head_dim, scale + h * dim);
-        tqkv__limit_scales(c, &raw, (int)h, learnt.center, learnt.rows, scale + h * dim);
-        for (size_t d = 0; d < dim; d++) {
-            center[h * dim + d] = few ? 0.0f : learnt.center[d];
-            if (few) scale[h * dim + d] = 1.0f;
-        }
+    for (size_t h = 0; h < (size_t)raw.n_kv_heads; h++, center += dim, scale += dim) {
+        tqkv__raw_means(c, &raw, (int)h, first, NULL, false, center);
+        tqkv__raw_means(c, &raw, (int)h, first, center, true, room);
+        tqkv__deviations(&tied, raw.head_dim, room);
+        tqkv__scales_of(room, NULL, raw.head_dim, scale);
+        for (size_t d = 0; few && d < dim; d++)
+            scale[d] = scale[d] < TQKV__LEAST_OF_FEW ? TQKV__LEAST_OF_FEW : scale[d];
+        tqkv__limit_scales(c, &raw, (int)h, center, room, scale);
     }
     tqkv__fp_restore(mode);
-    tqkv__cache_channels(c, TQKV__KEYS, TQKV__CENTERS, center, dim);
-    tqkv__cache_channels(c, TQKV__KEYS, TQKV__SCALES, scale, dim);
+    tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, true);
+    tqkv__cache_channels(c, TQKV__KEYS, TQKV__SCALES, tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES), dim);
 }
 
 /* -- Encoding what was raw -- */
@@ -12185,7 +12071,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
     row(matrix_group, matrix_group)        row(non_causal, attention.non_causal)                                       \
-    row(exact_batch,  exact_batch)         row(tag,        tag)
+    row(tag,          tag)
 // clang-format on
 
 /* The desc that makes a cache like c. */
@@ -12212,7 +12098,6 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     if (from->allocator.alloc || from->allocator.free) to->allocator = from->allocator;
     if (from->metal) to->metal = from->metal;
     if (from->matrix_group) to->matrix_group = from->matrix_group;
-    if (from->exact_batch) to->exact_batch = from->exact_batch;
     if (from->tag) to->tag = from->tag;
     to->non_causal = to->non_causal || from->non_causal;
     const tqkv_strides all[] = {from->strides.k, from->strides.v, from->strides.q, from->strides.out};
@@ -13224,7 +13109,7 @@ typedef struct tqkv__calibrate_args {
     /* Of a cache that learns: it takes the rows of new positions, which its values show. value_dim 0: all rows */
     int32_t value_dim;
     int32_t n_exact, least_rest; /* the first n_exact are left out if at least least_rest new ones remain */
-    int32_t least_new;           /* of fewer the centre is 0 and the scale 1 */
+    int32_t least_new;           /* with fewer all rows count, and no scale is below 1/2 */
     uint32_t value_token_stride, value_head_stride;
 } tqkv__calibrate_args;
 
@@ -13329,15 +13214,17 @@ TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispa
     return NULL;
 }
 
-TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME])
+/* Writes the name of a kernel's function. */
+static void tqkv__name_kernel(tqkv_metal_kernel *kernel)
 {
     static const char *const families[] = {"tables",        "encode",       "encode_kv",   "probe",
                                            "decode",        "rotate",       "attend",      "attend_merge",
                                            "attend_matrix", "index_choice", "attend_list", "index_scores",
                                            "learn_scales"}; /* tqkv_metal_family */
     const int dims[] = {kernel->head_dim * TQKV__DIM_UNIT, kernel->value_dim * TQKV__DIM_UNIT};
-    char *at = name;
-    const char *texts[] = {"tqkv_", families[kernel->family]};
+    const char *const texts[] = {"tqkv_", families[kernel->family]};
+    char *at = kernel->name;
+    memset(kernel->name, 0, sizeof kernel->name);
     for (int i = 0; i < 2; i++) {
         memcpy(at, texts[i], strlen(texts[i]));
         at += strlen(texts[i]);
@@ -13349,46 +13236,31 @@ TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[
         while (dims[i] / unit >= 10) unit *= 10;
         for (; unit; unit /= 10) *at++ = (char)('0' + dims[i] / unit % 10);
     }
-    *at = 0;
 }
 
-typedef char tqkv__text_fits[TQKV_METAL_NAME + 4 * TQKV__CONSTANTS <= TQKV_METAL_TEXT ? 1 : -1];
-
-TQKV_API void tqkv_metal_kernel_text(const tqkv_metal_kernel *kernel, char text[TQKV_METAL_TEXT])
-{
-    tqkv_metal_kernel_name(kernel, text);
-    char *at = text + strlen(text);
-    for (int i = 0; i < TQKV__CONSTANTS; i++) {
-        const int value = kernel->constants[i] - 1;
-        *at++ = i ? '_' : '-';
-        if (value < 0) *at++ = 'x';
-        for (int unit = 100; value >= 0 && unit; unit /= 10)
-            if (value >= unit || unit == 1) *at++ = (char)('0' + value / unit % 10);
-    }
-    *at = 0;
-}
-
-TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel)
+/* Returns the most simdgroups that plans give a threadgroup of a kernel. */
+static int tqkv__most_simdgroups(const tqkv_metal_kernel *kernel)
 {
     switch (kernel->family) {
     case TQKV_METAL_TABLES:
-        return TQKV__SIMD_WIDTH;
+        return 1;
     case TQKV_METAL_CALIBRATE:
     case TQKV_METAL_INDEX_CHOICE:
     case TQKV_METAL_ATTEND_LIST:
-        return 1024;
+        return 1024 / TQKV__SIMD_WIDTH;
     case TQKV_METAL_ATTEND_MERGE:
-        return TQKV__MERGE_SIMDGROUPS(kernel->head_dim * TQKV__DIM_UNIT) * TQKV__SIMD_WIDTH;
+        return TQKV__MERGE_SIMDGROUPS(kernel->head_dim * TQKV__DIM_UNIT);
     default:
-        return (tqkv__shares_rows(kernel) ? TQKV__LONG_SIMDGROUPS : 4) * TQKV__SIMD_WIDTH;
+        return tqkv__shares_rows(kernel) ? TQKV__LONG_SIMDGROUPS : 4;
     }
 }
 
-TQKV_API tqkv_metal_constant tqkv_metal_kernel_constant(const tqkv_metal_kernel *kernel, int index, uint32_t *value)
+/* Gives a dispatch its kernel, for rows of its sizes. */
+static void tqkv__plan_family(tqkv_metal_dispatch *d, tqkv_metal_family family)
 {
-    if (index < 0 || index >= TQKV_METAL_CONSTANTS || !kernel->constants[index]) return TQKV_METAL_UNSET;
-    *value = kernel->constants[index] - 1u;
-    return TQKV__IS_NUMBER(index) ? TQKV_METAL_UINT : TQKV_METAL_BOOL;
+    d->kernel.family = (uint8_t)family;
+    d->kernel.most_simdgroups = (uint8_t)tqkv__most_simdgroups(&d->kernel);
+    tqkv__name_kernel(&d->kernel);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t max_threads, tqkv_metal_launch *out)
@@ -13438,6 +13310,7 @@ static bool tqkv__open_plan(tqkv_metal_plan *plan, const char *call)
     if (!plan) return false;
     plan->call = call;
     plan->n = 0;
+    plan->scratch_size = plan->arguments_size = 0;
     return true;
 }
 
@@ -13470,9 +13343,9 @@ static TQKV__NOINLINE void tqkv__plan_begin(tqkv_metal_dispatch *d, tqkv_metal_f
                                             int value_dim)
 {
     memset(d, 0, sizeof *d);
-    d->kernel.family = (uint8_t)family;
     d->kernel.head_dim = (uint8_t)(head_dim / TQKV__DIM_UNIT);
     d->kernel.value_dim = (uint8_t)(value_dim == head_dim ? 0 : value_dim / TQKV__DIM_UNIT);
+    tqkv__plan_family(d, family);
     d->grid[1] = d->grid[2] = 1;
 }
 
@@ -13649,14 +13522,11 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
     return TQKV_OK;
 }
 
-/* Where the tokens of an encode call go: to positions from `position` on, or to slots. */
+/* The tokens of an encode call. */
 typedef struct tqkv__mapping {
     int n_tokens;
     int64_t position;
-    bool by_slots;
-    tqkv_metal_buffer slot_list;
-    const int32_t *known; /* [n_tokens] or NULL */
-    bool besides[2];      /* each stream has halves that are kept besides codes */
+    bool besides[2]; /* each stream has halves that are kept besides codes */
 } tqkv__mapping;
 
 /* What an encode call takes of one stream. */
@@ -13676,38 +13546,10 @@ static void tqkv__plan_encode_memory(tqkv_metal_dispatch *d, int index, int head
     if (d->memory_each[index] < rows) d->memory_each[index] = rows;
 }
 
-static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slot_list, int n)
-{
-    const size_t size = (size_t)n * sizeof *slot_list;
-    if (!slot_list || (uintptr_t)slot_list % sizeof *slot_list)
-        return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
-    if (tqkv__encoding_overlaps(s, slot_list, size)) return TQKV__INVALID("slots overlap the store");
-    for (int t = 0; t < n; t++)
-        if (slot_list[t] < -1 || slot_list[t] >= s->capacity)
-            return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
-    return tqkv__all_distinct(slot_list, n, NULL, 0) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
-}
-
-/* Opens the store of a call that encodes. */
-static tqkv_result tqkv__plan_target(const tqkv_metal_store *store, const tqkv__mapping *mapping, tqkv__stream *s)
-{
-    if (!store || !mapping->by_slots) return tqkv__plan_open(store, s);
-    tqkv_store pool = store->shape;
-    pool.ring = false;
-    pool.pages = NULL;
-    return tqkv__stream_shape(&pool, s);
-}
-
-/* Checks the mapping to a store. Slots are a table with pages of one position. */
+/* Checks where the tokens go. */
 static tqkv_result tqkv__plan_mapping(const tqkv_store *shape, const tqkv__mapping *mapping, tqkv__stream *s)
 {
     const int n = mapping->n_tokens;
-    if (mapping->by_slots) {
-        const tqkv_result r = mapping->known ? tqkv__check_slots(s, mapping->known, n) : TQKV_OK;
-        s->n_pages = n;
-        s->page_size = 1;
-        return r == TQKV_OK ? tqkv__plan_positions(s) : r;
-    }
     tqkv_result r = tqkv__plan_positions(s);
     if (r == TQKV_OK) r = tqkv__check_positions(s, n, mapping->position, -1);
     return r == TQKV_OK ? tqkv__plan_check_pages(shape, mapping->position, n, true) : r;
@@ -13738,16 +13580,14 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
                         tqkv__plan_bind_channels(d, e->names[3], e->center, e->store->center, s, true));
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_SCALED : TQKV_FC_SCALED,
                         tqkv__plan_bind_channels(d, e->names[5], e->scale, e->store->channel_scale, s, true));
-    tqkv__plan_bind_pages(d, mapping->by_slots ? "slots" : e->names[4], e->pages,
-                          mapping->by_slots ? mapping->slot_list : e->store->pages, s,
-                          index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
+    tqkv__plan_bind_pages(d, e->names[4], e->pages, e->store->pages, s, index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
     d->memory[0] = TQKV__CELL_BYTES;
     tqkv__plan_encode_memory(d, 1, s->head_dim);
     d->memory[2] = TQKV__TABLE_BYTES;
     return TQKV_OK;
 }
 
-TQKV_API size_t tqkv_metal_report_size(void) { return sizeof(tqkv__table_report); }
+typedef char tqkv__report_fits[sizeof(tqkv__table_report) == TQKV_METAL_REPORT ? 1 : -1];
 
 TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_plan *plan)
 {
@@ -13763,13 +13603,14 @@ TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal
     return tqkv__close_plan(plan, TQKV_OK);
 }
 
+/* Encodes rows of one stream. */
 static tqkv_result tqkv__add_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, const tqkv__mapping *mapping,
                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
     const tqkv__encode_stream e = {
         {"src", "codes", "norms", "center", "pages", "channel_scale"}, store, &s, src, 5, 6, 7};
-    tqkv_result r = tqkv__plan_target(store, mapping, &s);
+    tqkv_result r = tqkv__plan_open(store, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
@@ -13799,8 +13640,8 @@ static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_
         10,
         12,
         14};
-    tqkv_result r = tqkv__plan_target(keys, mapping, &ks);
-    if (r == TQKV_OK) r = tqkv__plan_target(values, mapping, &vs);
+    tqkv_result r = tqkv__plan_open(keys, &ks);
+    if (r == TQKV_OK) r = tqkv__plan_open(values, &vs);
     if (r != TQKV_OK) return r;
     if (ks.n_kv_heads != vs.n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
     const bool tail = vs.head_dim == TQKV__TAIL_DIM(ks.head_dim);
@@ -13814,46 +13655,14 @@ static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_
     return r == TQKV_OK ? tqkv__plan_stream(d, &value, mapping) : r;
 }
 
-static tqkv__mapping tqkv__mapping_from(int n_tokens, int64_t position)
+TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                            tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                            tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__mapping mapping = {n_tokens, position, false, {NULL, 0}, NULL, {false, false}};
-    return mapping;
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
-{
-    const tqkv__mapping mapping = tqkv__mapping_from(n_tokens, position);
+    const tqkv__mapping mapping = {n_tokens, position, {false, false}};
     if (!tqkv__open_plan(plan, "encode")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &mapping, not_finite, plan));
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                                  tqkv_metal_buffer slot_list, const int32_t *known,
-                                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
-{
-    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known, {false, false}};
-    if (!tqkv__open_plan(plan, "encode_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &mapping, not_finite, plan));
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                               tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
-{
-    const tqkv__mapping mapping = tqkv__mapping_from(n_tokens, position);
-    if (!tqkv__open_plan(plan, "encode_kv")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &mapping, not_finite, plan));
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                                     tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                                     tqkv_metal_buffer slot_list, const int32_t *known,
-                                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
-{
-    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known, {false, false}};
-    if (!tqkv__open_plan(plan, "encode_kv_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &mapping, not_finite, plan));
+    return tqkv__close_plan(plan, values ? tqkv__add_encode_kv(keys, values, k, v, &mapping, not_finite, plan)
+                                         : tqkv__add_encode(keys, k, &mapping, not_finite, plan));
 }
 
 static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
@@ -13935,17 +13744,18 @@ TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64
     return tqkv__close_plan(plan, tqkv__add_decode(store, position, n_positions, basis, dst, plan));
 }
 
-static tqkv_result tqkv__add_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+static tqkv_result tqkv__add_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, tqkv_basis to,
                                     tqkv_metal_plan *plan)
 {
     size_t size;
     const tqkv_result r = tqkv__check_kernels(head_dim, head_dim);
     if (r != TQKV_OK) return r;
+    if (!tqkv__basis_known(to)) return TQKV__INVALID("to: no tqkv_basis");
     if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size))
         return TQKV__INVALID("n_rows is negative or too large");
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ROTATE, head_dim, head_dim);
-    tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
+    tqkv__plan_constant(d, TQKV_FC_UNROTATE, to == TQKV_ORIGINAL);
     const tqkv__rotate_args args = {n_rows};
     tqkv__plan_args(d, &args, sizeof args);
     tqkv__plan_bind(d, "rows", 1, rows, size, true);
@@ -13953,11 +13763,11 @@ static tqkv_result tqkv__add_rotate(tqkv_metal_buffer rows, int n_rows, int head
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, tqkv_basis to,
                                             tqkv_metal_plan *plan)
 {
-    if (!tqkv__open_plan(plan, unrotate ? "unrotate" : "rotate")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, unrotate, plan));
+    if (!tqkv__open_plan(plan, "rotate")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, to, plan));
 }
 
 /* How a cache tells which of its rows are new. */
@@ -14571,7 +14381,7 @@ static void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
     const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
     const tqkv__attend_args args = tqkv__attend_args_of(d);
     if (columns > most) columns = most;
-    d->kernel.family = matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND;
+    tqkv__plan_family(d, matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND);
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
     if (matrix)
         tqkv__plan_matrix_memory(d, (size_t)head_dim, columns);
@@ -14580,20 +14390,14 @@ static void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
     d->grid[1] = tqkv__row_groups(d, &args, (size_t)columns);
 }
 
-/* Puts attend in the place of attend_matrix. */
-static void tqkv__plan_lanes(tqkv_metal_dispatch *d)
-{
-    if (d->kernel.family != TQKV_METAL_ATTEND_MATRIX) return;
-    tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
-    if (d->n_simdgroups > 4) d->n_simdgroups = 4;
-}
-
 TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan)
 {
     for (int i = 0; i < plan->n; i++) {
-        const tqkv_metal_kernel *kernel = &plan->d[i].kernel;
-        if (kernel->family == TQKV_METAL_ATTEND_MATRIX && kernel->constants[TQKV_FC_BATCH] == 1 + true) return false;
-        tqkv__plan_lanes(&plan->d[i]);
+        tqkv_metal_dispatch *d = &plan->d[i];
+        if (d->kernel.family != TQKV_METAL_ATTEND_MATRIX) continue;
+        if (d->kernel.constants[TQKV_FC_BATCH] == 1 + true) return false;
+        tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
+        if (d->n_simdgroups > 4) d->n_simdgroups = 4;
     }
     return true;
 }
@@ -15105,12 +14909,76 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
 
 /* >>plan-calls: the calls of attention on a GPU. */
 
-/* Adds all dispatches of an attention. */
+/* Adds the most scratch for positions that are kept as halves: a stretch more than they fill, or all of a ring. */
+static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, size_t *bytes)
+{
+    const tqkv_attention *call = &a->call;
+    const tqkv_store *keys = last ? call->last.keys : call->first.keys,
+                     *values = last ? call->last.values : call->first.values;
+    const int64_t newest = call->last.n ? (int64_t)call->last.n + call->n_queries : 0,
+                  n = last ? newest : call->first.n, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
+    if (!n || (!keys && !values)) return TQKV_OK;
+    const bool ring = keys ? keys->ring : a->keys.ring;
+    const int64_t room = !ring ? 0 : keys ? keys->capacity : a->keys.capacity;
+    const size_t stretches = (size_t)((n > room ? n : room) / length + 2),
+                 row = sizeof(float) * (stretches * ((size_t)a->value_dim + 2) + 2);
+    if (a->n_rows > (SIZE_MAX - *bytes) / row) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
+    *bytes += a->n_rows * row;
+    return TQKV_OK;
+}
+
+/* Returns the most scratch of a context before tile `end` whose stretches are divided into strands: a longer one may
+   take less. */
+static size_t tqkv__scratch_of_strands(const tqkv__attention *a, const tqkv__split *split, int64_t end,
+                                       size_t most_sums)
+{
+    const size_t few = tqkv__most_stranded(split, a->keys.head_dim, end, most_sums),
+                 all = (size_t)(tqkv__stretch_of(end > 0 ? end - 1 : 0, split->n_short) - split->first_stretch + 1);
+    const size_t stretches = few < all ? few : all, most = stretches < TQKV__SECTION ? stretches : TQKV__SECTION,
+                 row = ((size_t)a->value_dim + 2) * sizeof(float);
+    return most ? a->n_rows * (row * TQKV__STRANDS * most + 2 * sizeof(float)) : 0;
+}
+
+/* Finds the most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot
+   of a section. If the whole store takes sections, a slice of it may take stretches, up to their limit. */
+static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums, size_t *bytes)
+{
+    tqkv__split split;
+    const int64_t section = (int64_t)TQKV__SECTION * TQKV__STRETCH_TILES, width = TQKV__SIMD_WIDTH;
+    const int64_t seen = (int64_t)a->call.window - 1 + a->call.n_queries,
+                  all = (a->keys.capacity + width - 1) / width + (a->call.list.rows ? 8 : 0);
+    const bool bounded = a->call.window && !a->keys.ring && seen / width + 2 < all;
+    const int64_t first = bounded ? section - 1 : 0, end = bounded ? section + (seen + width - 2) / width : all;
+    tqkv_result r = tqkv__choose_split(a, first, end, most_sums, &split);
+    if (r != TQKV_OK) return r;
+    const size_t stretches = most_sums + a->n_rows * 2 * sizeof(float);
+    *bytes = split.scratch_size;
+    const size_t strands = tqkv__scratch_of_strands(a, &split, end, most_sums);
+    if (split.sections_each == 1 && *bytes < stretches) *bytes = stretches;
+    if (*bytes < strands) *bytes = strands;
+    *bytes += tqkv__list_rows_size(a) * (a->call.first.n || a->call.last.n ? TQKV__REGIONS : 1);
+    for (int last = 0; last < 2 && r == TQKV_OK; last++) r = tqkv__add_scratch_of_end(a, last, bytes);
+    return r;
+}
+
+static tqkv_result tqkv__plan_scratch_within(const tqkv_metal_attention *from, size_t most_sums, size_t *bytes)
+{
+    tqkv__plan_call call;
+    tqkv__attention a;
+    tqkv_result r = tqkv__plan_shape(from, &call, &a);
+    if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
+    if (r == TQKV_OK && !a.call.n_queries) *bytes = 0;
+    return r == TQKV_OK && a.call.n_queries ? tqkv__plan_most_scratch(&a, most_sums, bytes) : r;
+}
+
+/* Adds all dispatches of an attention. Without scratch the plan says how much there has to be. */
 static tqkv_result tqkv__add_attention(const tqkv_metal_attention *from, int64_t first, int count,
                                        tqkv__attend_buffers *b, tqkv_metal_plan *plan)
 {
     tqkv__attend_plan dispatches;
-    const tqkv_result r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &dispatches);
+    tqkv_result r = TQKV_OK;
+    if (!b->scratch.buffer) r = tqkv__plan_scratch_within(from, TQKV__MOST_SUMS, &plan->scratch_size);
+    if (r == TQKV_OK) r = tqkv__plan_call_of(from, first, count, TQKV__MOST_SUMS, b, &dispatches);
     if (r == TQKV_OK) tqkv__order_dispatches(&dispatches, plan);
     return r;
 }
@@ -15206,74 +15074,6 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *f
     return tqkv__close_plan(plan, TQKV_OK);
 }
 
-/* Adds the most scratch for positions that are kept as halves: a stretch more than they fill, or all of a ring. */
-static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, size_t *bytes)
-{
-    const tqkv_attention *call = &a->call;
-    const tqkv_store *keys = last ? call->last.keys : call->first.keys,
-                     *values = last ? call->last.values : call->first.values;
-    const int64_t newest = call->last.n ? (int64_t)call->last.n + call->n_queries : 0,
-                  n = last ? newest : call->first.n, length = TQKV__STRETCH_TILES * TQKV__SIMD_WIDTH;
-    if (!n || (!keys && !values)) return TQKV_OK;
-    const bool ring = keys ? keys->ring : a->keys.ring;
-    const int64_t room = !ring ? 0 : keys ? keys->capacity : a->keys.capacity;
-    const size_t stretches = (size_t)((n > room ? n : room) / length + 2),
-                 row = sizeof(float) * (stretches * ((size_t)a->value_dim + 2) + 2);
-    if (a->n_rows > (SIZE_MAX - *bytes) / row) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
-    *bytes += a->n_rows * row;
-    return TQKV_OK;
-}
-
-/* Returns the most scratch of a context before tile `end` whose stretches are divided into strands: a longer one may
-   take less. */
-static size_t tqkv__scratch_of_strands(const tqkv__attention *a, const tqkv__split *split, int64_t end,
-                                       size_t most_sums)
-{
-    const size_t few = tqkv__most_stranded(split, a->keys.head_dim, end, most_sums),
-                 all = (size_t)(tqkv__stretch_of(end > 0 ? end - 1 : 0, split->n_short) - split->first_stretch + 1);
-    const size_t stretches = few < all ? few : all, most = stretches < TQKV__SECTION ? stretches : TQKV__SECTION,
-                 row = ((size_t)a->value_dim + 2) * sizeof(float);
-    return most ? a->n_rows * (row * TQKV__STRANDS * most + 2 * sizeof(float)) : 0;
-}
-
-/* Finds the most scratch for any `end`. A window takes most stretches and sections where it begins with the last slot
-   of a section. If the whole store takes sections, a slice of it may take stretches, up to their limit. */
-static tqkv_result tqkv__plan_most_scratch(tqkv__attention *a, size_t most_sums, size_t *bytes)
-{
-    tqkv__split split;
-    const int64_t section = (int64_t)TQKV__SECTION * TQKV__STRETCH_TILES, width = TQKV__SIMD_WIDTH;
-    const int64_t seen = (int64_t)a->call.window - 1 + a->call.n_queries,
-                  all = (a->keys.capacity + width - 1) / width + (a->call.list.rows ? 8 : 0);
-    const bool bounded = a->call.window && !a->keys.ring && seen / width + 2 < all;
-    const int64_t first = bounded ? section - 1 : 0, end = bounded ? section + (seen + width - 2) / width : all;
-    tqkv_result r = tqkv__choose_split(a, first, end, most_sums, &split);
-    if (r != TQKV_OK) return r;
-    const size_t stretches = most_sums + a->n_rows * 2 * sizeof(float);
-    *bytes = split.scratch_size;
-    const size_t strands = tqkv__scratch_of_strands(a, &split, end, most_sums);
-    if (split.sections_each == 1 && *bytes < stretches) *bytes = stretches;
-    if (*bytes < strands) *bytes = strands;
-    *bytes += tqkv__list_rows_size(a) * (a->call.first.n || a->call.last.n ? TQKV__REGIONS : 1);
-    for (int last = 0; last < 2 && r == TQKV_OK; last++) r = tqkv__add_scratch_of_end(a, last, bytes);
-    return r;
-}
-
-static tqkv_result tqkv__plan_scratch_within(const tqkv_metal_attention *from, size_t most_sums, size_t *bytes)
-{
-    tqkv__plan_call call;
-    tqkv__attention a;
-    tqkv_result r = tqkv__plan_shape(from, &call, &a);
-    if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
-    if (r == TQKV_OK && !a.call.n_queries) *bytes = 0;
-    return r == TQKV_OK && a.call.n_queries ? tqkv__plan_most_scratch(&a, most_sums, bytes) : r;
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_attend_scratch(const tqkv_metal_attention *from, size_t *bytes)
-{
-    if (!bytes) return TQKV__INVALID("bytes is NULL");
-    return tqkv__plan_scratch_within(from, TQKV__MOST_SUMS, bytes);
-}
-
 /* >>plan-batch: batches. Each item is planned as a call of its own, and the plans are joined. */
 
 static tqkv_metal_binding *tqkv__binding_at(tqkv_metal_dispatch *d, int index)
@@ -15300,18 +15100,16 @@ typedef struct tqkv__batch {
     int tables;     /* tqkv__batch_tables */
     const tqkv_metal_buffer *q, *out;
     tqkv_metal_buffer arguments, scratch;
-    bool matrices;
 } tqkv__batch;
 
 /* Plans item i alone, with the scratch from *used on. An item without positions has no partial results. */
 static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *used, tqkv__attend_plan *own)
 {
-    tqkv__attend_buffers buffers = tqkv__buffers_of_call(b->q[i], tqkv__buffer_after(b->scratch, *used), b->out[i]);
+    const tqkv_metal_buffer none = {NULL, 0}, q = b->q ? b->q[i] : none, out = b->out ? b->out[i] : none;
+    tqkv__attend_buffers buffers = tqkv__buffers_of_call(q, tqkv__buffer_after(b->scratch, *used), out);
     const tqkv_result r =
         tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)(b->n ? b->n : 1), &buffers, own);
     if (r != TQKV_OK || own->empty) return r;
-    for (int p = 0; p < TQKV__REGIONS && !b->matrices; p++)
-        if (own->has[p]) tqkv__plan_lanes(&own->attends[p]);
     if (own->has[TQKV__CODES_REGION] && tqkv__sees_nothing(&own->attends[TQKV__CODES_REGION])) {
         tqkv__merge_args merge = tqkv__merge_args_of(&own->merge);
         merge.n_partials = merge.before = 0;
@@ -15622,15 +15420,16 @@ static void tqkv__plan_all_joined(const tqkv__batch *b, size_t used, tqkv__atten
     tqkv__binding_at(&all->merge, 2)->size = 0;
 }
 
-/* Plans a batch. Without queries nothing is set. */
+/* Plans a batch. Without queries nothing is set; without contents no arguments are written. */
 static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__attend_plan *all)
 {
     size_t used = 0;
-    if (!b->items || !b->q || !b->out || !contents) return TQKV__INVALID("items, q, out or contents is NULL");
+    if (contents && (!b->q || !b->out)) return TQKV__INVALID("q or out is NULL");
     tqkv_result r = tqkv__join_items(b, &used, all);
     all->empty = !b->n;
     if (r != TQKV_OK || all->empty) return r;
     tqkv__plan_all_joined(b, used, all);
+    if (!contents) return TQKV_OK;
     if ((r = tqkv__write_items(b, contents, all)) != TQKV_OK) return r;
     const int head_dim = all->merge.kernel.head_dim * TQKV__DIM_UNIT,
               type = all->merge.kernel.constants[TQKV_FC_TYPE] - 1;
@@ -15639,40 +15438,36 @@ static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__
     return tqkv__check_item_outputs(b, merges, value, head_dim);
 }
 
+/* Finds the bytes of a batch's arguments, and its most scratch. */
+static tqkv_result tqkv__batch_sizes(const tqkv__batch *b, tqkv_metal_plan *plan)
+{
+    size_t own = 0;
+    tqkv_result r = tqkv__batch_arguments(b->items, b->n_items, &plan->arguments_size);
+    for (int i = 0; i < b->n_items && r == TQKV_OK; i++) {
+        r = tqkv__plan_scratch_within(&b->items[i], TQKV__MOST_SUMS / (size_t)(b->n ? b->n : 1), &own);
+        if (r == TQKV_OK && own > SIZE_MAX - plan->scratch_size) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
+        plan->scratch_size += own;
+    }
+    return r;
+}
+
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
                                                   const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                                   void *contents, tqkv_metal_buffer scratch,
-                                                  const tqkv_metal_buffer *out, bool matrices, tqkv_metal_plan *plan)
+                                                  const tqkv_metal_buffer *out, tqkv_metal_plan *plan)
 {
     tqkv__attend_plan all;
     if (!tqkv__open_plan(plan, "attend_batch")) return TQKV__INVALID(TQKV__NO_PLAN);
-    if (n_items < 0) return tqkv__close_plan(plan, TQKV__INVALID("n_items is negative"));
+    if (n_items < 0 || (n_items && !items))
+        return tqkv__close_plan(plan, TQKV__INVALID("n_items is negative, or items is NULL"));
     if (n_items == 0) return tqkv__close_plan(plan, TQKV_OK);
-    const int tables = items ? tqkv__batch_tables(items, n_items) : 1,
-              n = items ? tqkv__count_items(items, n_items) : 0;
-    const tqkv__batch b = {items, n_items, n, tables, q, out, arguments, scratch, matrices};
-    const tqkv_result r = tqkv__plan_batch(&b, contents, &all);
+    if (!contents) arguments.buffer = NULL; /* nothing is written there, so it must not run */
+    const int tables = tqkv__batch_tables(items, n_items), n = tqkv__count_items(items, n_items);
+    const tqkv__batch b = {items, n_items, n, tables, q, out, arguments, scratch};
+    tqkv_result r = contents ? TQKV_OK : tqkv__batch_sizes(&b, plan);
+    if (r == TQKV_OK) r = tqkv__plan_batch(&b, contents, &all);
     if (r == TQKV_OK) tqkv__order_dispatches(&all, plan);
     return tqkv__close_plan(plan, r);
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
-                                                        size_t *arguments, size_t *scratch)
-{
-    size_t bytes = 0, all = 0, own = 0;
-    if (n_items < 0 || (n_items && !items)) return TQKV__INVALID("n_items is negative, or items is NULL");
-    tqkv_result r = tqkv__batch_arguments(items, n_items, &bytes);
-    const size_t n = (size_t)tqkv__count_items(items, n_items), most_sums = TQKV__MOST_SUMS / (n ? n : 1);
-    for (int i = 0; scratch && i < n_items && r == TQKV_OK; i++) {
-        r = tqkv__plan_scratch_within(&items[i], most_sums, &own);
-        if (r != TQKV_OK) return r;
-        if (own > SIZE_MAX - all) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
-        all += own;
-    }
-    if (r != TQKV_OK) return r;
-    if (arguments) *arguments = bytes;
-    if (scratch) *scratch = all;
-    return TQKV_OK;
 }
 
 /* >>plan-index: the scores of an index and the choice of blocks */
@@ -15822,18 +15617,6 @@ static size_t tqkv__choose_words(int64_t n_blocks, int n_queries)
     return tqkv__chooses_alone(n_blocks, n_queries) ? 0 : TQKV__CHOOSE_SCRATCH(chunks, blocks);
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_index_choose_scratch(const tqkv_metal_index *from, size_t *bytes)
-{
-    tqkv__index x;
-    if (!bytes) return TQKV__INVALID("bytes is NULL");
-    const tqkv_result r = tqkv__plan_index_open(from, &x);
-    if (r != TQKV_OK) return r;
-    const int64_t keys = tqkv__room(&x.a.keys),
-                  blocks = keys / x.call.block + 2; /* the first and the last may be cut */
-    *bytes = (size_t)x.a.call.n_queries * tqkv__choose_words(blocks, x.a.call.n_queries) * sizeof(uint32_t);
-    return TQKV_OK;
-}
-
 static void tqkv__plan_choose(const tqkv__choose_args *args, size_t n_queries, const tqkv_metal_buffer buffers[3],
                               tqkv_metal_dispatch *d)
 {
@@ -15863,6 +15646,9 @@ static tqkv_result tqkv__add_choice(const tqkv_metal_index *from, tqkv_metal_buf
     const tqkv_result r = tqkv__plan_index_open(from, &x);
     if (r != TQKV_OK) return r;
     const int n_queries = x.a.call.n_queries;
+    if (!scratch.buffer) /* of the whole store, whose first and last block may be cut */
+        plan->scratch_size = (size_t)n_queries * sizeof(uint32_t) *
+                             tqkv__choose_words(tqkv__room(&x.a.keys) / x.call.block + 2, n_queries);
     if (k < 0 || !tqkv__array_size(n_queries, k, 1, sizeof(int32_t), &size) ||
         !tqkv__array_size(n_queries, (int)x.blocks, 1, sizeof(float), &size))
         return TQKV__INVALID("k is negative, or scores or list too large");
@@ -15958,7 +15744,7 @@ static tqkv_metal_store tqkv__target_of_rows(const tqkv_cache *c, tqkv_metal_buf
 static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
                                   int one, int other, tqkv_metal_plan *plan)
 {
-    tqkv__mapping mapping = tqkv__mapping_from(rows->n_tokens, rows->n_tokens ? rows->position : 0);
+    tqkv__mapping mapping = {rows->n_tokens, rows->n_tokens ? rows->position : 0, {false, false}};
     const bool has_one = tqkv__has_store(c, one), has_other = other != one && tqkv__has_store(c, other);
     const tqkv_metal_buffer of_one = rows->at[tqkv__stream_kinds[one].side],
                             of_other = rows->at[tqkv__stream_kinds[other].side];
@@ -16112,10 +15898,11 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens, int n_r
     const int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
     if (!c->metal && (c->learning || n_raw))
         return TQKV__REFUSE(UNSUPPORTED, "calibrate: its halves lie apart in a cache without a context (metal)");
-    if (c->grown) return TQKV__REFUSE(UNSUPPORTED, "the processor has appended more tokens than exact_batch");
+    if (c->grown) return TQKV__REFUSE(UNSUPPORTED, "the processor has appended more tokens at once than a GPU can");
     if (tqkv__newest_room(c) && n_tokens &&
         (wanted < c->keys.capacity ? wanted : c->keys.capacity) > tqkv__newest_room(c))
-        return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: more than exact_batch");
+        return TQKV__REFUSE(OUT_OF_RANGE,
+                            "n_tokens: there is room for the halves of 512, without a context (metal) of 64");
     return TQKV_OK;
 }
 
@@ -16227,8 +16014,8 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
 }
 
-/* Opens a call over codes and what is kept besides. learnt: as they will be when the cache has learned */
-static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory, bool learnt, tqkv__cache_call *call)
+/* Opens a call over codes and what is kept besides. */
+static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv__cache_call *call)
 {
     const tqkv_attention view = tqkv__view_codes(c);
     const int values = c->shared ? TQKV__KEYS : TQKV__VALUES;
@@ -16239,9 +16026,6 @@ static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     a->first.values = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS + values);
     a->last.keys = tqkv__store_of_call(c, call, TQKV__LAST_KEYS);
     a->last.values = tqkv__store_of_call(c, call, TQKV__LAST_KEYS + values);
-    for (int i = 0; learnt && i < TQKV__RAW; i++)
-        if (tqkv__stream_kinds[i].side == TQKV__KEYS && tqkv__has_store(c, i))
-            tqkv__take_learnt_buffers(c, memory, &call->stores[i]);
 }
 
 /* Opens a call over what is raw: of n_queries queries, the last of which stands before `end`. */
@@ -16260,31 +16044,22 @@ static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_
     const tqkv_metal_buffer none = {NULL, 0};
     tqkv__cache_call call;
     size_t raw = 0;
-    tqkv__open_coded_call(c, none, false, &call);
+    tqkv__open_coded_call(c, none, &call);
     if (some) tqkv__take_some_buffers(some, 0, &call.attention);
     call.attention.attention.n_queries = n_queries;
     call.attention.attention.first.n = c->exact_first; /* as many as there will ever be */
     call.attention.attention.last.n = c->exact_last;
-    tqkv_result r = tqkv_metal_plan_attend_scratch(&call.attention, coded);
+    tqkv_result r = tqkv__plan_scratch_within(&call.attention, TQKV__MOST_SUMS, coded);
     *coded = (*coded + 15) / 16 * 16;
     if (r == TQKV_OK && c->raw_below && c->raw[0].codes && c->metal) {
         tqkv__open_raw_call(c, none, 0, n_queries, &call);
         if (some) tqkv__take_some_buffers(some, 0, &call.attention);
-        r = tqkv_metal_plan_attend_scratch(&call.attention, &raw);
+        r = tqkv__plan_scratch_within(&call.attention, TQKV__MOST_SUMS, &raw);
     }
     if (r != TQKV_OK) return r;
     if (raw > SIZE_MAX - *coded) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
     *bytes = *coded + raw;
     return TQKV_OK;
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
-                                                   size_t *bytes)
-{
-    size_t coded = 0;
-    if (!c || n_queries < 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
-    if (!bytes) return TQKV__INVALID("bytes is NULL");
-    return tqkv__scratch_of_cache(c, some, n_queries, &coded, bytes);
 }
 
 /* The queries of a call, their buffers, and where the outputs go. */
@@ -16350,7 +16125,7 @@ static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer mem
     if (r != TQKV_OK) return r;
     if (n_raw < n) {
         const int first = whole ? 0 : n_raw;
-        tqkv__open_coded_call(c, memory, false, &call);
+        tqkv__open_coded_call(c, memory, &call);
         r = tqkv__add_cache_call(from, first, n - first, &call, plan);
         if (r == TQKV_OK && n_raw) r = tqkv__scratch_of_cache(c, from->some, n, &coded, &bytes);
     }
@@ -16372,237 +16147,13 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
     if (!c || n_queries < 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
     if (!n_queries) return tqkv__close_plan(plan, TQKV_OK);
     const int n_raw = tqkv__raw_queries(c, n_queries);
-    const tqkv_result r = tqkv__check_on_gpu(c, 0, n_raw);
+    size_t coded = 0;
+    tqkv_result r = tqkv__check_on_gpu(c, 0, n_raw);
     if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     const tqkv__queries_in_buffers from = {some, q, scratch, out, tqkv__layout_of_call(c, layout), n_queries};
-    return tqkv__close_plan(plan, tqkv__add_cut_call(c, memory, &from, n_raw, plan));
-}
-
-/* >>plan-prepare: what calls will need, planned ahead of time so that pipelines can be built. */
-
-/* The last number of queries that can need a pipeline of its own: more of them fill all columns of a threadgroup. */
-enum { TQKV__MOST_PREPARED = TQKV__MOST_MATRIX_COLUMNS(64) };
-
-/* Who sees the plans. */
-typedef struct tqkv__visitor {
-    tqkv_metal_visit visit;
-    void *user;
-    tqkv_metal_plan plan;
-} tqkv__visitor;
-
-static tqkv_result tqkv__check_visit(tqkv_metal_visit visit, int max_queries)
-{
-    return visit && max_queries >= 0 ? TQKV_OK : TQKV__INVALID("visit is NULL, or max_queries negative");
-}
-
-/* Visits a plan. planned: the result of what made it */
-static tqkv_result tqkv__visit(tqkv__visitor *v, tqkv_result planned)
-{
-    return planned == TQKV_OK ? v->visit(v->user, &v->plan) : planned;
-}
-
-/* Visits a plan as it is, and for a page table that is shorter than a tile where it is not, or the reverse. */
-static tqkv_result tqkv__visit_tables(tqkv__visitor *v, tqkv_result planned)
-{
-    bool other = false;
-    const tqkv_result r = tqkv__visit(v, planned);
-    for (int i = 0; i < v->plan.n && r == TQKV_OK; i++) {
-        tqkv_metal_dispatch *d = &v->plan.d[i];
-        const bool attend = d->kernel.family == TQKV_METAL_ATTEND || d->kernel.family == TQKV_METAL_ATTEND_MATRIX;
-        const int page_size = attend ? tqkv__attend_args_of(d).key_page_size : 0;
-        if (!page_size || page_size >= TQKV__SIMD_WIDTH) continue;
-        tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, d->kernel.constants[TQKV_FC_SHORT_STORE] == 1 + false);
-        other = true;
-    }
-    return other ? tqkv__visit(v, r) : r;
-}
-
-/* Visits a plan for contexts that are short, whose stretches are divided into strands, and for others. Only attention
-   to codes has strands: it comes before that to the newest halves. */
-static tqkv_result tqkv__visit_lengths(tqkv__visitor *v, tqkv_result planned)
-{
-    const tqkv_result r = tqkv__visit_tables(v, planned);
-    for (int i = v->plan.n - 1; i >= 0 && r == TQKV_OK; i--) {
-        tqkv_metal_dispatch *d = &v->plan.d[i];
-        const uint8_t *constants = d->kernel.constants;
-        const bool lanes = d->kernel.family == TQKV_METAL_ATTEND,
-                   codes = constants[TQKV_FC_HALVES] != 1 + TQKV__NEWEST_HALVES;
-        if ((!lanes && d->kernel.family != TQKV_METAL_ATTEND_MATRIX) || !codes) continue;
-        if (!lanes && !tqkv__matrix_has_strands(d->kernel.head_dim * TQKV__DIM_UNIT, constants[TQKV_FC_COLUMNS] - 1))
-            return r;
-        tqkv__plan_constant(d, TQKV_FC_STRANDS, constants[TQKV_FC_STRANDS] == 1 + false);
-        return tqkv__visit_tables(v, r);
-    }
-    return r;
-}
-
-/* Visits attention, alone and in batches. */
-static tqkv_result tqkv__visit_attention(tqkv__visitor *v, tqkv_result planned, bool batches)
-{
-    const tqkv_result r = tqkv__visit_lengths(v, planned);
-    if (r != TQKV_OK || !batches) return r;
-    for (int i = 0; i < v->plan.n; i++) tqkv__plan_constant(&v->plan.d[i], TQKV_FC_BATCH, true);
-    return tqkv__visit_lengths(v, r);
-}
-
-/* Visits what writes keys and values, or one of them. */
-static tqkv_result tqkv__visit_encoding(tqkv__visitor *v, const tqkv_metal_store *keys, const tqkv_metal_store *values)
-{
-    const tqkv_metal_buffer none = {NULL, 0};
-    if (!keys && !values) return TQKV_OK;
-    return tqkv__visit(v, keys && values ? tqkv_metal_plan_encode_kv(keys, values, none, none, 0, 0, none, &v->plan)
-                                         : tqkv_metal_plan_encode(keys ? keys : values, none, 0, 0, none, &v->plan));
-}
-
-/* Visits slices of an attention, their merge and their end. */
-static tqkv_result tqkv__visit_slices(tqkv__visitor *v, const tqkv_metal_attention *a)
-{
-    const tqkv_metal_buffer none = {NULL, 0};
-    const int count = a->attention.kv_len;
-    const int64_t first = a->attention.end - count;
-    tqkv_result r = tqkv_metal_plan_attend_partial(a, none, first, count, none, none, none, none, &v->plan);
-    r = tqkv__visit_attention(v, r, false);
-    if (r != TQKV_OK) return r;
-    r = tqkv__visit(v, tqkv_metal_plan_attend_merge(a, none, none, none, a, none, none, none, &v->plan));
-    return r == TQKV_OK ? tqkv__visit(v, tqkv_metal_plan_attend_finish(a, none, none, none, none, &v->plan)) : r;
-}
-
-/* Returns the store without the processor's copy of its page table. */
-static tqkv_metal_store tqkv__any_pages(const tqkv_metal_store *s)
-{
-    tqkv_metal_store any = *s;
-    if (s->pages.buffer) any.shape.pages = NULL;
-    return any;
-}
-
-static int64_t tqkv__positions_in(const tqkv_store *s)
-{
-    return s->n_pages ? (int64_t)s->n_pages * s->page_size : s->capacity;
-}
-
-/* Gives an attention positions in every region that its context can have, as far as the stores go. */
-static void tqkv__take_all_regions(tqkv_attention *a, const tqkv_store *keys, const tqkv_store *values)
-{
-    const tqkv_store *const stores[] = {keys, values};
-    const int64_t end = (int64_t)a->first.n + a->last.n + 1; /* one that is neither */
-    a->end = end;
-    a->last.from = 0;
-    a->kv_len = end < INT_MAX ? (int)end : INT_MAX;
-    for (int i = 0; i < 2; i++) {
-        const int64_t room = tqkv__positions_in(stores[i]);
-        if (room < a->kv_len) a->kv_len = (int)room;
-        if (room < a->end && !stores[i]->ring) a->end = room;
-    }
-}
-
-/* Whether attention of n queries is to be planned. */
-static bool tqkv__prepares(int n, int max_queries) { return n <= max_queries && n <= TQKV__MOST_PREPARED; }
-
-/* Visits attention of all numbers of queries. call: in all regions */
-static tqkv_result tqkv__visit_queries(tqkv__visitor *v, tqkv_metal_attention *call, int max_queries, int also)
-{
-    const tqkv_metal_buffer none = {NULL, 0};
-    tqkv_result r = TQKV_OK;
-    for (int n = 1; r == TQKV_OK && tqkv__prepares(n, max_queries); n++) {
-        call->attention.n_queries = n;
-        r = tqkv_metal_plan_attend(call, none, none, none, &v->plan);
-        r = tqkv__visit_attention(v, r, also & TQKV_METAL_BATCHES);
-        if (r == TQKV_OK && (also & TQKV_METAL_SLICES)) r = tqkv__visit_slices(v, call);
-    }
-    return r;
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_prepare(const tqkv_metal_attention *a, int max_queries, int also,
-                                             tqkv_metal_visit visit, void *user)
-{
-    tqkv__visitor v;
-    tqkv_result r = tqkv__check_visit(visit, max_queries);
-    if (r != TQKV_OK) return r;
-    if (!a || !a->keys || !a->values) return TQKV__INVALID("the attention or a store is NULL");
-    v.visit = visit;
-    v.user = user;
-    const bool shared = a->keys == a->values;
-    const tqkv_metal_store keys = tqkv__any_pages(a->keys), values = tqkv__any_pages(a->values),
-                           others = tqkv__any_pages(a->tail ? a->tail : a->values);
-    tqkv_metal_attention call = *a;
-    call.keys = &keys;
-    call.values = &values;
-    call.tail = a->tail ? &others : NULL;
-    call.attention.tree = NULL; /* what the processor knows of it, and of the list, is of another number of queries */
-    call.attention.list.rows = NULL;
-    tqkv__take_all_regions(&call.attention, &keys.shape, &values.shape);
-    r = tqkv__visit_encoding(&v, &keys, shared && !a->tail ? NULL : &others);
-    if (r == TQKV_OK && a->attention.first.n)
-        r = tqkv__visit_encoding(&v, a->first.keys, shared ? NULL : a->first.values);
-    if (r == TQKV_OK && a->attention.last.n) r = tqkv__visit_encoding(&v, a->last.keys, shared ? NULL : a->last.values);
-    return r == TQKV_OK ? tqkv__visit_queries(&v, &call, max_queries, also) : r;
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_index_prepare(const tqkv_metal_index *x, int max_queries, tqkv_metal_visit visit,
-                                                   void *user)
-{
-    const tqkv_metal_buffer none = {NULL, 0};
-    tqkv__visitor v;
-    tqkv_result r = tqkv__check_visit(visit, max_queries);
-    if (r != TQKV_OK) return r;
-    if (!x || !x->keys) return TQKV__INVALID("the index or its keys are NULL");
-    v.visit = visit;
-    v.user = user;
-    const tqkv_metal_store keys = tqkv__any_pages(x->keys);
-    tqkv_metal_index call = *x;
-    call.keys = &keys;
-    call.index.end = call.index.positions = 0;
-    call.index.kv_len = 0;
-    r = tqkv__visit_encoding(&v, &keys, NULL);
-    for (int n = 1; r == TQKV_OK && n <= 2 && tqkv__prepares(n, max_queries); n++) { /* one, or several */
-        call.index.n_queries = n;
-        r = tqkv__visit(&v, tqkv_metal_plan_index_scores(&call, none, none, &v.plan));
-        if (r == TQKV_OK) r = tqkv__visit(&v, tqkv_metal_plan_index_choose(&call, none, 1, none, none, &v.plan));
-    }
-    return r;
-}
-
-/* Appending. A cache that learns also keeps halves, learns and encodes these. */
-static tqkv_result tqkv__visit_append(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv__visitor *v)
-{
-    const tqkv_metal_buffer none = {NULL, 0};
-    tqkv__rows_in_buffers rows;
-    tqkv_result r = tqkv__check_on_gpu(c, 0, 0);
-    if (r == TQKV_OK) r = tqkv__open_rows(c, NULL, none, none, 0, none, &rows);
-    if (r != TQKV_OK) return r;
-    rows.position = 0;
-    rows.learnt = c->learning;
-    (void)tqkv__open_plan(&v->plan, "cache_append");
-    r = tqkv__visit(v, tqkv__close_plan(&v->plan, tqkv__add_coded(c, memory, &rows, &v->plan)));
-    if (r != TQKV_OK || !c->learning) return r;
-    rows.position = c->learn_from - 1;
-    rows.n_tokens = 1;
-    rows.learnt = false;
-    (void)tqkv__open_plan(&v->plan, "cache_append");
-    return tqkv__visit(v, tqkv__close_plan(&v->plan, tqkv__add_raw(c, memory, &rows, &v->plan)));
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_cache_prepare(const tqkv_cache *c, tqkv_metal_buffer memory, int max_queries,
-                                                   tqkv_metal_visit visit, void *user)
-{
-    tqkv__cache_call call;
-    tqkv__visitor v;
-    tqkv_attention *a = &call.attention.attention;
-    tqkv_result r = tqkv__check_visit(visit, max_queries);
-    if (r == TQKV_OK && !c) r = TQKV__INVALID("the cache is NULL");
-    if (r != TQKV_OK) return r;
-    v.visit = visit;
-    v.user = user;
-    if ((r = tqkv__visit_append(c, memory, &v)) != TQKV_OK) return r;
-    tqkv__open_coded_call(c, memory, c->learning, &call);
-    a->first.n = c->exact_first;
-    a->last.n = c->exact_last;
-    tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
-    r = tqkv__visit_queries(&v, &call.attention, max_queries, 0);
-    if (r != TQKV_OK || !c->raw_below || !c->metal) return r;
-    tqkv__open_raw_call(c, memory, 0, 1, &call);
-    tqkv__take_all_regions(a, &call.attention.keys->shape, &call.attention.values->shape);
-    return tqkv__visit_queries(&v, &call.attention, max_queries, 0);
+    r = tqkv__add_cut_call(c, memory, &from, n_raw, plan);
+    if (r == TQKV_OK && !scratch.buffer) r = tqkv__scratch_of_cache(c, some, n_queries, &coded, &plan->scratch_size);
+    return tqkv__close_plan(plan, r);
 }
 
 /* >>plan-report: what the kernel `tables` reports, compared with what the host has */

@@ -14,10 +14,8 @@
      >>errors         what went wrong, in words
      >>pipelines      built on first use, kept as long as the context
      >>recording      a plan handed to an encoder; command buffers of our own
-     >>calls          of stores: tqkv_metal_encode and the like
      >>memory         what processor and GPU share: tqkv_metal_allocator, tqkv_metal_find
      >>caches         tqkv_metal_cache_append and the like
-     >>prepare        pipelines ahead of time
      >>waiting        the calls of tqkv_cache, which wait for the GPU
      >>self-test      one cache on the GPU, one on the processor
      >>context        libraries, the device, create and destroy */
@@ -164,19 +162,19 @@ static tqkv_result tqkv__get_kept(tqkv_metal *m, tqkv__kept **list, const tqkv_m
 
 static NSString *tqkv__function_name(const tqkv_metal_kernel *kernel)
 {
-    char name[TQKV_METAL_NAME];
-    tqkv_metal_kernel_name(kernel, name);
-    return [NSString stringWithUTF8String:name];
+    return [NSString stringWithUTF8String:kernel->name];
 }
 
 static void tqkv__set_values(const tqkv_metal_kernel *kernel, MTLFunctionConstantValues *values)
 {
     for (int i = 0; i < TQKV_METAL_CONSTANTS; i++) {
-        uint32_t value = 0;
-        const tqkv_metal_constant type = tqkv_metal_kernel_constant(kernel, i, &value);
+        const uint32_t value = kernel->constants[i] - 1u;
         const bool flag = value != 0;
-        if (type == TQKV_METAL_UINT) [values setConstantValue:&value type:MTLDataTypeUInt atIndex:(NSUInteger)i];
-        if (type == TQKV_METAL_BOOL) [values setConstantValue:&flag type:MTLDataTypeBool atIndex:(NSUInteger)i];
+        if (!kernel->constants[i]) continue;
+        if (TQKV_METAL_IS_UINT(i))
+            [values setConstantValue:&value type:MTLDataTypeUInt atIndex:(NSUInteger)i];
+        else
+            [values setConstantValue:&flag type:MTLDataTypeBool atIndex:(NSUInteger)i];
     }
 }
 
@@ -212,7 +210,7 @@ static id<MTLComputePipelineState> tqkv__new_state(tqkv_metal *m, const tqkv_met
 {
     MTLComputePipelineDescriptor *descriptor = [[MTLComputePipelineDescriptor alloc] init];
     [descriptor setComputeFunction:function];
-    [descriptor setMaxTotalThreadsPerThreadgroup:(NSUInteger)tqkv_metal_kernel_threads(kernel)];
+    [descriptor setMaxTotalThreadsPerThreadgroup:(NSUInteger)kernel->most_simdgroups * TQKV__SIMD_WIDTH];
     [descriptor setThreadGroupSizeIsMultipleOfThreadExecutionWidth:YES];
     id<MTLComputePipelineState> state = [m->device newComputePipelineStateWithDescriptor:descriptor
                                                                                  options:MTLPipelineOptionNone
@@ -323,11 +321,19 @@ static bool tqkv__lost_matrices(tqkv_metal *m, tqkv_result r, const tqkv_metal_p
     return true;
 }
 
-/* Without matrices attend takes the place of attend_matrix, but not in a batch, which is planned anew. */
+/* Without matrices attend takes the place of attend_matrix, but not in a batch, which the caller plans anew. */
+static tqkv_result tqkv__avoid_matrices(tqkv_metal *m, tqkv_metal_plan *plan)
+{
+    if (plan->n && plan->d[0].kernel.family == TQKV_METAL_INDEX_SCORES)
+        return tqkv__fail(m, TQKV_UNSUPPORTED, "%s: this GPU's matrices lie otherwise, or Metal refuses them",
+                          plan->call);
+    if (tqkv_metal_plan_lanes(plan)) return TQKV_OK;
+    return tqkv__fail(m, TQKV_UNSUPPORTED, "%s: planned with matrices, without which the context goes on", plan->call);
+}
+
 static tqkv_result tqkv__try_pipelines(tqkv_metal *m, tqkv_metal_plan *plan, const tqkv__kept **out)
 {
-    tqkv_result r = TQKV_OK;
-    if (!tqkv__has_matrices(m)) tqkv_metal_plan_lanes(plan);
+    tqkv_result r = tqkv__has_matrices(m) ? TQKV_OK : tqkv__avoid_matrices(m, plan);
     for (int i = 0; i < plan->n && r == TQKV_OK; i++) r = tqkv__get_pipeline(m, &plan->d[i].kernel, &out[i]);
     return r;
 }
@@ -336,8 +342,7 @@ static tqkv_result tqkv__try_pipelines(tqkv_metal *m, tqkv_metal_plan *plan, con
 static tqkv_result tqkv__get_pipelines(tqkv_metal *m, tqkv_metal_plan *plan, const tqkv__kept **out)
 {
     const tqkv_result r = tqkv__try_pipelines(m, plan, out);
-    if (!tqkv__lost_matrices(m, r, plan)) return r;
-    return tqkv__has_matrices(m) || tqkv_metal_plan_lanes(plan) ? tqkv__try_pipelines(m, plan, out) : r;
+    return tqkv__lost_matrices(m, r, plan) ? tqkv__try_pipelines(m, plan, out) : r;
 }
 
 /* >>recording: a plan, checked against Metal's objects and handed to an encoder; command buffers of our own */
@@ -428,13 +433,26 @@ static tqkv_result tqkv__planned(tqkv_metal *m, tqkv_result r, const char *call)
                       r == TQKV_UNSUPPORTED ? "; " TQKV__KERNELS_TEXT : "");
 }
 
+/* Looks at what made a plan. */
+static tqkv_result tqkv__check_plan(tqkv_metal *m, const tqkv_metal_plan *plan)
+{
+    if (!m) return TQKV_INVALID_ARGUMENT;
+    return plan ? tqkv__planned(m, plan->result, plan->call) : tqkv__planned(m, TQKV_INVALID_ARGUMENT, "plan");
+}
+
+tqkv_result tqkv_metal_prepare(tqkv_metal *m, tqkv_metal_plan *plan)
+{
+    const tqkv__kept *pipelines[TQKV_METAL_DISPATCHES];
+    const tqkv_result r = tqkv__check_plan(m, plan);
+    return r == TQKV_OK ? tqkv__get_pipelines(m, plan, pipelines) : r;
+}
+
 tqkv_result tqkv_metal_record(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_plan *plan)
 {
     const tqkv__kept *pipelines[TQKV_METAL_DISPATCHES];
-    if (!m) return TQKV_INVALID_ARGUMENT;
-    if (!plan) return tqkv__planned(m, TQKV_INVALID_ARGUMENT, "record");
-    tqkv_result r = tqkv__planned(m, plan->result, plan->call);
-    if (r == TQKV_OK) r = tqkv__check_encoder(m, encoder, plan->call);
+    tqkv_result r = tqkv__check_plan(m, plan);
+    if (r != TQKV_OK) return r;
+    r = tqkv__check_encoder(m, encoder, plan->call);
     for (int i = 0; i < plan->n && r == TQKV_OK; i++) r = tqkv__check_bindings(m, &plan->d[i]);
     if (r != TQKV_OK || !plan->n || !plan->d[0].grid[0]) return r;
     r = tqkv__get_pipelines(m, plan, pipelines);
@@ -505,194 +523,6 @@ static tqkv_result tqkv__run_plan(tqkv_metal *m, tqkv_metal_plan *plan)
 {
     tqkv__call call = {m, plan};
     return tqkv__run_as(m, plan->call, tqkv__record_call, &call);
-}
-
-/* >>calls: of stores; each is the record of a plan */
-
-tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
-                              tqkv_metal_buffer src, int n_tokens, int64_t position, tqkv_metal_buffer not_finite)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_encode(s, src, n_tokens, position, not_finite, &plan);
-    return tqkv_metal_record(m, encoder, &plan);
-}
-
-tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *keys,
-                                 const tqkv_metal_store *values, tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                 int64_t position, tqkv_metal_buffer not_finite)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_encode_kv(keys, values, k, v, n_tokens, position, not_finite, &plan);
-    return tqkv_metal_record(m, encoder, &plan);
-}
-
-tqkv_result tqkv_metal_encode_slots(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
-                                    tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer slots, const int32_t *known,
-                                    tqkv_metal_buffer not_finite)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_encode_slots(s, src, n_tokens, slots, known, not_finite, &plan);
-    return tqkv_metal_record(m, encoder, &plan);
-}
-
-tqkv_result tqkv_metal_encode_kv_slots(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *keys,
-                                       const tqkv_metal_store *values, tqkv_metal_buffer k, tqkv_metal_buffer v,
-                                       int n_tokens, tqkv_metal_buffer slots, const int32_t *known,
-                                       tqkv_metal_buffer not_finite)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_encode_kv_slots(keys, values, k, v, n_tokens, slots, known, not_finite, &plan);
-    return tqkv_metal_record(m, encoder, &plan);
-}
-
-tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s, tqkv_metal_buffer src,
-                             int n_tokens, tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_probe(s, src, n_tokens, scaled, not_finite, &plan);
-    return tqkv_metal_record(m, encoder, &plan);
-}
-
-tqkv_result tqkv_metal_decode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s, int64_t position,
-                              int n_positions, tqkv_basis basis, tqkv_metal_buffer dst)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_decode(s, position, n_positions, basis, dst, &plan);
-    return tqkv_metal_record(m, encoder, &plan);
-}
-
-tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows, int n_rows,
-                              int head_dim)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_rotate(rows, n_rows, head_dim, false, &plan);
-    return tqkv_metal_record(m, encoder, &plan);
-}
-
-tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows, int n_rows,
-                                int head_dim)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_rotate(rows, n_rows, head_dim, true, &plan);
-    return tqkv_metal_record(m, encoder, &plan);
-}
-
-tqkv_result tqkv_metal_calibrate(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *shape,
-                                 tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer q, int n_heads, int n_queries,
-                                 tqkv_pairs pairs, tqkv_metal_buffer center, tqkv_metal_buffer channel_scale)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_calibrate(shape, src, n_tokens, q, n_heads, n_queries, pairs, center, channel_scale, &plan);
-    return tqkv_metal_record(m, encoder, &plan);
-}
-
-tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention *a, size_t *bytes)
-{
-    return m ? tqkv__planned(m, tqkv_metal_plan_attend_scratch(a, bytes), "attend_scratch") : TQKV_INVALID_ARGUMENT;
-}
-
-tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
-                              tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_attend(a, q, scratch, out, &plan);
-    return tqkv_metal_record(m, encoder, &plan);
-}
-
-tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
-                                      tqkv_metal_buffer q, int64_t first, int count, tqkv_metal_buffer scratch,
-                                      tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_attend_partial(a, q, first, count, scratch, out, max, sum, &plan);
-    return tqkv_metal_record(m, encoder, &plan);
-}
-
-tqkv_result tqkv_metal_attend_merge(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
-                                    tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                    const tqkv_metal_attention *src, tqkv_metal_buffer src_out,
-                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_attend_merge(a, out, max, sum, src, src_out, src_max, src_sum, &plan);
-    return tqkv_metal_record(m, encoder, &plan);
-}
-
-tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
-                                     tqkv_metal_buffer src_out, tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                     tqkv_metal_buffer out)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_attend_finish(a, src_out, src_max, src_sum, out, &plan);
-    return tqkv_metal_record(m, encoder, &plan);
-}
-
-tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
-                                          size_t *arguments, size_t *scratch)
-{
-    if (!m) return TQKV_INVALID_ARGUMENT;
-    const tqkv_result r = tqkv_metal_plan_attend_batch_sizes(items, n_items, arguments, scratch);
-    return tqkv__planned(m, r, "attend_batch_sizes");
-}
-
-/* Where the processor writes the arguments of a batch that has some. */
-static tqkv_result tqkv__batch_contents(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
-                                        tqkv_metal_buffer arguments, void **contents)
-{
-    size_t size;
-    tqkv_result r = tqkv_metal_plan_attend_batch_sizes(items, n_items, &size, NULL);
-    if (tqkv__planned(m, r, "attend_batch") != TQKV_OK) return r;
-    const tqkv_metal_binding binding = {"arguments", 0, arguments, size, TQKV__ARGUMENTS_ALIGNMENT, false};
-    if ((r = tqkv__check_binding(m, &binding)) != TQKV_OK) return r;
-    char *bytes = (char *)[(id<MTLBuffer>)arguments.buffer contents];
-    *contents = bytes ? bytes + arguments.offset : NULL;
-    return bytes ? TQKV_OK : tqkv__fail(m, TQKV_INVALID_ARGUMENT, "arguments: memory of the GPU alone");
-}
-
-tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *items,
-                                    int n_items, const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
-                                    tqkv_metal_buffer scratch, const tqkv_metal_buffer *out)
-{
-    tqkv_metal_plan plan;
-    void *contents = NULL;
-    if (!m) return TQKV_INVALID_ARGUMENT;
-    const bool matrices = tqkv__has_matrices(m);
-    tqkv_result r = n_items > 0 ? tqkv__batch_contents(m, items, n_items, arguments, &contents) : TQKV_OK;
-    if (r != TQKV_OK) return r;
-    tqkv_metal_plan_attend_batch(items, n_items, q, arguments, contents, scratch, out, matrices, &plan);
-    r = tqkv_metal_record(m, encoder, &plan);
-    if (r != TQKV_METAL_ERROR || !matrices || tqkv__has_matrices(m)) return r;
-    tqkv_metal_plan_attend_batch(items, n_items, q, arguments, contents, scratch, out, false, &plan);
-    return tqkv_metal_record(m, encoder, &plan);
-}
-
-static tqkv_result tqkv__check_matrices(tqkv_metal *m)
-{
-    if (tqkv__has_matrices(m)) return TQKV_OK;
-    return tqkv__fail(m, TQKV_UNSUPPORTED, "index_scores: this GPU's matrices lie otherwise, or Metal refuses them");
-}
-
-tqkv_result tqkv_metal_index_scores(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
-                                    tqkv_metal_buffer q, tqkv_metal_buffer scores)
-{
-    tqkv_metal_plan plan;
-    const tqkv_result r = tqkv_metal_plan_index_scores(x, q, scores, &plan),
-                      able = m && r == TQKV_OK ? tqkv__check_matrices(m) : TQKV_OK;
-    return able == TQKV_OK ? tqkv_metal_record(m, encoder, &plan) : able;
-}
-
-tqkv_result tqkv_metal_index_choose_scratch(tqkv_metal *m, const tqkv_metal_index *x, size_t *bytes)
-{
-    if (!m) return TQKV_INVALID_ARGUMENT;
-    return tqkv__planned(m, tqkv_metal_plan_index_choose_scratch(x, bytes), "index_choose_scratch");
-}
-
-tqkv_result tqkv_metal_index_choose(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
-                                    tqkv_metal_buffer scores, int k, tqkv_metal_buffer scratch, tqkv_metal_buffer list)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_index_choose(x, scores, k, scratch, list, &plan);
-    return tqkv_metal_record(m, encoder, &plan);
 }
 
 /* >>memory: what processor and GPU share */
@@ -773,69 +603,15 @@ tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tq
     return r;
 }
 
-tqkv_result tqkv_metal_cache_attend_some(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
-                                         const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
-                                         tqkv_metal_buffer scratch, tqkv_metal_buffer out)
+tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c, tqkv_metal_buffer q,
+                                    int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
 {
     tqkv_metal_plan plan;
     tqkv_metal_buffer memory;
     const tqkv_result r = tqkv_metal_find(m, c, &memory);
     if (r != TQKV_OK) return r;
-    tqkv_metal_plan_cache_attend(c, memory, NULL, some, q, n_queries, scratch, out, &plan);
+    tqkv_metal_plan_cache_attend(c, memory, NULL, NULL, q, n_queries, scratch, out, &plan);
     return tqkv_metal_record(m, encoder, &plan);
-}
-
-tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c, tqkv_metal_buffer q,
-                                    int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out)
-{
-    return tqkv_metal_cache_attend_some(m, encoder, c, NULL, q, n_queries, scratch, out);
-}
-
-tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tqkv_cache *c, const tqkv_metal_attention *some,
-                                          int n_queries, size_t *bytes)
-{
-    if (!m) return TQKV_INVALID_ARGUMENT;
-    return tqkv__planned(m, tqkv_metal_plan_cache_scratch(c, some, n_queries, bytes), "cache_scratch");
-}
-
-tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes)
-{
-    return tqkv_metal_cache_some_scratch(m, c, NULL, n_queries, bytes);
-}
-
-/* >>prepare: pipelines ahead of time */
-
-static tqkv_result tqkv__build(void *user, tqkv_metal_plan *plan)
-{
-    const tqkv__kept *pipelines[TQKV_METAL_DISPATCHES];
-    return tqkv__get_pipelines((tqkv_metal *)user, plan, pipelines);
-}
-
-/* A failure to build has its text. */
-static tqkv_result tqkv__prepared(tqkv_metal *m, tqkv_result r)
-{
-    return r == TQKV_METAL_ERROR || r == TQKV_OUT_OF_MEMORY ? r : tqkv__planned(m, r, "prepare");
-}
-
-tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, int also)
-{
-    if (!m) return TQKV_INVALID_ARGUMENT;
-    return tqkv__prepared(m, tqkv_metal_plan_prepare(a, max_queries, also, tqkv__build, m));
-}
-
-tqkv_result tqkv_metal_index_prepare(tqkv_metal *m, const tqkv_metal_index *x, int max_queries)
-{
-    if (!m) return TQKV_INVALID_ARGUMENT;
-    const tqkv_result r = tqkv__check_matrices(m);
-    return r == TQKV_OK ? tqkv__prepared(m, tqkv_metal_plan_index_prepare(x, max_queries, tqkv__build, m)) : r;
-}
-
-tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max_queries)
-{
-    tqkv_metal_buffer memory;
-    const tqkv_result r = tqkv_metal_find(m, c, &memory);
-    if (r != TQKV_OK) return r;
-    return tqkv__prepared(m, tqkv_metal_plan_cache_prepare(c, memory, max_queries, tqkv__build, m));
 }
 
 /* >>waiting: the calls of tqkv_cache, which wait for the GPU. What they hand to it lies in a block of shared memory;
@@ -988,9 +764,12 @@ static tqkv_result tqkv__attend_cache(tqkv_metal *m, const tqkv_cache *c, const 
                  q_row = (size_t)key_dim * value, out_row = (size_t)value_dim * value;
     size_t sizes[TQKV__CALL_PARTS] = {rows * q_row, rows * out_row, 0};
     tqkv_result r = tqkv_metal_find(m, c, &memory);
-    if (r == TQKV_OK)
-        r = tqkv__planned(m, tqkv_metal_plan_cache_scratch(c, NULL, n_queries, &sizes[TQKV__CALL_SCRATCH]), "attend");
     if (r != TQKV_OK) return r;
+    memset(parts, 0, sizeof parts);
+    r = tqkv_metal_plan_cache_attend(c, memory, &tqkv__no_gaps, NULL, parts[TQKV__CALL_Q], n_queries,
+                                     parts[TQKV__CALL_SCRATCH], parts[TQKV__CALL_OUT], &plan);
+    if (tqkv__planned(m, r, "attend") != TQKV_OK) return r;
+    sizes[TQKV__CALL_SCRATCH] = plan.scratch_size;
     tqkv__memory *block = tqkv__take_staging(m, TQKV__CALL_PARTS, sizes, parts);
     if (!block) return TQKV_OUT_OF_MEMORY;
     const tqkv_strides of_q = tqkv__strides_with(view.query_strides, n_heads, key_dim),
@@ -1119,7 +898,9 @@ static tqkv_result tqkv__trial_store(tqkv_metal *m, const tqkv_store *s, tqkv_me
 static tqkv_result tqkv__record_trial(void *user, tqkv_metal_object encoder)
 {
     const tqkv__trial *t = (const tqkv__trial *)user;
-    return tqkv_metal_decode(t->m, encoder, &t->store, 0, TQKV__TRIAL_TOKENS, TQKV_ORIGINAL, t->rows);
+    tqkv_metal_plan plan;
+    tqkv_metal_plan_decode(&t->store, 0, TQKV__TRIAL_TOKENS, TQKV_ORIGINAL, t->rows, &plan);
+    return tqkv_metal_record(t->m, encoder, &plan);
 }
 
 /* names: of the codes and of the decoded rows. The source is not needed any more. */
@@ -1183,11 +964,16 @@ static tqkv_result tqkv__record_trial_list(void *user, tqkv_metal_object encoder
 {
     const tqkv__trial_list *l = (const tqkv__trial_list *)user;
     tqkv_metal *m = l->t->m;
+    tqkv_metal_plan plan;
     tqkv_result r = TQKV_OK;
-    if (l->indexed) r = tqkv_metal_index_scores(m, encoder, &l->x, l->q, l->scores);
-    if (l->indexed && r == TQKV_OK)
-        r = tqkv_metal_index_choose(m, encoder, &l->x, l->scores, TQKV__TRIAL_LISTED, l->scratch, l->list);
-    return r == TQKV_OK ? tqkv_metal_attend(m, encoder, &l->a, l->q, l->scratch, l->out) : r;
+    if (l->indexed) {
+        tqkv_metal_plan_index_scores(&l->x, l->q, l->scores, &plan);
+        r = tqkv_metal_record(m, encoder, &plan);
+        tqkv_metal_plan_index_choose(&l->x, l->scores, TQKV__TRIAL_LISTED, l->scratch, l->list, &plan);
+        if (r == TQKV_OK) r = tqkv_metal_record(m, encoder, &plan);
+    }
+    tqkv_metal_plan_attend(&l->a, l->q, l->scratch, l->out, &plan);
+    return r == TQKV_OK ? tqkv_metal_record(m, encoder, &plan) : r;
 }
 
 /* An attention to a list, as the processor takes it. */
@@ -1237,9 +1023,11 @@ static tqkv_result tqkv__fill_trial_list(tqkv__trial_list *l)
     tqkv_metal_buffer staged[5];
     size_t sizes[] = {t->sizes[TQKV__TRIAL_Q], sizeof(float) * TQKV__TRIAL_QUERIES * TQKV__TRIAL_BLOCKS,
                       sizeof(int32_t) * TQKV__TRIAL_QUERIES * TQKV__TRIAL_LISTED, 0, t->sizes[TQKV__TRIAL_OUT]};
+    tqkv_metal_plan plan;
     l->a.list.buffer = t->m->unused; /* for now */
-    tqkv_result r = tqkv_metal_attend_scratch(t->m, &l->a, &sizes[3]);
-    if (r != TQKV_OK) return r;
+    tqkv_result r = tqkv_metal_plan_attend(&l->a, l->q, l->scratch, l->out, &plan);
+    if (tqkv__planned(t->m, r, "self-test") != TQKV_OK) return r;
+    sizes[3] = plan.scratch_size;
     l->block = tqkv__take_staging(t->m, 5, sizes, staged);
     if (!l->block) return TQKV_OUT_OF_MEMORY;
     l->q = staged[0];
@@ -1491,7 +1279,7 @@ static tqkv_result tqkv__check_tables(tqkv_metal *m)
 {
     tqkv_metal_plan plan;
     tqkv_metal_buffer buffer;
-    const size_t size = tqkv_metal_report_size();
+    const size_t size = TQKV_METAL_REPORT;
     tqkv__memory *block = tqkv__take_staging(m, 1, &size, &buffer);
     if (!block) return TQKV_OUT_OF_MEMORY;
     memset(block->begin, 0, size);

@@ -87,5 +87,8 @@ run_bench() {
     echo "# load after: $(load)"
     echo "# seconds: $(($(date +%s) - begin))"
 } >"$file.part"
-sed '/^ratio .*ggml_/d' "$file.part" >"$file" # of each peer's each way: three quarters of the lines
+# Medians that bench/page.py reads: no ratio that follows from two times, no errors, nothing of each way of each peer.
+sed -E -e '/^(cut|error) /d' -e '/^ratio .*(ggml_|_gb_per_s|_memcpy|_limit|\/(copy|f16|plain) )/d' \
+    -e '/^ratio (attend|batch|list|torch).*\/torch /d' -e '/^ratio decode_.*_f16(_[a-z0-9]+)? /{/_peers_best_/!d;}' \
+    -e '/^ratio decode_.*_fma(_[a-z0-9]+)? /d' "$file.part" >"$file"
 rm "$file.part"

@@ -42,14 +42,14 @@ static double difference(const tqkv_cache *cache, const float *q, const float *o
    needs a barrier between them. */
 static double decode_step(tqkv_metal *metal, id<MTLCommandQueue> queue, tqkv_cache *cache)
 {
-    size_t scratch_size;
-    if (tqkv_metal_cache_scratch(metal, cache, 1, &scratch_size) != TQKV_OK) return INFINITY;
+    const tqkv_metal_buffer none = {nil, 0};
+    tqkv_metal_plan plan; /* without scratch a plan says how much there has to be */
+    if (tqkv_metal_plan_cache_attend(cache, none, NULL, NULL, none, 1, none, none, &plan) != TQKV_OK) return INFINITY;
     const shared k = make(metal, ROW), v = make(metal, ROW), q = make(metal, QUERY), out = make(metal, QUERY),
-                 scratch = make(metal, scratch_size / sizeof(float));
-    const tqkv_metal_buffer no_flag = {nil, 0}; /* or a word that NaN or infinity in k or v sets */
+                 scratch = make(metal, plan.scratch_size / sizeof(float));
     id<MTLCommandBuffer> commands = [queue commandBuffer];
     id<MTLComputeCommandEncoder> encoder = [commands computeCommandEncoder];
-    tqkv_result r = tqkv_metal_cache_append(metal, encoder, cache, k.buffer, v.buffer, 1, no_flag);
+    tqkv_result r = tqkv_metal_cache_append(metal, encoder, cache, k.buffer, v.buffer, 1, none);
     if (r == TQKV_OK) r = tqkv_metal_cache_attend(metal, encoder, cache, q.buffer, 1, scratch.buffer, out.buffer);
     [encoder endEncoding];
     [commands commit]; /* a model records all its layers before, and commits once a token */

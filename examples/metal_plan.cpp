@@ -68,14 +68,12 @@ static void record(std::vector<command> &list, const tqkv_metal_plan &plan)
 // Runs a command, as an encoder and a queue do.
 static void run(const command &c)
 {
-    char name[TQKV_METAL_NAME];
     alignas(16) static char nothing[512]; // for arrays that a call lacks
     simt::launch l = {};
-    tqkv_metal_kernel_name(&c.kernel, name);
+    const char *name = c.kernel.name;
     for (int i = 0; i < TQKV_METAL_CONSTANTS; i++) {
-        uint32_t value = 0;
-        l.constants.set[i] = tqkv_metal_kernel_constant(&c.kernel, i, &value) != TQKV_METAL_UNSET;
-        l.constants.value[i] = value;
+        l.constants.set[i] = c.kernel.constants[i] != 0; // the machine takes bool and uint alike: TQKV_METAL_IS_UINT
+        l.constants.value[i] = c.kernel.constants[i] - 1u;
     }
     for (const tqkv_metal_arguments &a : c.arguments) l.buffers[a.index] = const_cast<unsigned char *>(a.bytes);
     for (const tqkv_metal_binding &b : c.bindings)
@@ -101,7 +99,7 @@ static bool check_library()
 {
     tqkv_metal_plan plan;
     std::vector<command> list;
-    buffer report(tqkv_metal_report_size());
+    buffer report(TQKV_METAL_REPORT);
     tqkv_metal_plan_tables(report.whole(), &plan);
     record(list, plan);
     for (const command &c : list) run(c);
@@ -164,12 +162,12 @@ int main()
     a.attention.n_heads = HEADS;
     a.attention.n_queries = 1;
     a.attention.end = TOKENS;
-    size_t scratch_size;
-    check(tqkv_metal_plan_attend_scratch(&a, &scratch_size), "scratch");
-    buffer scratch(scratch_size);
+    const tqkv_metal_buffer none = {nullptr, 0};
+    check(tqkv_metal_plan_attend(&a, none, none, none, &plan), "attend"); // without scratch: how much it needs
+    buffer scratch(plan.scratch_size);
 
     const bool matrices = check_library();
-    tqkv_metal_plan_encode_kv(&keys, &values, k.whole(), v.whole(), TOKENS, 0, {nullptr, 0}, &plan);
+    tqkv_metal_plan_encode(&keys, &values, k.whole(), v.whole(), TOKENS, 0, none, &plan);
     record(list, plan);
     tqkv_metal_plan_attend(&a, q.whole(), scratch.whole(), out.whole(), &plan);
     if (!matrices) tqkv_metal_plan_lanes(&plan);

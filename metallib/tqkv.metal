@@ -649,7 +649,7 @@ typedef struct tqkv__calibrate_args {
     /* Of a cache that learns: it takes the rows of new positions, which its values show. value_dim 0: all rows */
     int32_t value_dim;
     int32_t n_exact, least_rest; /* the first n_exact are left out if at least least_rest new ones remain */
-    int32_t least_new;           /* of fewer the centre is 0 and the scale 1 */
+    int32_t least_new;           /* with fewer all rows count, and no scale is below 1/2 */
     uint32_t value_token_stride, value_head_stride;
 } tqkv__calibrate_args;
 
@@ -8581,7 +8581,7 @@ struct channel_rows {
     uint begin;  // the first row that counts
     bool judged; // only those that are new
     device const uchar *is_new;
-    uint n; // rows that count
+    uint n; // tokens that count
 };
 
 inline float value_of_row(thread const channel_rows &from, uint row, uint channel)
@@ -8625,7 +8625,8 @@ inline bool is_new_position(constant tqkv__calibrate_args &args, device const us
     return apart[0] > length[0] * 0.25f;
 }
 
-// Chooses the rows that a cache learns from; returns whether they are too few. Every thread of the group comes here.
+// Chooses the rows that a cache learns from: the new ones, or all if these are too few, which it returns. Every thread
+// of the group comes here.
 inline bool choose_rows(constant tqkv__calibrate_args &args, device const uchar *values, device uchar *is_new,
                         uint thread_index, uint n_threads, thread channel_rows &rows)
 {
@@ -8638,10 +8639,15 @@ inline bool choose_rows(constant tqkv__calibrate_args &args, device const uchar 
         all += uint(is_new[p]);
         if (p >= uint(args.n_exact)) rest += uint(is_new[p]);
     }
+    bool few = all < uint(args.least_new);
+    if (few) {
+        all = n;
+        rest = n > uint(args.n_exact) ? n - uint(args.n_exact) : 0u;
+    }
     rows.begin = rest >= uint(args.least_rest) ? uint(args.n_exact) : 0u;
     rows.n = rest >= uint(args.least_rest) ? rest : all;
-    rows.judged = true;
-    return all < uint(args.least_new);
+    rows.judged = !few;
+    return few;
 }
 
 // The mean of a channel over the rows that count, in their order, or that of the squared distances from its centre;
@@ -8650,7 +8656,7 @@ inline float mean_of_channel(thread const channel_rows &from, uint channel, bool
 {
     const int ROWS = 8; // whose loads are under way at a time
     uint n_rows = from.n_tokens * from.n_heads;
-    float sum = 0.0f, n = from.judged ? float(from.n) : float(from.n_tokens) * float(from.n_heads);
+    float sum = 0.0f, n = float(from.n) * float(from.n_heads);
     for (uint first = from.begin; first < n_rows; first += uint(ROWS)) {
         float x[ROWS];
         TQKV_UNROLL
@@ -8720,7 +8726,7 @@ inline void store_scales(constant tqkv__calibrate_args &args, threadgroup float 
     float root = precise::sqrt(sum / float(n));
     for (uint d = thread_index; d < n; d += n_threads) {
         float g = values[d] / root;
-        scale[d] = few ? 1.0f : g < 1.0f / 1024.0f ? 1.0f / 1024.0f : g > 1024.0f ? 1024.0f : g;
+        scale[d] = max(few ? 0.5f : 1.0f / 1024.0f, min(g, 1024.0f));
     }
 }
 
@@ -8758,7 +8764,7 @@ kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]],
                          0u,
                          false,
                          is_new + row_offset(group.x, uint(args.n_tokens)),
-                         0u};
+                         uint(args.n_tokens)};
     channel_rows queries = {q,
                             query_type,
                             uint(args.n_queries),
@@ -8769,13 +8775,13 @@ kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]],
                             0u,
                             false,
                             is_new,
-                            0u};
+                            uint(args.n_queries)};
     bool few =
         choose_rows(args, value_rows, is_new + row_offset(group.x, uint(args.n_tokens)), thread_index, n_threads, keys);
     center += row_offset(group.x, n);
     for (uint d = thread_index; d < n; d += n_threads) {
         float mean = mean_of_channel(keys, d, false, 0.0f);
-        center[d] = few ? 0.0f : mean;
+        center[d] = mean;
         values[d] = mean_of_channel(keys, d, true, mean);
         if (args.n_queries != 0) values[n + d] = mean_of_channel(queries, d, true, 0.0f);
     }
@@ -8785,7 +8791,7 @@ kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]],
     threadgroup_barrier(mem_flags::mem_threadgroup);
     channel_scale += row_offset(group.x, n);
     store_scales(args, values, thread_index, n_threads, few, channel_scale);
-    if (!keys.judged || few) return;
+    if (args.value_dim == 0) return;
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint d = thread_index; d < n; d += n_threads)
         values[d] = largest_of_channel(keys, d, center[d]) * (1.0f / 1024.0f) / channel_scale[d];

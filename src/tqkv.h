@@ -251,8 +251,6 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 
 #include "gpu/cache.h"
 
-#include "gpu/prepare.h"
-
 #include "gpu/report.h"
 
 #endif /* TQKV_METAL */

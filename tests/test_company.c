@@ -406,32 +406,6 @@ static void check_one_append(const void *parameters)
     free_data(&data);
 }
 
-/* A copy with room for more halves says from where on it has some, and its queries find no others. */
-static void check_roomy_fork(const void *parameters)
-{
-    enum { HELD = 2 * 64, QUERIES = 100 }; /* 64 newest for each of 64 queries: two tiles */
-    static const company_row row = {"", TQKV_TQ4, TQKV_TQ3, 4, 64, 0, 0, 0, false, 0};
-    const tqkv_cache_desc desc = desc_of(&row);
-    tqkv_cache_desc roomy;
-    company_data data = make_data(0);
-    float *out = test_rows(4, DATA_ZEROS, QUERIES * GROUP_HEADS, 64);
-    tqkv_cache *cache = NULL, *copy = NULL;
-    (void)parameters;
-    memset(&roomy, 0, sizeof roomy);
-    roomy.exact_batch = TOKENS;
-    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
-    for (int i = 0; cache && i < 200; i++) CHECK_RESULT(tqkv_cache_append(cache, data.k, data.v, 1), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_fork(cache, &roomy, &copy), TQKV_OK);
-    const tqkv_attention view = test_view(copy, 1);
-    CHECK(view.last.keys && view.last.keys->capacity >= TOKENS, "no room for an append");
-    CHECK(view.last.from == 200 - HELD, "halves from %d on", (int)view.last.from);
-    CHECK_RESULT(tqkv_cache_attend(copy, data.q, QUERIES, out), TQKV_OUT_OF_RANGE);
-    tqkv_cache_destroy(cache);
-    tqkv_cache_destroy(copy);
-    free(out);
-    free_data(&data);
-}
-
 /* ---- Rings ---- */
 
 static bool untouched(const float *x, int n)
@@ -743,7 +717,6 @@ void test_company_cases(void)
     test_add(check_overlaps, NULL, 0, "company/overlaps");
     test_add(check_too_many, NULL, 0, "company/too_many");
     test_add(check_one_append, NULL, 0, "company/one_append");
-    test_add(check_roomy_fork, NULL, 0, "company/roomy_fork");
     test_add(check_lost_windows, NULL, 0, "company/lost_windows");
     add_first_kept();
 }

@@ -21,7 +21,7 @@ typedef struct learn_model {
     const learn_row *row;
     int key_dim, value_dim;
     float *k, *v, *q;            /* [MOST][heads][dim]; as the type holds them */
-    bool nothing;                /* too few positions are new: the centre is 0, the scale 1 */
+    bool few;                    /* positions are new: all count, and no scale is below 1/2 */
     void *typed[3];              /* the same in the type, or NULL */
     float *halves[2], *channels; /* of the first rows as halves hold them; centre and scale, or NULL */
     float *expected;             /* [MOST][HEADS][value_dim]: of each position's query, alone */
@@ -110,12 +110,12 @@ static void repeat_rows(const learn_model *m)
             rows[t * n + i] = rows[(t - 1) * n + i] * (i % 3 ? 1.0f : 1.25f);
 }
 
-/* Moves the new rows of [first, end) together; their number. */
-static int gather_new(const learn_row *row, float *rows, int each, int first, int end)
+/* Moves the rows of [first, end) that count together; their number. */
+static int gather_rows(const learn_model *m, float *rows, int each, int first, int end)
 {
     int n = 0;
     for (int t = first; t < end; t++)
-        if (is_new(row, t)) memmove(rows + n++ * each, rows + t * each, (size_t)each * sizeof *rows);
+        if (m->few || is_new(m->row, t)) memmove(rows + n++ * each, rows + t * each, (size_t)each * sizeof *rows);
     return n;
 }
 
@@ -127,8 +127,9 @@ static void learn(learn_model *m)
     int from = 0, all = 0;
     for (int t = 0; t < n; t++) all += is_new(row, t);
     for (int t = row->exact_first; t < n; t++) from += is_new(row, t);
-    const int first = from >= 16 ? row->exact_first : 0, half = n / 2;
-    m->nothing = all < (half > 64 ? 64 : half > 16 ? half : 16);
+    const int half = n / 2;
+    m->few = all < (half > 64 ? 64 : half > 16 ? half : 16);
+    const int first = (m->few ? n - row->exact_first : from) >= 16 ? row->exact_first : 0;
     tqkv_store shape = test_store(TQKV_I8, d, CACHE_HEADS, 1, false);
     m->halves[0] = as_halves(m->k, n * CACHE_HEADS * m->key_dim);
     m->halves[1] = as_halves(m->v, n * CACHE_HEADS * m->value_dim);
@@ -136,10 +137,10 @@ static void learn(learn_model *m)
     shape.strides.token = (size_t)key_row;
     shape.strides.head = (size_t)m->key_dim;
     float *kept = as_halves(m->k, n * key_row);
-    CHECK_RESULT(tqkv_calibrate(&shape, kept, gather_new(row, kept, key_row, first, n), NULL, 0, 0, row->pairs,
+    CHECK_RESULT(tqkv_calibrate(&shape, kept, gather_rows(m, kept, key_row, first, n), NULL, 0, 0, row->pairs,
                                 m->channels, m->channels + each),
                  TQKV_OK);
-    for (int i = 0; m->nothing && i < 2 * each; i++) m->channels[i] = i < each ? 0.0f : 1.0f;
+    for (int i = each; m->few && i < 2 * each; i++) m->channels[i] = m->channels[i] > 0.5f ? m->channels[i] : 0.5f;
     free(kept);
     test_store_free(&shape);
 }

@@ -145,7 +145,7 @@ def warm_up(behind, alone):
     """behind, alone: {model: its run behind one token many times, and without}"""
     small = lambda name, runs: ", ".join(f"{ALL_MODELS[m]} {number(run.kl(name))}" for m, run in runs.items())
     return [
-        f"One token 520 times in front of the text, as a warm-up or padding would be, teaches a preset nothing. Behind it `small` loses: "
+        f"One token 520 times in front of the text, as a warm-up or padding would be, teaches a preset little. Behind it `small` loses: "
         f"{small('small', behind)}; its formats alone: {small('tq5/tq3', behind)}; `safe`: {small('safe', behind)}; `small` without what "
         f"stands in front: {small('small', alone)}. So leave padding out, and empty a warmed-up cache: `tqkv_cache_truncate(cache, 0)` makes it a new one.",
     ]

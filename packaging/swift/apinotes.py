@@ -13,8 +13,8 @@ import sys
 
 NOTES = "packaging/swift/CTqkv/include/CTqkv.apinotes"
 
-# Parameters that may be NULL. `user` may be everywhere, like `known`, where a Metal call names what it will find later.
-EVERYWHERE = {"user", "known"}
+# Parameters that may be NULL: `user` everywhere.
+EVERYWHERE = {"user"}
 OPTIONAL = {
     "tqkv_format_from_name": {"name"},
     "tqkv_isa_force": {"name"},
@@ -25,9 +25,9 @@ OPTIONAL = {
     "tqkv_cache_bytes": {"c"},
     "tqkv_cache_fork": {"desc"},
     "tqkv_metal_destroy": {"m"},
-    "tqkv_metal_plan_attend_batch_sizes": {"arguments", "scratch"},
+    "tqkv_metal_plan_encode": {"values"},
+    "tqkv_metal_plan_attend_batch": {"q", "contents", "out"},
     "tqkv_metal_plan_cache_append": {"layout"},
-    "tqkv_metal_plan_cache_scratch": {"some"},
     "tqkv_metal_plan_cache_attend": {"layout", "some"},
 }
 # Results that are never NULL.

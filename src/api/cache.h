@@ -19,19 +19,18 @@ typedef struct tqkv_cache_desc {
     /* Exact ends: so many of the first positions (a model's attention sinks), and of the newest before each query (its
        recent window), are kept in fp16, too, and read from there: most of the weight is there. More than the
        capacity counts as the capacity; F16 streams and the tail need none. The halves of the newest are room for 64
-       queries of one call; an append of more tokens makes more room, for as many. After truncate, remove and keep the
+       queries of one call; an append of more tokens makes more room, for as many. On a GPU
+       there is room for 512, and none is made for more at once. After truncate, remove and keep the
        newest may be left as codes until new ones come.
        Halves hold no value beyond 65504, and of a row that is all below 2^-17 less than codes do: here and while a cache
        learns (see calibrate) an append of such a row is TQKV_NOT_FINITE, and nothing is appended. */
     int exact_first, exact_last;
-    /* Make room for the halves of one append of so many tokens at once. On a GPU, which cannot make more, 0 = 512. */
-    int exact_batch;
     /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from so many of
        its first positions, without the exact_first. 0: not; else at least 16. It takes no more than a quarter of the
        capacity, or 16, and a ring refuses to be asked for more. Only new positions count, whose values (of a shared
        stream the row) differ from those of the position before by more than a quarter of their squared length: one
-       token again and again, padding and blanks teach nothing. With fewer than 64 new ones (of a `calibrate` below 128,
-       fewer than half, or 16) the centre is 0 and the scale 1, as if there were neither.
+       token again and again, padding and blanks would teach scales that ruin what follows. With fewer than 64 new ones
+       (of a `calibrate` below 128, fewer than half, or 16) all positions count, and no scale is below 1/2.
        Until the append that learns keys and values are halves as they came, and attention is exact. That append
        encodes them; queries at the positions before the point of learning still read the halves, until the next append
        gives their memory back (with non_causal, until this one). What it has learned counts from that append on:
@@ -115,7 +114,7 @@ TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int 
    fewer positions than the cache. desc: NULL, or nonzero fields for what the copy has otherwise: capacity
    (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
    threads), type (not back to TQKV_TYPE_F32, which is 0), strides, sinks, parallel, allocator, metal, matrix_group, non_causal,
-   exact_batch, a tag. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as
+   a tag. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as
    a ring, and one that needs less memory goes on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 
@@ -127,7 +126,7 @@ typedef size_t (*tqkv_read)(void *user, void *bytes, size_t n);
    TQKV_IO the output is no snapshot: write to a temporary file, then rename it. */
 TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write write, void *user);
 /* desc, never NULL, supplies what a snapshot lacks: type (zero is TQKV_TYPE_F32), strides, parallel, allocator, metal,
-   matrix_group, exact_batch, non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must
+   matrix_group, non_causal, and sinks for the snapshot's n_heads, or a tag. Its other nonzero fields must
    match, else TQKV_INVALID_ARGUMENT; the tags, too, unless one is 0. TQKV_CORRUPT: a missing or changed byte, or
    another version of tqkv; TQKV_EXPLAIN says which. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read, void *user, tqkv_cache **out);

@@ -61,7 +61,6 @@
      >>plan-batch     batches
      >>plan-index     an index
      >>plan-cache     a cache
-     >>plan-prepare   what calls will need, planned ahead
      >>plan-report    what the shaders say that they were compiled with
 
      >>licence                                                                                                        */

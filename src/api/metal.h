@@ -3,9 +3,10 @@
    -framework Metal -framework Foundation. The interface is plain C: a Metal object has its own type in Objective-C, and
    is a void * elsewhere. Needs a GPU of family Apple7 (M1, A14) or later.
 
-   Recording. Calls with an encoder record into the caller's id<MTLComputeCommandEncoder>. They do not commit, wait or
-   allocate; only the first call of a kind builds its pipeline. Results are ready when the caller's command buffer has
-   completed. A failed call has recorded nothing.
+   Every call is a plan (>>metal-plan), which tqkv_metal_record writes into the caller's
+   id<MTLComputeCommandEncoder>. Recording does not commit, wait or allocate; only the first plan of a kind builds its
+   pipelines (tqkv_metal_prepare). Results are ready when the caller's command buffer has completed. A failed call has
+   recorded nothing.
    A serial encoder needs nothing else. In a concurrent encoder each call orders its own dispatches. The caller adds
    barriers between two calls if one reads or overwrites what the other writes (stores, sources, outputs, scratch,
    flags). Untracked resources need their usual fences.
@@ -82,46 +83,6 @@ typedef struct tqkv_metal_store {
     tqkv_metal_buffer pages;
 } tqkv_metal_store;
 
-/* As tqkv_encode, tqkv_probe, tqkv_decode and tqkv_rotate. A source row with NaN or Inf is stored as
-   zeros and sets not_finite, a uint32_t cleared by the caller, to 1. not_finite may be zero. */
-TQKV_METAL_API tqkv_result tqkv_metal_encode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
-                                             tqkv_metal_buffer src, int n_tokens, int64_t position,
-                                             tqkv_metal_buffer not_finite);
-/* Keys and values, or keys and their tail, of the same tokens in one dispatch; stores of the same n_kv_heads. */
-TQKV_METAL_API tqkv_result tqkv_metal_encode_kv(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *keys,
-                                                const tqkv_metal_store *values, tqkv_metal_buffer k,
-                                                tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                                tqkv_metal_buffer not_finite);
-/* As tqkv_encode with pages of one position; the second for keys and values at once, with the same slots. slots: int32_t [n_tokens], read
-   when the kernel runs. known, if it is not NULL, is what it will hold then: a bad or repeated slot is refused. Without
-   it a slot outside the store leaves its token out, and of two tokens with one slot either may win. */
-TQKV_METAL_API tqkv_result tqkv_metal_encode_slots(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
-                                                   tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer slots,
-                                                   const int32_t *known, tqkv_metal_buffer not_finite);
-TQKV_METAL_API tqkv_result tqkv_metal_encode_kv_slots(tqkv_metal *m, tqkv_metal_object encoder,
-                                                      const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                                      tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                                      tqkv_metal_buffer slots, const int32_t *known,
-                                                      tqkv_metal_buffer not_finite);
-/* codes and norms of s may be zero. */
-TQKV_METAL_API tqkv_result tqkv_metal_probe(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
-                                            tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer scaled,
-                                            tqkv_metal_buffer not_finite);
-TQKV_METAL_API tqkv_result tqkv_metal_decode(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *s,
-                                             int64_t position, int n_positions, tqkv_basis basis,
-                                             tqkv_metal_buffer dst);
-TQKV_METAL_API tqkv_result tqkv_metal_rotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
-                                             int n_rows, int head_dim);
-TQKV_METAL_API tqkv_result tqkv_metal_unrotate(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_buffer rows,
-                                               int n_rows, int head_dim);
-
-/* As tqkv_calibrate, to the same bits, but both results are written, and NaN, infinity and large magnitudes are not
-   detected. q: zero for none. Of shape no buffer is read. */
-TQKV_METAL_API tqkv_result tqkv_metal_calibrate(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_store *shape,
-                                                tqkv_metal_buffer src, int n_tokens, tqkv_metal_buffer q, int n_heads,
-                                                int n_queries, tqkv_pairs pairs, tqkv_metal_buffer center,
-                                                tqkv_metal_buffer channel_scale);
-
 /* The stores of a tqkv_ends. */
 typedef struct tqkv_metal_ends {
     const tqkv_metal_store *keys, *values, *tail;
@@ -150,68 +111,12 @@ typedef struct tqkv_metal_attention {
     tqkv_metal_ends first, last;
 } tqkv_metal_attention;
 
-/* Bytes of scratch that attend needs at most, for any resident range: end and kv_len may be 0. */
-TQKV_METAL_API tqkv_result tqkv_metal_attend_scratch(tqkv_metal *m, const tqkv_metal_attention *a, size_t *bytes);
-/* As tqkv_attend. scratch: at least the bytes of the call above, for this call alone. */
-TQKV_METAL_API tqkv_result tqkv_metal_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_attention *a,
-                                             tqkv_metal_buffer q, tqkv_metal_buffer scratch, tqkv_metal_buffer out);
-
-/* As tqkv_attend_partial, tqkv_attend_merge and tqkv_attend_finish; slices of GPU and processor may be merged. But max
-   is only within 8 of the largest score, and finish reads src_out, src_max and src_sum and writes out, another buffer,
-   in output_type and with output_strides. scratch: as for tqkv_metal_attend. Sinks and the values' centre are read by
-   finish alone; a merge sees whether stores have scales and centres, but not whether these are the same numbers. Merges
-   look at no buffers of the stores.
-   Merged in order, slices of linear or paged stores of rotated values, and keys without a centre, have the bits of
-   tqkv_metal_attend if each but the first is one section of the context: [0, 8192), then 32,768 positions each, under a
-   window 8,192; in place of the first section also its stretches of 512. The last may be shorter. */
-TQKV_METAL_API tqkv_result tqkv_metal_attend_partial(tqkv_metal *m, tqkv_metal_object encoder,
-                                                     const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
-                                                     int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                                     tqkv_metal_buffer max, tqkv_metal_buffer sum);
-TQKV_METAL_API tqkv_result tqkv_metal_attend_merge(tqkv_metal *m, tqkv_metal_object encoder,
-                                                   const tqkv_metal_attention *a, tqkv_metal_buffer out,
-                                                   tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                   const tqkv_metal_attention *src, tqkv_metal_buffer src_out,
-                                                   tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum);
-TQKV_METAL_API tqkv_result tqkv_metal_attend_finish(tqkv_metal *m, tqkv_metal_object encoder,
-                                                    const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
-                                                    tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                    tqkv_metal_buffer out);
-
-/* As tqkv_attend_batch: each item as tqkv_metal_attend does it, to the same bits, in as many dispatches as one item
-   alone takes, cut evenly over the sequences. q, out: [n_items]. The items agree in heads, head_dim, formats, types,
-   bases, sinks and matrix_group, in which of the stores of halves they have, and all or none have a softcap, centres,
-   lists and pages; window, scale, softcap's size, tree, blocks of the lists, first.n, last.n, n_queries and
-   what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one buffer, at
-   any offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments: memory that
-   the processor can write, at a multiple of 256, with the bytes that the first call tells, for this call alone until it
-   has completed; scratch as for tqkv_metal_attend. The outputs are compared in memory of malloc. */
-TQKV_METAL_API tqkv_result tqkv_metal_attend_batch_sizes(tqkv_metal *m, const tqkv_metal_attention *items, int n_items,
-                                                         size_t *arguments, size_t *scratch);
-TQKV_METAL_API tqkv_result tqkv_metal_attend_batch(tqkv_metal *m, tqkv_metal_object encoder,
-                                                   const tqkv_metal_attention *items, int n_items,
-                                                   const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
-                                                   tqkv_metal_buffer scratch, const tqkv_metal_buffer *out);
-
 /* tqkv_index with buffers. NaN and Inf in q, weights or scores are not detected. */
 typedef struct tqkv_metal_index {
     tqkv_index index; /* its keys, weights, parallel and allocator are not read */
     const tqkv_metal_store *keys;
     tqkv_metal_buffer weights; /* float [n_queries][n_heads]; zero = 1 */
 } tqkv_metal_index;
-
-/* As tqkv_index_scores. head_dim 64 or 128, and a GPU whose matrices lie as attention needs them; else
-   TQKV_UNSUPPORTED. */
-TQKV_METAL_API tqkv_result tqkv_metal_index_scores(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
-                                                   tqkv_metal_buffer q, tqkv_metal_buffer scores);
-/* Bytes of scratch that the choice needs at most, for any `end`; 0 for many queries, or few blocks. */
-TQKV_METAL_API tqkv_result tqkv_metal_index_choose_scratch(tqkv_metal *m, const tqkv_metal_index *x, size_t *bytes);
-/* As tqkv_index_choose: the same list for the same scores, but a block whose score is NaN is chosen only as one of
-   `first` and `newest`. scores: float [n_queries][number of blocks up to end], list: int32_t [n_queries][k]. Of keys
-   only the shape is read. */
-TQKV_METAL_API tqkv_result tqkv_metal_index_choose(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_metal_index *x,
-                                                   tqkv_metal_buffer scores, int k, tqkv_metal_buffer scratch,
-                                                   tqkv_metal_buffer list);
 
 /* For programs without an encoder: calls record(user, encoder), commits to the context's queue and waits. If record
    fails, nothing runs and its result is returned. */
@@ -226,40 +131,14 @@ TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, t
    wait; all other calls, and attention to a tqkv_cache_view, run on the processor. Those that read
    or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
-   The two calls below record into an encoder. An append counts at once, and attention can be recorded after it; if the
-   command buffer fails, tqkv_metal_cache_failed takes back what it had. The processor sees the codes, and with
-   `calibrate` the centre and the scale, after the buffer has completed: nothing waits for these. Rows of a tail lie
-   apart from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of
-   the keys. not_finite is raised by rows that tqkv_cache_append refuses, too: then
-   the append is taken back by tqkv_cache_truncate or tqkv_metal_cache_failed. */
+   The two calls below record tqkv_metal_plan_cache_append and _attend of such a cache, for programs with an encoder of
+   their own. An append counts at once, and attention can be recorded after it; if the command buffer fails,
+   tqkv_metal_cache_failed takes back what it had. The processor sees the codes, and with `calibrate` the centre and the
+   scale, after the buffer has completed: nothing waits for these. not_finite is raised by rows that tqkv_cache_append
+   refuses, too: then the append is taken back by tqkv_cache_truncate or tqkv_metal_cache_failed. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
                                                    tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                    tqkv_metal_buffer not_finite);
 TQKV_METAL_API tqkv_result tqkv_metal_cache_attend(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
                                                    tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
                                                    tqkv_metal_buffer out);
-TQKV_METAL_API tqkv_result tqkv_metal_cache_scratch(tqkv_metal *m, const tqkv_cache *c, int n_queries, size_t *bytes);
-/* With the list and the tree of `some`, in buffers, whose other fields are ignored; and what
-   scratch that takes. */
-TQKV_METAL_API tqkv_result tqkv_metal_cache_attend_some(tqkv_metal *m, tqkv_metal_object encoder, const tqkv_cache *c,
-                                                        const tqkv_metal_attention *some, tqkv_metal_buffer q,
-                                                        int n_queries, tqkv_metal_buffer scratch,
-                                                        tqkv_metal_buffer out);
-TQKV_METAL_API tqkv_result tqkv_metal_cache_some_scratch(tqkv_metal *m, const tqkv_cache *c,
-                                                         const tqkv_metal_attention *some, int n_queries,
-                                                         size_t *bytes);
-
-/* Builds the pipelines of such calls now, wherever the context will stand: encode_kv into the two stores (keys and
-   tail, if there is one; encode, if the keys are the values), with their pages if they have a table, and into those of
-   exact_first and exact_last, as many as there will be; attention of 1 to max_queries queries, with a list if
-   there is one; and what `also` adds up: the same in batches, and slices, their merge and finish. No pages are looked
-   at, and of buffers only whether they are there: centres, sinks, a tree, a list and pages have pipelines of their own.
-   Any thread may call it while others record; those do not wait. Other calls build theirs on first use, which takes up
-   to a second each. */
-#define TQKV_METAL_BATCHES 1
-#define TQKV_METAL_SLICES  2
-TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, const tqkv_metal_attention *a, int max_queries, int also);
-/* The same of an index: encode into its keys, scores of one or of several queries, and the choice. */
-TQKV_METAL_API tqkv_result tqkv_metal_index_prepare(tqkv_metal *m, const tqkv_metal_index *x, int max_queries);
-/* Of a cache: append and attention. */
-TQKV_METAL_API tqkv_result tqkv_metal_cache_prepare(tqkv_metal *m, const tqkv_cache *c, int max_queries);

@@ -10,7 +10,6 @@ struct tqkv_cache {
     tqkv_store ends[2][3];
     int exact_first, exact_last; /* at most the capacity */
     int asked_first, asked_last; /* as in the desc */
-    int exact_batch;             /* likewise */
     int64_t exact_below;         /* positions below it are among the first ones kept */
     int64_t exact_from;          /* positions below it are read as codes since an edit */
     int64_t exact_held;          /* the newest halves are there from it on */
@@ -38,6 +37,8 @@ struct tqkv_cache {
     tqkv_allocator memory;
     size_t size; /* of the cache's memory: the struct, the sinks, the codes and the norms */
 };
+
+enum { TQKV__APPENDED_ON_GPU = 512 }; /* tokens at once: memory for the newest halves does not grow there */
 
 /* This is where a cache has store i, whether there is one or not. */
 #define TQKV__STORE_AT(c, i)                                                                                           \
@@ -178,8 +179,7 @@ static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
     const int side = tqkv__stream_kinds[i].side;
     const bool last = tqkv__stream_kinds[i].end == TQKV__LAST_END;
     const tqkv_store *stream = tqkv__store_of(c, side);
-    const int64_t batch = desc->exact_batch ? desc->exact_batch : desc->metal ? 512 : 1;
-    const int64_t room = tqkv__end_room(c->exact_last, batch > TQKV__TILE ? batch : TQKV__TILE);
+    const int64_t room = tqkv__end_room(c->exact_last, desc->metal ? TQKV__APPENDED_ON_GPU : TQKV__TILE);
     const bool halves = stream && side != TQKV__TAIL && stream->format != TQKV_F16;
     const bool as_it_is = stream && !halves && !last && desc->ring;
     tqkv_store *s = TQKV__STORE_AT(c, i);
@@ -196,15 +196,13 @@ static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
 /* Takes the shapes of what is kept besides. More than the capacity is what no query sees. */
 static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
-    const int first = desc->exact_first, last = desc->exact_last, batch = desc->exact_batch;
-    if (first < 0 || last < 0 || batch < 0) return TQKV__INVALID("exact_first, exact_last or exact_batch is negative");
+    const int first = desc->exact_first, last = desc->exact_last;
+    if (first < 0 || last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
     c->exact_first = first < desc->capacity ? first : desc->capacity;
     c->exact_last = last < desc->capacity ? last : desc->capacity;
-    if (tqkv__end_room(c->exact_last, (int64_t)batch + 512) > INT_MAX)
-        return TQKV__INVALID("exact_last or exact_batch is too large");
+    if (tqkv__end_room(c->exact_last, TQKV__APPENDED_ON_GPU) > INT_MAX) return TQKV__INVALID("exact_last is too large");
     c->asked_first = first;
     c->asked_last = last;
-    c->exact_batch = batch;
     c->tag = desc->tag;
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) tqkv__end_shape(desc, i, c);
     return TQKV_OK;
@@ -559,7 +557,7 @@ static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
     size_t size = 0;
     if (room < c->own_room) room = c->own_room;
     if (!n_tokens || !tqkv__newest_room(c) || room == tqkv__newest_room(c)) return TQKV_OK;
-    if (c->metal) return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: more than exact_batch");
+    if (c->metal) return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: a GPU has room for the halves of 512");
     if (room > INT_MAX) return TQKV_OUT_OF_MEMORY;
     const tqkv_result r = tqkv__get_newest(c, room, rings, &memory, &size);
     if (r != TQKV_OK) return r;

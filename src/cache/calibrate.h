@@ -6,8 +6,10 @@
 /* Positions from which a scale can be learned, and the new ones that are enough of any number. */
 #define TQKV__LEAST_POSITIONS 16
 #define TQKV__LEAST_NEW       64
+/* The least scale that fewer teach: on Qwen2.5-Coder behind padding `small` then loses what it does with known scales. */
+#define TQKV__LEAST_OF_FEW 0.5f
 
-/* Returns the new positions without which a cache learns nothing. */
+/* Returns the new positions without which a cache learns from all. */
 static int tqkv__least_new(const tqkv_cache *c)
 {
     const int half = c->learn_from / 2;
@@ -194,34 +196,34 @@ static TQKV__NOINLINE void tqkv__limit_scales(const tqkv_cache *c, const tqkv__s
 }
 
 /* Learns centre and scale of the keys from the new positions, without those that stay exact, if enough remain. Where
-   too few are new the centre is 0 and the scale 1: as if there were neither. */
+   too few are new it learns from all, since a model's biases show in any text; but a channel that hardly varies there
+   may vary in another text, so no scale is small. */
 static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
 {
-    tqkv__learnt learnt;
+    float room[TQKV_MAX_HEAD_DIM];
     tqkv__stream raw;
     const uint64_t mode = tqkv__fp_exact();
     (void)tqkv__stream_open(&c->raw[0], &raw);
     tqkv__judge_positions(c);
     const bool few = tqkv__count_new(c, 0) < tqkv__least_new(c);
+    if (few) memset(c->is_new, true, (size_t)c->learn_from);
     const int first = tqkv__count_new(c, c->exact_first) >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
     const size_t dim = (size_t)raw.head_dim;
     const tqkv__tied tied = {c->pairs, c->keys.rotary_dim ? c->keys.rotary_dim : raw.head_dim};
     float *center = tqkv__channel_room(c, TQKV__KEYS, TQKV__CENTERS),
           *scale = tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES);
-    for (size_t h = 0; h < (size_t)raw.n_kv_heads; h++) {
-        tqkv__raw_means(c, &raw, (int)h, first, NULL, false, learnt.center);
-        tqkv__raw_means(c, &raw, (int)h, first, learnt.center, true, learnt.rows);
-        tqkv__deviations(&tied, raw.head_dim, learnt.rows);
-        tqkv__scales_of(learnt.rows, NULL, raw.head_dim, scale + h * dim);
-        tqkv__limit_scales(c, &raw, (int)h, learnt.center, learnt.rows, scale + h * dim);
-        for (size_t d = 0; d < dim; d++) {
-            center[h * dim + d] = few ? 0.0f : learnt.center[d];
-            if (few) scale[h * dim + d] = 1.0f;
-        }
+    for (size_t h = 0; h < (size_t)raw.n_kv_heads; h++, center += dim, scale += dim) {
+        tqkv__raw_means(c, &raw, (int)h, first, NULL, false, center);
+        tqkv__raw_means(c, &raw, (int)h, first, center, true, room);
+        tqkv__deviations(&tied, raw.head_dim, room);
+        tqkv__scales_of(room, NULL, raw.head_dim, scale);
+        for (size_t d = 0; few && d < dim; d++)
+            scale[d] = scale[d] < TQKV__LEAST_OF_FEW ? TQKV__LEAST_OF_FEW : scale[d];
+        tqkv__limit_scales(c, &raw, (int)h, center, room, scale);
     }
     tqkv__fp_restore(mode);
-    tqkv__cache_channels(c, TQKV__KEYS, TQKV__CENTERS, center, dim);
-    tqkv__cache_channels(c, TQKV__KEYS, TQKV__SCALES, scale, dim);
+    tqkv__name_channels(c, TQKV__KEYS, TQKV__CENTERS, true);
+    tqkv__cache_channels(c, TQKV__KEYS, TQKV__SCALES, tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES), dim);
 }
 
 /* -- Encoding what was raw -- */

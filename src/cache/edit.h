@@ -164,7 +164,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
     row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
     row(matrix_group, matrix_group)        row(non_causal, attention.non_causal)                                       \
-    row(exact_batch,  exact_batch)         row(tag,        tag)
+    row(tag,          tag)
 // clang-format on
 
 /* The desc that makes a cache like c. */
@@ -191,7 +191,6 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     if (from->allocator.alloc || from->allocator.free) to->allocator = from->allocator;
     if (from->metal) to->metal = from->metal;
     if (from->matrix_group) to->matrix_group = from->matrix_group;
-    if (from->exact_batch) to->exact_batch = from->exact_batch;
     if (from->tag) to->tag = from->tag;
     to->non_causal = to->non_causal || from->non_causal;
     const tqkv_strides all[] = {from->strides.k, from->strides.v, from->strides.q, from->strides.out};

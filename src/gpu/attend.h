@@ -249,7 +249,7 @@ static void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
     const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
     const tqkv__attend_args args = tqkv__attend_args_of(d);
     if (columns > most) columns = most;
-    d->kernel.family = matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND;
+    tqkv__plan_family(d, matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND);
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
     if (matrix)
         tqkv__plan_matrix_memory(d, (size_t)head_dim, columns);
@@ -258,20 +258,14 @@ static void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
     d->grid[1] = tqkv__row_groups(d, &args, (size_t)columns);
 }
 
-/* Puts attend in the place of attend_matrix. */
-static void tqkv__plan_lanes(tqkv_metal_dispatch *d)
-{
-    if (d->kernel.family != TQKV_METAL_ATTEND_MATRIX) return;
-    tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
-    if (d->n_simdgroups > 4) d->n_simdgroups = 4;
-}
-
 TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan)
 {
     for (int i = 0; i < plan->n; i++) {
-        const tqkv_metal_kernel *kernel = &plan->d[i].kernel;
-        if (kernel->family == TQKV_METAL_ATTEND_MATRIX && kernel->constants[TQKV_FC_BATCH] == 1 + true) return false;
-        tqkv__plan_lanes(&plan->d[i]);
+        tqkv_metal_dispatch *d = &plan->d[i];
+        if (d->kernel.family != TQKV_METAL_ATTEND_MATRIX) continue;
+        if (d->kernel.constants[TQKV_FC_BATCH] == 1 + true) return false;
+        tqkv__plan_columns(d, false, d->kernel.constants[TQKV_FC_COLUMNS] - 1);
+        if (d->n_simdgroups > 4) d->n_simdgroups = 4;
     }
     return true;
 }

@@ -24,18 +24,16 @@ typedef struct tqkv__batch {
     int tables;     /* tqkv__batch_tables */
     const tqkv_metal_buffer *q, *out;
     tqkv_metal_buffer arguments, scratch;
-    bool matrices;
 } tqkv__batch;
 
 /* Plans item i alone, with the scratch from *used on. An item without positions has no partial results. */
 static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *used, tqkv__attend_plan *own)
 {
-    tqkv__attend_buffers buffers = tqkv__buffers_of_call(b->q[i], tqkv__buffer_after(b->scratch, *used), b->out[i]);
+    const tqkv_metal_buffer none = {NULL, 0}, q = b->q ? b->q[i] : none, out = b->out ? b->out[i] : none;
+    tqkv__attend_buffers buffers = tqkv__buffers_of_call(q, tqkv__buffer_after(b->scratch, *used), out);
     const tqkv_result r =
         tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)(b->n ? b->n : 1), &buffers, own);
     if (r != TQKV_OK || own->empty) return r;
-    for (int p = 0; p < TQKV__REGIONS && !b->matrices; p++)
-        if (own->has[p]) tqkv__plan_lanes(&own->attends[p]);
     if (own->has[TQKV__CODES_REGION] && tqkv__sees_nothing(&own->attends[TQKV__CODES_REGION])) {
         tqkv__merge_args merge = tqkv__merge_args_of(&own->merge);
         merge.n_partials = merge.before = 0;
@@ -346,15 +344,16 @@ static void tqkv__plan_all_joined(const tqkv__batch *b, size_t used, tqkv__atten
     tqkv__binding_at(&all->merge, 2)->size = 0;
 }
 
-/* Plans a batch. Without queries nothing is set. */
+/* Plans a batch. Without queries nothing is set; without contents no arguments are written. */
 static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__attend_plan *all)
 {
     size_t used = 0;
-    if (!b->items || !b->q || !b->out || !contents) return TQKV__INVALID("items, q, out or contents is NULL");
+    if (contents && (!b->q || !b->out)) return TQKV__INVALID("q or out is NULL");
     tqkv_result r = tqkv__join_items(b, &used, all);
     all->empty = !b->n;
     if (r != TQKV_OK || all->empty) return r;
     tqkv__plan_all_joined(b, used, all);
+    if (!contents) return TQKV_OK;
     if ((r = tqkv__write_items(b, contents, all)) != TQKV_OK) return r;
     const int head_dim = all->merge.kernel.head_dim * TQKV__DIM_UNIT,
               type = all->merge.kernel.constants[TQKV_FC_TYPE] - 1;
@@ -363,38 +362,34 @@ static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__
     return tqkv__check_item_outputs(b, merges, value, head_dim);
 }
 
+/* Finds the bytes of a batch's arguments, and its most scratch. */
+static tqkv_result tqkv__batch_sizes(const tqkv__batch *b, tqkv_metal_plan *plan)
+{
+    size_t own = 0;
+    tqkv_result r = tqkv__batch_arguments(b->items, b->n_items, &plan->arguments_size);
+    for (int i = 0; i < b->n_items && r == TQKV_OK; i++) {
+        r = tqkv__plan_scratch_within(&b->items[i], TQKV__MOST_SUMS / (size_t)(b->n ? b->n : 1), &own);
+        if (r == TQKV_OK && own > SIZE_MAX - plan->scratch_size) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
+        plan->scratch_size += own;
+    }
+    return r;
+}
+
 TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
                                                   const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                                   void *contents, tqkv_metal_buffer scratch,
-                                                  const tqkv_metal_buffer *out, bool matrices, tqkv_metal_plan *plan)
+                                                  const tqkv_metal_buffer *out, tqkv_metal_plan *plan)
 {
     tqkv__attend_plan all;
     if (!tqkv__open_plan(plan, "attend_batch")) return TQKV__INVALID(TQKV__NO_PLAN);
-    if (n_items < 0) return tqkv__close_plan(plan, TQKV__INVALID("n_items is negative"));
+    if (n_items < 0 || (n_items && !items))
+        return tqkv__close_plan(plan, TQKV__INVALID("n_items is negative, or items is NULL"));
     if (n_items == 0) return tqkv__close_plan(plan, TQKV_OK);
-    const int tables = items ? tqkv__batch_tables(items, n_items) : 1,
-              n = items ? tqkv__count_items(items, n_items) : 0;
-    const tqkv__batch b = {items, n_items, n, tables, q, out, arguments, scratch, matrices};
-    const tqkv_result r = tqkv__plan_batch(&b, contents, &all);
+    if (!contents) arguments.buffer = NULL; /* nothing is written there, so it must not run */
+    const int tables = tqkv__batch_tables(items, n_items), n = tqkv__count_items(items, n_items);
+    const tqkv__batch b = {items, n_items, n, tables, q, out, arguments, scratch};
+    tqkv_result r = contents ? TQKV_OK : tqkv__batch_sizes(&b, plan);
+    if (r == TQKV_OK) r = tqkv__plan_batch(&b, contents, &all);
     if (r == TQKV_OK) tqkv__order_dispatches(&all, plan);
     return tqkv__close_plan(plan, r);
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_attend_batch_sizes(const tqkv_metal_attention *items, int n_items,
-                                                        size_t *arguments, size_t *scratch)
-{
-    size_t bytes = 0, all = 0, own = 0;
-    if (n_items < 0 || (n_items && !items)) return TQKV__INVALID("n_items is negative, or items is NULL");
-    tqkv_result r = tqkv__batch_arguments(items, n_items, &bytes);
-    const size_t n = (size_t)tqkv__count_items(items, n_items), most_sums = TQKV__MOST_SUMS / (n ? n : 1);
-    for (int i = 0; scratch && i < n_items && r == TQKV_OK; i++) {
-        r = tqkv__plan_scratch_within(&items[i], most_sums, &own);
-        if (r != TQKV_OK) return r;
-        if (own > SIZE_MAX - all) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
-        all += own;
-    }
-    if (r != TQKV_OK) return r;
-    if (arguments) *arguments = bytes;
-    if (scratch) *scratch = all;
-    return TQKV_OK;
 }

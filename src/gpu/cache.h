@@ -61,7 +61,7 @@ static tqkv_metal_store tqkv__target_of_rows(const tqkv_cache *c, tqkv_metal_buf
 static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
                                   int one, int other, tqkv_metal_plan *plan)
 {
-    tqkv__mapping mapping = tqkv__mapping_from(rows->n_tokens, rows->n_tokens ? rows->position : 0);
+    tqkv__mapping mapping = {rows->n_tokens, rows->n_tokens ? rows->position : 0, {false, false}};
     const bool has_one = tqkv__has_store(c, one), has_other = other != one && tqkv__has_store(c, other);
     const tqkv_metal_buffer of_one = rows->at[tqkv__stream_kinds[one].side],
                             of_other = rows->at[tqkv__stream_kinds[other].side];
@@ -215,10 +215,11 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens, int n_r
     const int64_t wanted = (int64_t)c->exact_last + n_tokens - 1;
     if (!c->metal && (c->learning || n_raw))
         return TQKV__REFUSE(UNSUPPORTED, "calibrate: its halves lie apart in a cache without a context (metal)");
-    if (c->grown) return TQKV__REFUSE(UNSUPPORTED, "the processor has appended more tokens than exact_batch");
+    if (c->grown) return TQKV__REFUSE(UNSUPPORTED, "the processor has appended more tokens at once than a GPU can");
     if (tqkv__newest_room(c) && n_tokens &&
         (wanted < c->keys.capacity ? wanted : c->keys.capacity) > tqkv__newest_room(c))
-        return TQKV__REFUSE(OUT_OF_RANGE, "n_tokens: more than exact_batch");
+        return TQKV__REFUSE(OUT_OF_RANGE,
+                            "n_tokens: there is room for the halves of 512, without a context (metal) of 64");
     return TQKV_OK;
 }
 
@@ -330,8 +331,8 @@ static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
 }
 
-/* Opens a call over codes and what is kept besides. learnt: as they will be when the cache has learned */
-static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory, bool learnt, tqkv__cache_call *call)
+/* Opens a call over codes and what is kept besides. */
+static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv__cache_call *call)
 {
     const tqkv_attention view = tqkv__view_codes(c);
     const int values = c->shared ? TQKV__KEYS : TQKV__VALUES;
@@ -342,9 +343,6 @@ static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory,
     a->first.values = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS + values);
     a->last.keys = tqkv__store_of_call(c, call, TQKV__LAST_KEYS);
     a->last.values = tqkv__store_of_call(c, call, TQKV__LAST_KEYS + values);
-    for (int i = 0; learnt && i < TQKV__RAW; i++)
-        if (tqkv__stream_kinds[i].side == TQKV__KEYS && tqkv__has_store(c, i))
-            tqkv__take_learnt_buffers(c, memory, &call->stores[i]);
 }
 
 /* Opens a call over what is raw: of n_queries queries, the last of which stands before `end`. */
@@ -363,31 +361,22 @@ static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_
     const tqkv_metal_buffer none = {NULL, 0};
     tqkv__cache_call call;
     size_t raw = 0;
-    tqkv__open_coded_call(c, none, false, &call);
+    tqkv__open_coded_call(c, none, &call);
     if (some) tqkv__take_some_buffers(some, 0, &call.attention);
     call.attention.attention.n_queries = n_queries;
     call.attention.attention.first.n = c->exact_first; /* as many as there will ever be */
     call.attention.attention.last.n = c->exact_last;
-    tqkv_result r = tqkv_metal_plan_attend_scratch(&call.attention, coded);
+    tqkv_result r = tqkv__plan_scratch_within(&call.attention, TQKV__MOST_SUMS, coded);
     *coded = (*coded + 15) / 16 * 16;
     if (r == TQKV_OK && c->raw_below && c->raw[0].codes && c->metal) {
         tqkv__open_raw_call(c, none, 0, n_queries, &call);
         if (some) tqkv__take_some_buffers(some, 0, &call.attention);
-        r = tqkv_metal_plan_attend_scratch(&call.attention, &raw);
+        r = tqkv__plan_scratch_within(&call.attention, TQKV__MOST_SUMS, &raw);
     }
     if (r != TQKV_OK) return r;
     if (raw > SIZE_MAX - *coded) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
     *bytes = *coded + raw;
     return TQKV_OK;
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_cache_scratch(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
-                                                   size_t *bytes)
-{
-    size_t coded = 0;
-    if (!c || n_queries < 0) return TQKV__INVALID(TQKV__NO_CACHE_QUERIES);
-    if (!bytes) return TQKV__INVALID("bytes is NULL");
-    return tqkv__scratch_of_cache(c, some, n_queries, &coded, bytes);
 }
 
 /* The queries of a call, their buffers, and where the outputs go. */
@@ -453,7 +442,7 @@ static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer mem
     if (r != TQKV_OK) return r;
     if (n_raw < n) {
         const int first = whole ? 0 : n_raw;
-        tqkv__open_coded_call(c, memory, false, &call);
+        tqkv__open_coded_call(c, memory, &call);
         r = tqkv__add_cache_call(from, first, n - first, &call, plan);
         if (r == TQKV_OK && n_raw) r = tqkv__scratch_of_cache(c, from->some, n, &coded, &bytes);
     }
@@ -475,8 +464,11 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_meta
     if (!c || n_queries < 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
     if (!n_queries) return tqkv__close_plan(plan, TQKV_OK);
     const int n_raw = tqkv__raw_queries(c, n_queries);
-    const tqkv_result r = tqkv__check_on_gpu(c, 0, n_raw);
+    size_t coded = 0;
+    tqkv_result r = tqkv__check_on_gpu(c, 0, n_raw);
     if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     const tqkv__queries_in_buffers from = {some, q, scratch, out, tqkv__layout_of_call(c, layout), n_queries};
-    return tqkv__close_plan(plan, tqkv__add_cut_call(c, memory, &from, n_raw, plan));
+    r = tqkv__add_cut_call(c, memory, &from, n_raw, plan);
+    if (r == TQKV_OK && !scratch.buffer) r = tqkv__scratch_of_cache(c, some, n_queries, &coded, &plan->scratch_size);
+    return tqkv__close_plan(plan, r);
 }

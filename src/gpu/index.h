@@ -145,18 +145,6 @@ static size_t tqkv__choose_words(int64_t n_blocks, int n_queries)
     return tqkv__chooses_alone(n_blocks, n_queries) ? 0 : TQKV__CHOOSE_SCRATCH(chunks, blocks);
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_index_choose_scratch(const tqkv_metal_index *from, size_t *bytes)
-{
-    tqkv__index x;
-    if (!bytes) return TQKV__INVALID("bytes is NULL");
-    const tqkv_result r = tqkv__plan_index_open(from, &x);
-    if (r != TQKV_OK) return r;
-    const int64_t keys = tqkv__room(&x.a.keys),
-                  blocks = keys / x.call.block + 2; /* the first and the last may be cut */
-    *bytes = (size_t)x.a.call.n_queries * tqkv__choose_words(blocks, x.a.call.n_queries) * sizeof(uint32_t);
-    return TQKV_OK;
-}
-
 static void tqkv__plan_choose(const tqkv__choose_args *args, size_t n_queries, const tqkv_metal_buffer buffers[3],
                               tqkv_metal_dispatch *d)
 {
@@ -186,6 +174,9 @@ static tqkv_result tqkv__add_choice(const tqkv_metal_index *from, tqkv_metal_buf
     const tqkv_result r = tqkv__plan_index_open(from, &x);
     if (r != TQKV_OK) return r;
     const int n_queries = x.a.call.n_queries;
+    if (!scratch.buffer) /* of the whole store, whose first and last block may be cut */
+        plan->scratch_size = (size_t)n_queries * sizeof(uint32_t) *
+                             tqkv__choose_words(tqkv__room(&x.a.keys) / x.call.block + 2, n_queries);
     if (k < 0 || !tqkv__array_size(n_queries, k, 1, sizeof(int32_t), &size) ||
         !tqkv__array_size(n_queries, (int)x.blocks, 1, sizeof(float), &size))
         return TQKV__INVALID("k is negative, or scores or list too large");

@@ -50,15 +50,17 @@ TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispa
     return NULL;
 }
 
-TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[TQKV_METAL_NAME])
+/* Writes the name of a kernel's function. */
+static void tqkv__name_kernel(tqkv_metal_kernel *kernel)
 {
     static const char *const families[] = {"tables",        "encode",       "encode_kv",   "probe",
                                            "decode",        "rotate",       "attend",      "attend_merge",
                                            "attend_matrix", "index_choice", "attend_list", "index_scores",
                                            "learn_scales"}; /* tqkv_metal_family */
     const int dims[] = {kernel->head_dim * TQKV__DIM_UNIT, kernel->value_dim * TQKV__DIM_UNIT};
-    char *at = name;
-    const char *texts[] = {"tqkv_", families[kernel->family]};
+    const char *const texts[] = {"tqkv_", families[kernel->family]};
+    char *at = kernel->name;
+    memset(kernel->name, 0, sizeof kernel->name);
     for (int i = 0; i < 2; i++) {
         memcpy(at, texts[i], strlen(texts[i]));
         at += strlen(texts[i]);
@@ -70,46 +72,31 @@ TQKV_API void tqkv_metal_kernel_name(const tqkv_metal_kernel *kernel, char name[
         while (dims[i] / unit >= 10) unit *= 10;
         for (; unit; unit /= 10) *at++ = (char)('0' + dims[i] / unit % 10);
     }
-    *at = 0;
 }
 
-typedef char tqkv__text_fits[TQKV_METAL_NAME + 4 * TQKV__CONSTANTS <= TQKV_METAL_TEXT ? 1 : -1];
-
-TQKV_API void tqkv_metal_kernel_text(const tqkv_metal_kernel *kernel, char text[TQKV_METAL_TEXT])
-{
-    tqkv_metal_kernel_name(kernel, text);
-    char *at = text + strlen(text);
-    for (int i = 0; i < TQKV__CONSTANTS; i++) {
-        const int value = kernel->constants[i] - 1;
-        *at++ = i ? '_' : '-';
-        if (value < 0) *at++ = 'x';
-        for (int unit = 100; value >= 0 && unit; unit /= 10)
-            if (value >= unit || unit == 1) *at++ = (char)('0' + value / unit % 10);
-    }
-    *at = 0;
-}
-
-TQKV_API int tqkv_metal_kernel_threads(const tqkv_metal_kernel *kernel)
+/* Returns the most simdgroups that plans give a threadgroup of a kernel. */
+static int tqkv__most_simdgroups(const tqkv_metal_kernel *kernel)
 {
     switch (kernel->family) {
     case TQKV_METAL_TABLES:
-        return TQKV__SIMD_WIDTH;
+        return 1;
     case TQKV_METAL_CALIBRATE:
     case TQKV_METAL_INDEX_CHOICE:
     case TQKV_METAL_ATTEND_LIST:
-        return 1024;
+        return 1024 / TQKV__SIMD_WIDTH;
     case TQKV_METAL_ATTEND_MERGE:
-        return TQKV__MERGE_SIMDGROUPS(kernel->head_dim * TQKV__DIM_UNIT) * TQKV__SIMD_WIDTH;
+        return TQKV__MERGE_SIMDGROUPS(kernel->head_dim * TQKV__DIM_UNIT);
     default:
-        return (tqkv__shares_rows(kernel) ? TQKV__LONG_SIMDGROUPS : 4) * TQKV__SIMD_WIDTH;
+        return tqkv__shares_rows(kernel) ? TQKV__LONG_SIMDGROUPS : 4;
     }
 }
 
-TQKV_API tqkv_metal_constant tqkv_metal_kernel_constant(const tqkv_metal_kernel *kernel, int index, uint32_t *value)
+/* Gives a dispatch its kernel, for rows of its sizes. */
+static void tqkv__plan_family(tqkv_metal_dispatch *d, tqkv_metal_family family)
 {
-    if (index < 0 || index >= TQKV_METAL_CONSTANTS || !kernel->constants[index]) return TQKV_METAL_UNSET;
-    *value = kernel->constants[index] - 1u;
-    return TQKV__IS_NUMBER(index) ? TQKV_METAL_UINT : TQKV_METAL_BOOL;
+    d->kernel.family = (uint8_t)family;
+    d->kernel.most_simdgroups = (uint8_t)tqkv__most_simdgroups(&d->kernel);
+    tqkv__name_kernel(&d->kernel);
 }
 
 TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t max_threads, tqkv_metal_launch *out)
@@ -159,6 +146,7 @@ static bool tqkv__open_plan(tqkv_metal_plan *plan, const char *call)
     if (!plan) return false;
     plan->call = call;
     plan->n = 0;
+    plan->scratch_size = plan->arguments_size = 0;
     return true;
 }
 
@@ -191,9 +179,9 @@ static TQKV__NOINLINE void tqkv__plan_begin(tqkv_metal_dispatch *d, tqkv_metal_f
                                             int value_dim)
 {
     memset(d, 0, sizeof *d);
-    d->kernel.family = (uint8_t)family;
     d->kernel.head_dim = (uint8_t)(head_dim / TQKV__DIM_UNIT);
     d->kernel.value_dim = (uint8_t)(value_dim == head_dim ? 0 : value_dim / TQKV__DIM_UNIT);
+    tqkv__plan_family(d, family);
     d->grid[1] = d->grid[2] = 1;
 }
 
@@ -370,14 +358,11 @@ static tqkv_result tqkv__plan_rows(tqkv_metal_dispatch *d, const tqkv__stream *s
     return TQKV_OK;
 }
 
-/* Where the tokens of an encode call go: to positions from `position` on, or to slots. */
+/* The tokens of an encode call. */
 typedef struct tqkv__mapping {
     int n_tokens;
     int64_t position;
-    bool by_slots;
-    tqkv_metal_buffer slot_list;
-    const int32_t *known; /* [n_tokens] or NULL */
-    bool besides[2];      /* each stream has halves that are kept besides codes */
+    bool besides[2]; /* each stream has halves that are kept besides codes */
 } tqkv__mapping;
 
 /* What an encode call takes of one stream. */
@@ -397,38 +382,10 @@ static void tqkv__plan_encode_memory(tqkv_metal_dispatch *d, int index, int head
     if (d->memory_each[index] < rows) d->memory_each[index] = rows;
 }
 
-static tqkv_result tqkv__check_slots(const tqkv__stream *s, const int32_t *slot_list, int n)
-{
-    const size_t size = (size_t)n * sizeof *slot_list;
-    if (!slot_list || (uintptr_t)slot_list % sizeof *slot_list)
-        return TQKV__INVALID("slots: NULL, or not aligned as int32_t");
-    if (tqkv__encoding_overlaps(s, slot_list, size)) return TQKV__INVALID("slots overlap the store");
-    for (int t = 0; t < n; t++)
-        if (slot_list[t] < -1 || slot_list[t] >= s->capacity)
-            return TQKV__REFUSE(OUT_OF_RANGE, "slots: outside the store");
-    return tqkv__all_distinct(slot_list, n, NULL, 0) ? TQKV_OK : TQKV__INVALID("slots: a slot twice");
-}
-
-/* Opens the store of a call that encodes. */
-static tqkv_result tqkv__plan_target(const tqkv_metal_store *store, const tqkv__mapping *mapping, tqkv__stream *s)
-{
-    if (!store || !mapping->by_slots) return tqkv__plan_open(store, s);
-    tqkv_store pool = store->shape;
-    pool.ring = false;
-    pool.pages = NULL;
-    return tqkv__stream_shape(&pool, s);
-}
-
-/* Checks the mapping to a store. Slots are a table with pages of one position. */
+/* Checks where the tokens go. */
 static tqkv_result tqkv__plan_mapping(const tqkv_store *shape, const tqkv__mapping *mapping, tqkv__stream *s)
 {
     const int n = mapping->n_tokens;
-    if (mapping->by_slots) {
-        const tqkv_result r = mapping->known ? tqkv__check_slots(s, mapping->known, n) : TQKV_OK;
-        s->n_pages = n;
-        s->page_size = 1;
-        return r == TQKV_OK ? tqkv__plan_positions(s) : r;
-    }
     tqkv_result r = tqkv__plan_positions(s);
     if (r == TQKV_OK) r = tqkv__check_positions(s, n, mapping->position, -1);
     return r == TQKV_OK ? tqkv__plan_check_pages(shape, mapping->position, n, true) : r;
@@ -459,16 +416,14 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
                         tqkv__plan_bind_channels(d, e->names[3], e->center, e->store->center, s, true));
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_SCALED : TQKV_FC_SCALED,
                         tqkv__plan_bind_channels(d, e->names[5], e->scale, e->store->channel_scale, s, true));
-    tqkv__plan_bind_pages(d, mapping->by_slots ? "slots" : e->names[4], e->pages,
-                          mapping->by_slots ? mapping->slot_list : e->store->pages, s,
-                          index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
+    tqkv__plan_bind_pages(d, e->names[4], e->pages, e->store->pages, s, index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
     d->memory[0] = TQKV__CELL_BYTES;
     tqkv__plan_encode_memory(d, 1, s->head_dim);
     d->memory[2] = TQKV__TABLE_BYTES;
     return TQKV_OK;
 }
 
-TQKV_API size_t tqkv_metal_report_size(void) { return sizeof(tqkv__table_report); }
+typedef char tqkv__report_fits[sizeof(tqkv__table_report) == TQKV_METAL_REPORT ? 1 : -1];
 
 TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_plan *plan)
 {
@@ -484,13 +439,14 @@ TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal
     return tqkv__close_plan(plan, TQKV_OK);
 }
 
+/* Encodes rows of one stream. */
 static tqkv_result tqkv__add_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, const tqkv__mapping *mapping,
                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
     const tqkv__encode_stream e = {
         {"src", "codes", "norms", "center", "pages", "channel_scale"}, store, &s, src, 5, 6, 7};
-    tqkv_result r = tqkv__plan_target(store, mapping, &s);
+    tqkv_result r = tqkv__plan_open(store, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
     if (r != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
@@ -520,8 +476,8 @@ static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_
         10,
         12,
         14};
-    tqkv_result r = tqkv__plan_target(keys, mapping, &ks);
-    if (r == TQKV_OK) r = tqkv__plan_target(values, mapping, &vs);
+    tqkv_result r = tqkv__plan_open(keys, &ks);
+    if (r == TQKV_OK) r = tqkv__plan_open(values, &vs);
     if (r != TQKV_OK) return r;
     if (ks.n_kv_heads != vs.n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
     const bool tail = vs.head_dim == TQKV__TAIL_DIM(ks.head_dim);
@@ -535,46 +491,14 @@ static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_
     return r == TQKV_OK ? tqkv__plan_stream(d, &value, mapping) : r;
 }
 
-static tqkv__mapping tqkv__mapping_from(int n_tokens, int64_t position)
+TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                            tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
+                                            tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    const tqkv__mapping mapping = {n_tokens, position, false, {NULL, 0}, NULL, {false, false}};
-    return mapping;
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                            int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
-{
-    const tqkv__mapping mapping = tqkv__mapping_from(n_tokens, position);
+    const tqkv__mapping mapping = {n_tokens, position, {false, false}};
     if (!tqkv__open_plan(plan, "encode")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &mapping, not_finite, plan));
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_encode_slots(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                                  tqkv_metal_buffer slot_list, const int32_t *known,
-                                                  tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
-{
-    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known, {false, false}};
-    if (!tqkv__open_plan(plan, "encode_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_encode(store, src, &mapping, not_finite, plan));
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                               tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                               tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
-{
-    const tqkv__mapping mapping = tqkv__mapping_from(n_tokens, position);
-    if (!tqkv__open_plan(plan, "encode_kv")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &mapping, not_finite, plan));
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_encode_kv_slots(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                                     tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
-                                                     tqkv_metal_buffer slot_list, const int32_t *known,
-                                                     tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
-{
-    const tqkv__mapping mapping = {n_tokens, 0, true, slot_list, known, {false, false}};
-    if (!tqkv__open_plan(plan, "encode_kv_slots")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_encode_kv(keys, values, k, v, &mapping, not_finite, plan));
+    return tqkv__close_plan(plan, values ? tqkv__add_encode_kv(keys, values, k, v, &mapping, not_finite, plan)
+                                         : tqkv__add_encode(keys, k, &mapping, not_finite, plan));
 }
 
 static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
@@ -656,17 +580,18 @@ TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64
     return tqkv__close_plan(plan, tqkv__add_decode(store, position, n_positions, basis, dst, plan));
 }
 
-static tqkv_result tqkv__add_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+static tqkv_result tqkv__add_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, tqkv_basis to,
                                     tqkv_metal_plan *plan)
 {
     size_t size;
     const tqkv_result r = tqkv__check_kernels(head_dim, head_dim);
     if (r != TQKV_OK) return r;
+    if (!tqkv__basis_known(to)) return TQKV__INVALID("to: no tqkv_basis");
     if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size))
         return TQKV__INVALID("n_rows is negative or too large");
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_ROTATE, head_dim, head_dim);
-    tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
+    tqkv__plan_constant(d, TQKV_FC_UNROTATE, to == TQKV_ORIGINAL);
     const tqkv__rotate_args args = {n_rows};
     tqkv__plan_args(d, &args, sizeof args);
     tqkv__plan_bind(d, "rows", 1, rows, size, true);
@@ -674,11 +599,11 @@ static tqkv_result tqkv__add_rotate(tqkv_metal_buffer rows, int n_rows, int head
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, bool unrotate,
+TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, tqkv_basis to,
                                             tqkv_metal_plan *plan)
 {
-    if (!tqkv__open_plan(plan, unrotate ? "unrotate" : "rotate")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, unrotate, plan));
+    if (!tqkv__open_plan(plan, "rotate")) return TQKV__INVALID(TQKV__NO_PLAN);
+    return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, to, plan));
 }
 
 /* How a cache tells which of its rows are new. */

@@ -280,10 +280,14 @@ struct batch_memory {
 batch_memory make_batch_memory(const sequences &s, int group)
 {
     batch_memory m = {};
-    size_t arguments, bytes = 0, own;
+    tqkv_metal_plan plan;
     m.row = (size_t)(group * N_KV_HEADS * 128);
-    check_plan(tqkv_metal_plan_attend_batch_sizes(s.calls.data(), SEQUENCES, &arguments, &bytes));
-    check_plan(tqkv_metal_plan_attend_scratch(&s.calls[ALL_PAGES], &own));
+    check_plan(tqkv_metal_plan_attend_batch(s.calls.data(), SEQUENCES, nullptr, gpu_buffer(nullptr), nullptr,
+                                            gpu_buffer(nullptr), nullptr, &plan));
+    const size_t bytes = plan.scratch_size;
+    check_plan(tqkv_metal_plan_attend(&s.calls[ALL_PAGES], gpu_buffer(nullptr), gpu_buffer(nullptr),
+                                      gpu_buffer(nullptr), &plan));
+    const size_t own = plan.scratch_size;
     m.q = device_array<float>(m.row * SEQUENCES);
     m.out = device_array<float>(m.row * SEQUENCES);
     m.scratch = device_array<float>(std::max(bytes, own) / sizeof(float));
@@ -301,8 +305,7 @@ void plan_batch(const sequences &s, batch_memory &m, tqkv_metal_dispatch d[2])
 {
     tqkv_metal_plan plan;
     check_plan(tqkv_metal_plan_attend_batch(s.calls.data(), SEQUENCES, m.qs.data(), gpu_buffer(m.items),
-                                            m.planned.data(), gpu_buffer(m.scratch), m.outs.data(),
-                                            opt.kernel != GPU_LANES, &plan));
+                                            m.planned.data(), gpu_buffer(m.scratch), m.outs.data(), &plan));
     std::copy(plan.d, plan.d + 2, d);
 }
 

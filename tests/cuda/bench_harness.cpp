@@ -224,7 +224,8 @@ void encode(const tqkv_store &s, const void *source, int n_tokens, int position)
 {
     const tqkv_metal_store store = gpu_store(&s);
     tqkv_metal_plan plan;
-    check_plan(tqkv_metal_plan_encode(&store, gpu_buffer(source), n_tokens, position, gpu_buffer(nullptr), &plan));
+    check_plan(tqkv_metal_plan_encode(&store, nullptr, gpu_buffer(source), {nullptr, 0}, n_tokens, position,
+                                      gpu_buffer(nullptr), &plan));
     launch(plan.d[0]);
 }
 

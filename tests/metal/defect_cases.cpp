@@ -188,7 +188,8 @@ void run_one_simdgroup_a_row(const void *)
         tqkv_store got = test_store(TQKV_TQ6, 1024, 1, 5, false);
         const tqkv_metal_store store = gpu_store(&got);
         tqkv_metal_plan plan;
-        CHECK_RESULT(tqkv_metal_plan_encode(&store, gpu_buffer(source.data()), 5, 0, gpu_buffer(nullptr), &plan),
+        CHECK_RESULT(tqkv_metal_plan_encode(&store, nullptr, gpu_buffer(source.data()), gpu_buffer(nullptr), 5, 0,
+                                            gpu_buffer(nullptr), &plan),
                      TQKV_OK);
         plan.d[0].n_simdgroups = n;
         CHECK_RUN(gpu_run(plan));

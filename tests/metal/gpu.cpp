@@ -16,12 +16,9 @@ const int gpu_head_dims[] = {TQKV__KERNELS(HEAD_DIM_OF, )};
 gpu_dispatch::gpu_dispatch(const tqkv_metal_kernel &planned) : device_dispatch()
 {
     static_assert((int)TQKV_METAL_NAME <= (int)DEVICE_NAME_SIZE, "names of kernels");
-    tqkv_metal_kernel_name(&planned, kernel);
-    for (int i = 0; i < TQKV_METAL_CONSTANTS; i++) {
-        const tqkv_metal_constant type = tqkv_metal_kernel_constant(&planned, i, &constants[i]);
-        constant_set[i] = type != TQKV_METAL_UNSET;
-        constant_is_bool[i] = type == TQKV_METAL_BOOL;
-    }
+    memcpy(kernel, planned.name, sizeof planned.name);
+    for (int i = 0; i < TQKV_METAL_CONSTANTS; i++)
+        if (planned.constants[i]) constant(i, planned.constants[i] - 1);
 }
 
 gpu_dispatch::gpu_dispatch(const char *family, int head_dim, int value_dim) : device_dispatch()
@@ -34,7 +31,7 @@ gpu_dispatch::gpu_dispatch(const char *family, int head_dim, int value_dim) : de
 gpu_dispatch &gpu_dispatch::constant(int index, int value)
 {
     constant_set[index] = true;
-    constant_is_bool[index] = !TQKV__IS_NUMBER(index);
+    constant_is_bool[index] = !TQKV_METAL_IS_UINT(index);
     constants[index] = (uint32_t)value;
     return *this;
 }
@@ -279,7 +276,8 @@ std::string gpu_encode(const tqkv_store *s, const void *src, int n_tokens, int64
     tqkv_metal_plan plan;
     const tqkv_metal_store store = gpu_store(s);
     if (not_finite) *not_finite = 0;
-    tqkv_metal_plan_encode(&store, gpu_buffer(src), n_tokens, position, gpu_buffer(not_finite), &plan);
+    tqkv_metal_plan_encode(&store, nullptr, gpu_buffer(src), gpu_buffer(nullptr), n_tokens, position,
+                           gpu_buffer(not_finite), &plan);
     return gpu_run(plan);
 }
 
@@ -289,24 +287,22 @@ std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, cons
     tqkv_metal_plan plan;
     const tqkv_metal_store ks = gpu_store(keys), vs = gpu_store(values);
     if (not_finite) *not_finite = 0;
-    tqkv_metal_plan_encode_kv(&ks, &vs, gpu_buffer(k), gpu_buffer(v), n_tokens, position, gpu_buffer(not_finite),
-                              &plan);
+    tqkv_metal_plan_encode(&ks, &vs, gpu_buffer(k), gpu_buffer(v), n_tokens, position, gpu_buffer(not_finite), &plan);
     return gpu_run(plan);
 }
 
 std::string gpu_encode_slots(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v,
                              int n_tokens, const int32_t *slots, uint32_t *not_finite)
 {
-    tqkv_metal_plan plan;
-    const tqkv_metal_store ks = gpu_store(keys), vs = gpu_store(values ? values : keys);
-    const tqkv_metal_buffer at = gpu_buffer(slots), flag = gpu_buffer(not_finite);
-    const int32_t *known = gpu_known_tables ? slots : nullptr;
-    if (not_finite) *not_finite = 0;
-    if (values)
-        tqkv_metal_plan_encode_kv_slots(&ks, &vs, gpu_buffer(k), gpu_buffer(v), n_tokens, at, known, flag, &plan);
-    else
-        tqkv_metal_plan_encode_slots(&ks, gpu_buffer(k), n_tokens, at, known, flag, &plan);
-    return gpu_run(plan);
+    tqkv_store pools[2] = {*keys, values ? *values : *keys};
+    for (tqkv_store &pool : pools) {
+        pool.ring = false;
+        pool.pages = slots;
+        pool.n_pages = n_tokens;
+        pool.page_size = 1;
+    }
+    return values ? gpu_encode_kv(&pools[0], &pools[1], k, v, n_tokens, 0, not_finite)
+                  : gpu_encode(&pools[0], k, n_tokens, 0, not_finite);
 }
 
 std::string gpu_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled, uint32_t *not_finite)
@@ -329,7 +325,7 @@ std::string gpu_decode(const tqkv_store *s, int64_t position, int n_positions, t
 std::string gpu_rotate(float *rows, int n_rows, int head_dim, bool unrotate)
 {
     tqkv_metal_plan plan;
-    tqkv_metal_plan_rotate(gpu_buffer(rows), n_rows, head_dim, unrotate, &plan);
+    tqkv_metal_plan_rotate(gpu_buffer(rows), n_rows, head_dim, unrotate ? TQKV_ORIGINAL : TQKV_ROTATED, &plan);
     return gpu_run(plan);
 }
 
@@ -339,10 +335,9 @@ static std::string run_attention(const tqkv_attention *a, gpu_split split, F pla
 {
     const gpu_attention attention(*a);
     tqkv_metal_plan plan;
-    size_t bytes = 0;
-    const tqkv_result r = tqkv_metal_plan_attend_scratch(&attention.metal, &bytes);
-    if (r != TQKV_OK) return tqkv_result_string(r);
-    std::vector<float> scratch(bytes / sizeof(float), NAN), sums, state;
+    plan_with(&attention.metal, gpu_buffer(nullptr), &plan);
+    if (plan.result != TQKV_OK) return tqkv_result_string(plan.result);
+    std::vector<float> scratch(std::max(plan.scratch_size / sizeof(float), (size_t)1), NAN), sums, state;
     plan_with(&attention.metal, gpu_buffer(scratch.data()), &plan);
     tqkv_metal_dispatch *attend = plan.d + (a->list.rows ? 1 : 0);
     const bool codes = plan.d + plan.n == attend + 2 && gpu_args<tqkv__merge_args>(attend[1]).n_partials > 0;
@@ -508,9 +503,11 @@ std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std
                              const std::vector<void *> &out, bool lanes)
 {
     const int n_items = (int)items.size();
-    const batch_items batch(items, q);
+    batch_items batch(items, q);
+    for (tqkv_metal_attention &a : batch.metal)
+        if (lanes) a.matrix_group = INT_MAX;
     std::vector<tqkv_metal_buffer> outs;
-    size_t out_size = 0, arguments_size = 0, scratch_size = 0;
+    size_t out_size = 0;
     std::vector<size_t> out_sizes;
     const bool spread = items[0].output_strides.token != 0; // then outputs lie in one array, from the first on
     for (size_t i = 0; i < items.size(); i++) {
@@ -519,15 +516,15 @@ std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std
         outs.push_back({nullptr, spread ? (size_t)((char *)out[i] - (char *)out[0]) : out_size});
         out_size = std::max(out_size, outs[i].offset + out_sizes[i]);
     }
-    const tqkv_result r =
-        tqkv_metal_plan_attend_batch_sizes(batch.metal.data(), n_items, &arguments_size, &scratch_size);
-    std::vector<char> results(out_size, (char)0xff), arguments(arguments_size);
-    if (spread) memcpy(results.data(), out[0], out_size);
-    std::vector<float> scratch(scratch_size / sizeof(float), NAN);
-    for (tqkv_metal_buffer &b : outs) b.buffer = results.data();
     tqkv_metal_plan plan;
+    const tqkv_result r = tqkv_metal_plan_attend_batch(batch.metal.data(), n_items, nullptr, gpu_buffer(nullptr),
+                                                       nullptr, gpu_buffer(nullptr), nullptr, &plan);
+    std::vector<char> results(out_size, (char)0xff), arguments(std::max(plan.arguments_size, (size_t)1));
+    if (spread) memcpy(results.data(), out[0], out_size);
+    std::vector<float> scratch(std::max(plan.scratch_size / sizeof(float), (size_t)1), NAN);
+    for (tqkv_metal_buffer &b : outs) b.buffer = results.data();
     tqkv_metal_plan_attend_batch(batch.metal.data(), n_items, batch.q.data(), gpu_buffer(arguments.data()),
-                                 arguments.data(), gpu_buffer(scratch.data()), outs.data(), !lanes, &plan);
+                                 arguments.data(), gpu_buffer(scratch.data()), outs.data(), &plan);
     const std::string wrong = r == TQKV_OK ? gpu_run(plan) : tqkv_result_string(r);
     if (spread) memcpy(out[0], results.data(), out_size);
     for (size_t i = 0; i < items.size() && !spread; i++) memcpy(out[i], results.data() + outs[i].offset, out_sizes[i]);
@@ -553,10 +550,10 @@ std::string gpu_index_choose(const tqkv_index *x, const float *scores, int k, in
 {
     const gpu_index index(*x);
     tqkv_metal_plan plan;
-    size_t bytes = 0;
-    const tqkv_result r = tqkv_metal_plan_index_choose_scratch(&index.metal, &bytes);
+    const tqkv_result r =
+        tqkv_metal_plan_index_choose(&index.metal, gpu_buffer(scores), k, gpu_buffer(nullptr), gpu_buffer(list), &plan);
     if (r != TQKV_OK) return tqkv_result_string(r);
-    std::vector<uint32_t> scratch(bytes / sizeof(uint32_t), 0xffffffffu);
+    std::vector<uint32_t> scratch(std::max(plan.scratch_size / sizeof(uint32_t), (size_t)1), 0xffffffffu);
     tqkv_metal_plan_index_choose(&index.metal, gpu_buffer(scores), k, gpu_buffer(scratch.data()), gpu_buffer(list),
                                  &plan);
     return gpu_run(plan);

@@ -99,8 +99,8 @@ static inline void check_dispatch(const tqkv_metal_dispatch *d)
         indices |= 1u << index;
     }
     CHECK((indices & (indices + 1)) == 0, "indices %x", indices); /* 0, 1, 2 ... without gaps */
-    CHECK(d->n_simdgroups * TQKV__SIMD_WIDTH <= tqkv_metal_kernel_threads(&d->kernel), "%d simdgroups of %d threads",
-          d->n_simdgroups, tqkv_metal_kernel_threads(&d->kernel));
+    CHECK(d->n_simdgroups <= d->kernel.most_simdgroups, "%d simdgroups of %d", d->n_simdgroups,
+          d->kernel.most_simdgroups);
     const bool shared = d->kernel.family == TQKV_METAL_ATTEND_MATRIX && d->kernel.head_dim * TQKV__DIM_UNIT > 256;
     for (size_t n = 1; n <= (size_t)d->n_simdgroups; n++) {
         tqkv_metal_launch launch;
@@ -135,32 +135,13 @@ static inline tqkv_result plan_attend(const tqkv_metal_attention *a, tqkv_metal_
     return r;
 }
 
-/* The kernels of the plans that somebody was shown. */
-typedef struct plan_seen {
-    tqkv_metal_kernel kernels[64];
-    int n, left; /* left: plans until the visit fails; 0: it does not */
-} plan_seen;
-
-static inline tqkv_result plan_see(void *user, tqkv_metal_plan *plan)
+/* The scratch that a call needs, which its plan without scratch tells. */
+static inline tqkv_result plan_scratch(const tqkv_metal_attention *a, size_t *bytes)
 {
-    plan_seen *all = (plan_seen *)user;
-    CHECK(plan->result == TQKV_OK && plan->n, "a plan of nothing");
-    for (int i = 0; i < plan->n; i++) {
-        int j = 0;
-        while (j < all->n && memcmp(&all->kernels[j], &plan->d[i].kernel, sizeof all->kernels[j])) j++;
-        if (j == all->n && j < 64) all->kernels[all->n++] = plan->d[i].kernel;
-    }
-    return --all->left == 0 ? TQKV_METAL_ERROR : TQKV_OK;
-}
-
-static inline void check_prepared(const plan_seen *all, const tqkv_metal_plan *plan, const char *what)
-{
-    CHECK(plan->result == TQKV_OK, "%s: %s", what, tqkv_result_string(plan->result));
-    for (int i = 0; i < plan->n; i++) {
-        int j = 0;
-        while (j < all->n && memcmp(&all->kernels[j], &plan->d[i].kernel, sizeof all->kernels[j])) j++;
-        CHECK(j < all->n, "%s: dispatch %d was not prepared", what, i);
-    }
+    tqkv_metal_plan plan;
+    const tqkv_result r = tqkv_metal_plan_attend(a, none, none, none, &plan);
+    *bytes = plan.scratch_size;
+    return r;
 }
 
 /* A pool of 5 pages, and a table of 4. */

@@ -9,7 +9,7 @@ static void check_encode(const void *row)
                            ring = plan_store(TQKV_I8, 512, 10, true, 2);
     const size_t token = 3 * 512 * sizeof(float);
     (void)row;
-    CHECK_RESULT(tqkv_metal_plan_encode(&ring, at(4, 8), 24, 7, at(5, 0), &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&ring, NULL, at(4, 8), none, 24, 7, at(5, 0), &plan), TQKV_OK);
     check_dispatch(d);
     CHECK(rows_args(d, 0).n_tokens == 10 && rows_args(d, 0).first_slot == 1, "%d tokens at %d",
           rows_args(d, 0).n_tokens, rows_args(d, 0).first_slot);
@@ -22,18 +22,18 @@ static void check_encode(const void *row)
           "the kernel");
     CHECK(d->rows && d->grid[0] == 6 && rows_args(d, 0).block_scale == 1.0f, "%zu simdgroups for 10 rows of 3 heads",
           d->grid[0]);
-    CHECK_RESULT(tqkv_metal_plan_encode(&ring, at(4, SIZE_MAX - 3), 24, 7, none, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&ring, NULL, at(4, SIZE_MAX - 3), none, 24, 7, none, &plan), TQKV_OK);
     CHECK(binding(d, "src").at.offset > SIZE_MAX - 16, "an offset that wraps");
-    CHECK_RESULT(tqkv_metal_plan_encode(&linear, at(4, 0), 4, 6, none, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&linear, NULL, at(4, 0), none, 4, 6, none, &plan), TQKV_OK);
     CHECK(rows_args(d, 0).first_slot == 6 && rows_args(d, 0).capacity == 10 && !binding(d, "not_finite").size,
           "linear");
-    CHECK_RESULT(tqkv_metal_plan_encode(&linear, at(4, 0), 0, 10, none, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&linear, NULL, at(4, 0), none, 0, 10, none, &plan), TQKV_OK);
     CHECK(d->grid[0] == 0, "nothing to encode");
-    CHECK_RESULT(tqkv_metal_plan_encode(&linear, at(0, 0), 4, 6, none, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&linear, NULL, at(0, 0), none, 4, 6, none, &plan), TQKV_OK);
     CHECK(!strcmp(overlapping(d), "src"), "the source in the store: %s", overlapping(d));
-    CHECK_RESULT(tqkv_metal_plan_encode(&linear, none, 5, 6, none, &plan), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv_metal_plan_encode(&linear, none, -1, 0, none, &plan), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_encode(NULL, none, 1, 0, none, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_encode(&linear, NULL, none, none, 5, 6, none, &plan), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_metal_plan_encode(&linear, NULL, none, none, -1, 0, none, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_encode(NULL, NULL, none, none, 1, 0, none, &plan), TQKV_INVALID_ARGUMENT);
 }
 
 static void check_encode_kv(const void *row)
@@ -44,7 +44,7 @@ static void check_encode_kv(const void *row)
     const tqkv_metal_store wide = plan_store(TQKV_TQ8, 128, 12, true, 2);
     tqkv_metal_store fewer = values, longer = keys;
     (void)row;
-    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 11, 3, at(6, 0), &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&keys, &values, at(4, 0), at(5, 0), 11, 3, at(6, 0), &plan), TQKV_OK);
     check_dispatch(d);
     CHECK(d->n_arguments == 2 && rows_args(d, 0).n_tokens == 10 && rows_args(d, 1).n_tokens == 11, "tokens of both");
     CHECK(d->grid[0] == 3 && d->grid[2] == 2, "simdgroups for the 11 rows of 3 heads of the longer");
@@ -53,15 +53,15 @@ static void check_encode_kv(const void *row)
           "the kernel");
     CHECK(binding(d, "keys' norms").size == 0 && binding(d, "values' norms").size == 3 * 12 * sizeof(float), "norms");
     longer.shape.capacity = 500;
-    CHECK_RESULT(tqkv_metal_plan_encode_kv(&longer, &values, at(4, 0), at(5, 0), 400, 3, at(6, 0), &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&longer, &values, at(4, 0), at(5, 0), 400, 3, at(6, 0), &plan), TQKV_OK);
     const size_t one = d->grid[0];
-    CHECK_RESULT(tqkv_metal_plan_encode_kv(&values, &longer, at(4, 0), at(5, 0), 400, 3, at(6, 0), &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&values, &longer, at(4, 0), at(5, 0), 400, 3, at(6, 0), &plan), TQKV_OK);
     CHECK(rows_args(d, 0).n_tokens == 12 && rows_args(d, 1).n_tokens == 400, "tokens of both");
     CHECK(one == d->grid[0] && one * TQKV__ENCODE_ROWS(64) >= 1200, "%zu, %zu simdgroups", one, d->grid[0]);
     fewer.shape.n_kv_heads = 2;
-    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &wide, none, none, 1, 0, none, &plan), TQKV_UNSUPPORTED);
-    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &fewer, none, none, 1, 0, none, &plan), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, NULL, none, none, 1, 0, none, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_encode(&keys, &wide, none, none, 1, 0, none, &plan), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv_metal_plan_encode(&keys, &fewer, none, none, 1, 0, none, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_encode(NULL, &values, none, none, 1, 0, none, &plan), TQKV_INVALID_ARGUMENT);
 }
 
 static void check_rows(const void *row)
@@ -84,11 +84,11 @@ static void check_rows(const void *row)
     CHECK_RESULT(tqkv_metal_plan_decode(&ring, 95, 11, TQKV_ROTATED, none, &plan), TQKV_OUT_OF_RANGE);
     CHECK_RESULT(tqkv_metal_plan_decode(&linear, 8, 3, TQKV_ROTATED, none, &plan), TQKV_OUT_OF_RANGE);
     CHECK_RESULT(tqkv_metal_plan_decode(&linear, 0, 1, test_no_basis(2), none, &plan), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_rotate(at(4, 0), 5, 64, true, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_rotate(at(4, 0), 5, 64, TQKV_ORIGINAL, &plan), TQKV_OK);
     check_dispatch(d);
     CHECK(binding(d, "rows").size == 5 * 64 * sizeof(float) && constant(d, TQKV_FC_UNROTATE) == 1, "a rotation");
-    CHECK_RESULT(tqkv_metal_plan_rotate(none, 5, 65, false, &plan), TQKV_UNSUPPORTED);
-    CHECK_RESULT(tqkv_metal_plan_rotate(none, -1, 64, false, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_rotate(none, 5, 65, TQKV_ROTATED, &plan), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv_metal_plan_rotate(none, -1, 64, TQKV_ROTATED, &plan), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(
         tqkv_metal_plan_calibrate(&linear, at(4, 0), 9, at(5, 0), 6, 2, TQKV_PAIRS_HALVES, at(6, 0), at(7, 0), &plan),
         TQKV_OK);
@@ -105,23 +105,14 @@ static void check_rows(const void *row)
     CHECK(plan.n == 2 && d[1].grid[0] == 1 && !d[1].rows && d[1].kernel.head_dim == 0, "tables");
 }
 
-/* The constants and the text of the kernel of encode_kv. */
-static void check_engine_texts(const tqkv_metal_kernel *kernel, const tqkv_metal_kernel *another)
+/* The constants of the kernel of encode_kv. */
+static void check_constants(const tqkv_metal_kernel *kernel)
 {
-    uint32_t value = 7;
-    CHECK(tqkv_metal_kernel_constant(kernel, TQKV_FC_VALUE_FORMAT, &value) == TQKV_METAL_UINT && value == TQKV_TQ5 &&
-              tqkv_metal_kernel_constant(kernel, TQKV_FC_PAGES, &value) == TQKV_METAL_BOOL && value == 0 &&
-              tqkv_metal_kernel_constant(kernel, TQKV_FC_SINKS, &value) == TQKV_METAL_UNSET,
+    CHECK(kernel->constants[TQKV_FC_VALUE_FORMAT] == 1 + TQKV_TQ5 && kernel->constants[TQKV_FC_PAGES] == 1 &&
+              !kernel->constants[TQKV_FC_SINKS],
           "constants");
-    CHECK(!tqkv_metal_kernel_constant(kernel, -1, &value) &&
-              !tqkv_metal_kernel_constant(kernel, TQKV_METAL_CONSTANTS, &value) && !value,
-          "constants that are none");
-    char text[TQKV_METAL_TEXT], other[TQKV_METAL_TEXT];
-    tqkv_metal_kernel_text(kernel, text);
-    tqkv_metal_kernel_text(another, other);
-    CHECK(!strncmp(text, "tqkv_encode_kv_d192_128-8_3_1_1_x_", 34) && strlen(text) < TQKV_METAL_TEXT - 40 &&
-              strcmp(text, other),
-          "the text %s", text);
+    for (int i = 0; i < TQKV_METAL_CONSTANTS; i++)
+        CHECK(TQKV_METAL_IS_UINT(i) == TQKV__IS_NUMBER(i), "the type of constant %d", i);
 }
 
 /* What an engine with its own encoder reads from a plan. */
@@ -129,11 +120,10 @@ static void check_engine(const void *row)
 {
     static const char *const names[] = {"tqkv_tables", "tqkv_encode_d1024", "tqkv_encode_kv_d192_128",
                                         "tqkv_attend_d64"};
-    static const char *const calls[] = {"tables", "encode", "encode_kv", "attend"};
+    static const char *const calls[] = {"tables", "encode", "encode", "attend"};
     tqkv_metal_plan plans[4];
     tqkv_metal_dispatch d[4];
     tqkv_metal_launch launch;
-    char name[TQKV_METAL_NAME];
     const tqkv_metal_store large = plan_store(TQKV_TQ4, 1024, 10, false, 0),
                            keys = plan_store(TQKV_I8, 192, 10, false, 0),
                            values = plan_store(TQKV_TQ5, 128, 10, false, 2),
@@ -141,19 +131,16 @@ static void check_engine(const void *row)
     (void)row;
     tqkv_metal_attention a = plan_attention(&small, &small);
     const tqkv_result planned[] = {tqkv_metal_plan_tables(at(4, 0), &plans[0]),
-                                   tqkv_metal_plan_encode(&large, at(4, 0), 9, 0, none, &plans[1]),
-                                   tqkv_metal_plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 9, 0, none, &plans[2]),
+                                   tqkv_metal_plan_encode(&large, NULL, at(4, 0), none, 9, 0, none, &plans[1]),
+                                   tqkv_metal_plan_encode(&keys, &values, at(4, 0), at(5, 0), 9, 0, none, &plans[2]),
                                    tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), &plans[3])};
     for (int i = 0; i < 4; i++) {
         CHECK_RESULT(planned[i], TQKV_OK);
         CHECK(!strcmp(plans[i].call, calls[i]) && plans[i].n == (i % 3 ? 1 : 2), "%s: %d", plans[i].call, plans[i].n);
         d[i] = plans[i].d[0];
     }
-    for (int i = 0; i < 4; i++) {
-        tqkv_metal_kernel_name(&d[i].kernel, name);
-        CHECK(!strcmp(name, names[i]), "%s, not %s", name, names[i]);
-    }
-    check_engine_texts(&d[2].kernel, &d[3].kernel);
+    for (int i = 0; i < 4; i++) CHECK(!strcmp(d[i].kernel.name, names[i]), "%s, not %s", d[i].kernel.name, names[i]);
+    check_constants(&d[2].kernel);
     CHECK(d[2].arguments[0].index == 0 && d[2].arguments[1].index == 4 &&
               d[2].arguments[1].size == sizeof(tqkv__rows_args),
           "arguments");
@@ -178,72 +165,24 @@ static void check_no_plan(const void *row)
     x.keys = &one;
     const tqkv_result results[] = {
         tqkv_metal_plan_tables(none, NULL),
-        tqkv_metal_plan_encode(&s, none, 1, 0, none, NULL),
-        tqkv_metal_plan_encode_kv(&s, &s, none, none, 1, 0, none, NULL),
-        tqkv_metal_plan_encode_slots(&s, none, 1, none, NULL, none, NULL),
-        tqkv_metal_plan_encode_kv_slots(&s, &s, none, none, 1, none, NULL, none, NULL),
+        tqkv_metal_plan_encode(&s, NULL, none, none, 1, 0, none, NULL),
+        tqkv_metal_plan_encode(&s, &s, none, none, 1, 0, none, NULL),
         tqkv_metal_plan_probe(&s, none, 1, none, none, NULL),
         tqkv_metal_plan_decode(&s, 0, 1, TQKV_ORIGINAL, none, NULL),
-        tqkv_metal_plan_rotate(none, 1, 64, false, NULL),
+        tqkv_metal_plan_rotate(none, 1, 64, TQKV_ROTATED, NULL),
         tqkv_metal_plan_calibrate(&s, none, 1, none, 0, 0, TQKV_PAIRS_NONE, none, none, NULL),
-        tqkv_metal_plan_attend_scratch(&a, NULL),
         tqkv_metal_plan_attend(&a, none, none, none, NULL),
         tqkv_metal_plan_attend_partial(&a, none, 0, 0, none, none, none, none, NULL),
         tqkv_metal_plan_attend_merge(&a, none, none, none, &a, none, none, none, NULL),
         tqkv_metal_plan_attend_finish(&a, none, none, none, none, NULL),
         tqkv_metal_plan_index_scores(&x, none, none, NULL),
-        tqkv_metal_plan_index_choose_scratch(&x, NULL),
         tqkv_metal_plan_index_choose(&x, none, 1, none, none, NULL),
-        tqkv_metal_plan_attend_batch(&a, 1, &none, none, &a, none, &none, true, NULL),
+        tqkv_metal_plan_attend_batch(&a, 1, &none, none, &a, none, &none, NULL),
         tqkv_metal_plan_cache_append(NULL, none, NULL, none, none, 1, none, NULL),
-        tqkv_metal_plan_cache_attend(NULL, none, NULL, NULL, none, 1, none, none, NULL),
-        tqkv_metal_plan_prepare(&a, 1, 0, NULL, NULL),
-        tqkv_metal_plan_index_prepare(&x, 1, NULL, NULL),
-        tqkv_metal_plan_cache_prepare(NULL, none, 1, NULL, NULL)};
+        tqkv_metal_plan_cache_attend(NULL, none, NULL, NULL, none, 1, none, none, NULL)};
     for (size_t i = 0; i < sizeof results / sizeof *results; i++)
         CHECK(results[i] == TQKV_INVALID_ARGUMENT, "call %zu: %s", i, tqkv_result_string(results[i]));
     CHECK(!tqkv_metal_overlapping(NULL, 1), "no dispatch");
-}
-
-/* What is planned ahead of time has the kernels of later calls, wherever they stand. */
-static void check_prepare(const void *row)
-{
-    const tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 900, false, 0),
-                           values = plan_store(TQKV_I8, 64, 900, false, 2);
-    tqkv_metal_store first = plan_store(TQKV_F16, 64, 20, false, 4), last = plan_store(TQKV_F16, 64, 192, true, 4);
-    tqkv_metal_plan plan;
-    plan_seen all;
-    (void)row;
-    tqkv_metal_attention a = plan_attention(&keys, &values);
-    first.shape.rotation = last.shape.rotation = TQKV_ROTATION_ON;
-    a.first.keys = a.first.values = &first;
-    a.last.keys = a.last.values = &last;
-    a.attention.first.n = 20;
-    a.attention.last.n = 100;
-    memset(&all, 0, sizeof all);
-    CHECK_RESULT(tqkv_metal_plan_prepare(&a, 5, TQKV_METAL_BATCHES | TQKV_METAL_SLICES, plan_see, &all), TQKV_OK);
-    for (int end = 1; end <= 900; end += end < 130 ? 1 : 77)
-        for (int n = 1; n <= 5; n += 2) {
-            a.attention.end = end;
-            a.attention.n_queries = n;
-            tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), &plan);
-            check_prepared(&all, &plan, "attention");
-            for (int i = 0; i < plan.n; i++) plan.d[i].kernel.constants[TQKV_FC_BATCH] = 1 + true;
-            check_prepared(&all, &plan, "a batch");
-            tqkv_metal_plan_attend_partial(&a, at(4, 0), 0, end, at(5, 0), at(6, 0), at(6, 256), at(6, 512), &plan);
-            check_prepared(&all, &plan, "a slice");
-        }
-    tqkv_metal_plan_encode_kv(&first, &first, at(4, 0), at(5, 0), 4, 0, none, &plan);
-    check_prepared(&all, &plan, "halves");
-    tqkv_metal_plan_attend_merge(&a, none, none, none, &a, none, none, none, &plan);
-    check_prepared(&all, &plan, "a merge");
-    tqkv_metal_plan_attend_finish(&a, none, none, none, none, &plan);
-    check_prepared(&all, &plan, "the end of a slice");
-    memset(&all, 0, sizeof all);
-    all.left = 2;
-    CHECK_RESULT(tqkv_metal_plan_prepare(&a, 5, 0, plan_see, &all), TQKV_METAL_ERROR);
-    CHECK_RESULT(tqkv_metal_plan_prepare(&a, -1, 0, plan_see, &all), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_prepare(NULL, 1, 0, plan_see, &all), TQKV_INVALID_ARGUMENT);
 }
 
 /* Every call takes the sizes that have kernels, within the limits of Metal, and refuses the others. Values of 128 go
@@ -261,24 +200,24 @@ static void check_head_dim(const void *row)
     tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.end = 10;
     CHECK(TQKV__HAS_KERNELS(d) == known, "kernels of %d", d);
-    CHECK_RESULT(tqkv_metal_plan_encode(&keys, at(4, 0), 40, 7, none, &plans[0]), expected);
-    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 9, 3, none, &plans[1]), expected);
+    CHECK_RESULT(tqkv_metal_plan_encode(&keys, NULL, at(4, 0), none, 40, 7, none, &plans[0]), expected);
+    CHECK_RESULT(tqkv_metal_plan_encode(&keys, &values, at(4, 0), at(5, 0), 9, 3, none, &plans[1]), expected);
     CHECK_RESULT(tqkv_metal_plan_probe(&keys, at(4, 0), 7, at(5, 0), none, &plans[2]), expected);
     CHECK_RESULT(tqkv_metal_plan_decode(&keys, 0, 10, TQKV_ORIGINAL, at(4, 0), &plans[3]), expected);
-    CHECK_RESULT(tqkv_metal_plan_rotate(at(4, 0), 5, d, true, &plans[4]), expected);
+    CHECK_RESULT(tqkv_metal_plan_rotate(at(4, 0), 5, d, TQKV_ORIGINAL, &plans[4]), expected);
     for (int i = 0; i < 5 && known; i++) {
         check_plan(&plans[i]);
         CHECK(plans[i].n == 1 && plans[i].d->kernel.head_dim * TQKV__DIM_UNIT == d && !plans[i].d->kernel.value_dim,
               "the kernel");
     }
-    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), expected);
+    CHECK_RESULT(plan_scratch(&a, &scratch), expected);
     CHECK_RESULT(plan_attend(&a, &plans[0]), expected);
     a.values = &others;
     const tqkv_result pair = d == 128 || d == 192 ? TQKV_OK : TQKV_UNSUPPORTED;
-    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &others, at(4, 0), at(5, 0), 9, 3, none, &plans[0]), pair);
+    CHECK_RESULT(tqkv_metal_plan_encode(&keys, &others, at(4, 0), at(5, 0), 9, 3, none, &plans[0]), pair);
     const tqkv_metal_dispatch *const p = plans[0].d;
     if (pair == TQKV_OK) check_dispatch(p);
-    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), pair);
+    CHECK_RESULT(plan_scratch(&a, &scratch), pair);
     CHECK_RESULT(plan_attend(&a, &plans[0]), pair);
     if (d != 192) return;
     CHECK(p[0].kernel.value_dim * TQKV__DIM_UNIT == 128 && p[1].kernel.head_dim * TQKV__DIM_UNIT == 128, "the kernels");
@@ -301,7 +240,7 @@ static void check_types(const void *row)
         v.shape.type = type == TQKV_TYPE_F32 ? TQKV_TYPE_BF16 : TQKV_TYPE_F32;
         a.attention.query_type = s.shape.type;
         a.attention.output_type = v.shape.type;
-        CHECK_RESULT(tqkv_metal_plan_encode_kv(&s, &v, at(4, 2), at(5, 0), 7, 0, none, &plan), TQKV_OK);
+        CHECK_RESULT(tqkv_metal_plan_encode(&s, &v, at(4, 2), at(5, 0), 7, 0, none, &plan), TQKV_OK);
         const tqkv_metal_binding k = binding(d, "k"), values = binding(d, "v");
         CHECK(k.size == 5 * token * size && k.alignment == size && k.at.offset == 2 + 2 * token * size, "the keys");
         CHECK(values.size == 5 * token * (6 - size) && constant(d, TQKV_FC_TYPE) == type &&
@@ -318,7 +257,7 @@ static void check_types(const void *row)
               "outputs");
     }
     s.shape.type = test_no_type(3);
-    CHECK_RESULT(tqkv_metal_plan_encode(&s, none, 1, 0, none, &plan), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, NULL, none, none, 1, 0, none, &plan), TQKV_UNSUPPORTED);
     CHECK_RESULT(tqkv_metal_plan_probe(&s, none, 1, none, none, &plan), TQKV_UNSUPPORTED);
     CHECK_RESULT(tqkv_metal_plan_decode(&s, 0, 1, TQKV_ORIGINAL, none, &plan), TQKV_UNSUPPORTED);
     a.attention.output_type = test_no_type(-1);
@@ -334,7 +273,7 @@ static void check_strides(const void *row)
     s.shape.type = TQKV_TYPE_F16;
     s.shape.strides.token = 64; /* head by head, 24 tokens of each; the ring keeps 10 */
     s.shape.strides.head = 24 * 64;
-    CHECK_RESULT(tqkv_metal_plan_encode(&s, at(4, 2), 24, 7, none, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, NULL, at(4, 2), none, 24, 7, none, &plan), TQKV_OK);
     CHECK(binding(d, "src").at.offset == 2 + 14 * 64 * 2 && binding(d, "src").size == (2 * 24 * 64 + 10 * 64) * 2 &&
               rows_args(d, 0).token_stride == 64 && rows_args(d, 0).head_stride == 24 * 64,
           "the source: %zu bytes from %zu on", binding(d, "src").size, binding(d, "src").at.offset);
@@ -344,10 +283,10 @@ static void check_strides(const void *row)
     CHECK(binding(d, "dst").size == (2 * 24 + 3) * 64 * 2, "decoded rows");
     s.shape.strides.head = 65; /* rows share values: only those that are read may */
     CHECK_RESULT(tqkv_metal_plan_decode(&s, 0, 3, TQKV_ORIGINAL, at(4, 0), &plan), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_encode(&s, at(4, 0), 3, 0, none, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, NULL, at(4, 0), none, 3, 0, none, &plan), TQKV_OK);
     if (sizeof(size_t) <= 4) return;
     s.shape.strides.token = (size_t)UINT32_MAX + 1;
-    CHECK_RESULT(tqkv_metal_plan_encode(&s, at(4, 0), 3, 0, none, &plan), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, NULL, at(4, 0), none, 3, 0, none, &plan), TQKV_UNSUPPORTED);
 }
 
 /* Of queries and outputs. */
@@ -423,7 +362,6 @@ void test_plan_cases(void)
     test_add(check_rows, NULL, 0, "plan/rows");
     test_add(check_engine, NULL, 0, "plan/engine");
     test_add(check_no_plan, NULL, 0, "plan/no_plan");
-    test_add(check_prepare, NULL, 0, "plan/prepare");
     for (int i = 0; i < TEST_ALL_HEAD_DIMS; i++)
         test_add(check_head_dim, &test_all_head_dims[i], sizeof(int), "plan/head_dim/%d", test_all_head_dims[i]);
     test_add(check_types, NULL, 0, "plan/types");

@@ -92,7 +92,7 @@ static void check_center(const void *row)
     a.attention.end = 10;
     keys.center = at(7, 0);
     values.center = at(7, size);
-    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 4, 3, none, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&keys, &values, at(4, 0), at(5, 0), 4, 3, none, &plan), TQKV_OK);
     check_dispatch(d);
     CHECK(binding(d, "keys' center").size == size && binding(d, "values' center").at.offset == size &&
               constant(d, TQKV_FC_CENTER) == 1 && constant(d, TQKV_FC_VALUE_CENTER) == 1,
@@ -160,7 +160,7 @@ static void check_channel_scale(const void *row)
     a.attention.end = other.attention.end = 10;
     keys.channel_scale = at(7, 0);
     values.channel_scale = at(7, size);
-    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &values, at(4, 0), at(5, 0), 4, 3, none, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&keys, &values, at(4, 0), at(5, 0), 4, 3, none, &plan), TQKV_OK);
     check_plan(&plan);
     CHECK(binding(d, "keys' channel_scale").size == size && binding(d, "values' channel_scale").at.offset == size &&
               constant(d, TQKV_FC_SCALED) == 1 && constant(d, TQKV_FC_VALUE_SCALED) == 1,
@@ -192,7 +192,7 @@ static void check_tail(const void *row)
     a.tail = &tail;
     a.attention.end = 100;
     a.attention.n_heads = 12;
-    CHECK_RESULT(tqkv_metal_plan_encode_kv(&keys, &tail, at(4, 0), at(5, 0), 9, 3, none, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&keys, &tail, at(4, 0), at(5, 0), 9, 3, none, &plan), TQKV_OK);
     check_dispatch(d);
     CHECK(d->kernel.head_dim * TQKV__DIM_UNIT == 512 && d->kernel.value_dim * TQKV__DIM_UNIT == 64, "the kernel");
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
@@ -202,7 +202,7 @@ static void check_tail(const void *row)
               binding(d, "q").size == 12 * 576 * sizeof(float) && binding(d, "out").size == 12 * 512 * sizeof(float) &&
               attend_args(d).scale == (float)(1.0 / 24.0),
           "sizes");
-    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
+    CHECK_RESULT(plan_scratch(&a, &scratch), TQKV_OK);
     tail.shape.format = TQKV_I8;
     tail.center = at(3, 4096);
     a.sinks = at(3, 8192);

@@ -14,7 +14,6 @@ typedef struct plan_batch {
         int n;
         const tqkv_metal_buffer *q, *out;
         tqkv_metal_buffer arguments, scratch;
-        bool matrices;
     } batch;
     tqkv_metal_plan plan;
 } plan_batch;
@@ -42,13 +41,23 @@ static void set_up_batch(plan_batch *b)
     b->batch.out = b->out;
     b->batch.scratch = at(5, 64);
     b->batch.arguments = at(7, 0);
-    b->batch.matrices = true;
 }
 
 static tqkv_result planned(plan_batch *b)
 {
     return tqkv_metal_plan_attend_batch(b->batch.items, b->batch.n, b->batch.q, b->batch.arguments, b->arguments,
-                                        b->batch.scratch, b->batch.out, b->batch.matrices, &b->plan);
+                                        b->batch.scratch, b->batch.out, &b->plan);
+}
+
+/* The memory that a batch needs, which its plan without contents tells. */
+static tqkv_result plan_batch_sizes(const tqkv_metal_attention *items, int n, size_t *arguments, size_t *scratch)
+{
+    tqkv_metal_plan plan;
+    const tqkv_result r = tqkv_metal_plan_attend_batch(items, n, NULL, at(7, 0), NULL, none, NULL, &plan);
+    for (int i = 0; i < plan.n; i++) CHECK(!binding(&plan.d[i], "arguments").at.buffer, "arguments that nobody wrote");
+    *arguments = plan.arguments_size;
+    *scratch = plan.scratch_size;
+    return r;
 }
 
 /* Outputs in one array: strides, then where each begins, in values. */
@@ -73,7 +82,7 @@ static void check_batch(const void *row)
     set_up_batch(&b);
     const tqkv_metal_dispatch *const d = b.plan.d;
     CHECK_RESULT(planned(&b), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(b.items, ITEMS, &arguments, &scratch), TQKV_OK);
+    CHECK_RESULT(plan_batch_sizes(b.items, ITEMS, &arguments, &scratch), TQKV_OK);
     CHECK(arguments == sizeof b.arguments && binding(d, "arguments").size == arguments, "arguments");
     check_plan(&b.plan);
     for (int i = 0; i < ITEMS; i++) {
@@ -136,8 +145,8 @@ static void check_batch_without_queries(const void *row)
     CHECK(b.plan.n == two.plan.n && !memcmp(b.arguments, two.arguments, 2 * sizeof *b.arguments), "other arguments");
     for (int i = 0; i < b.plan.n; i++)
         CHECK(!memcmp(b.plan.d[i].grid, two.plan.d[i].grid, sizeof b.plan.d[i].grid), "dispatch %d: another grid", i);
-    CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(b.items, ITEMS, &sizes[0][0], &sizes[0][1]), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(two.items + 1, 2, &sizes[1][0], &sizes[1][1]), TQKV_OK);
+    CHECK_RESULT(plan_batch_sizes(b.items, ITEMS, &sizes[0][0], &sizes[0][1]), TQKV_OK);
+    CHECK_RESULT(plan_batch_sizes(two.items + 1, 2, &sizes[1][0], &sizes[1][1]), TQKV_OK);
     CHECK(sizes[0][0] >= sizes[1][0] && sizes[0][1] == sizes[1][1], "other scratch");
     for (int i = 1; i < ITEMS; i++) b.items[i].attention.n_queries = 0;
     CHECK_RESULT(planned(&b), TQKV_OK);
@@ -157,9 +166,8 @@ static void check_batch_lists(plan_batch *b, char *tables)
         b->items[i].attention.list.length = 10 + i;
         b->items[i].attention.list.block = 16;
     }
-    CHECK_RESULT(
-        tqkv_metal_plan_attend_batch(b->items, ITEMS, b->q, at(7, 0), tables, at(5, 64), b->out, true, &b->plan),
-        TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_attend_batch(b->items, ITEMS, b->q, at(7, 0), tables, at(5, 64), b->out, &b->plan),
+                 TQKV_OK);
     CHECK(b->plan.n == 7 && d[0].kernel.family == TQKV_METAL_ATTEND_LIST && d[0].grid[0] == 4,
           "%d dispatches with lists", b->plan.n);
     check_plan(&b->plan);
@@ -167,9 +175,8 @@ static void check_batch_lists(plan_batch *b, char *tables)
     CHECK(items[2].first_list == 3 && items[2].list == 1024 && items[1].list == 0, "where the lists lie");
     for (int i = 0; i < 2; i++) {
         b->items[1].list = elsewhere[i];
-        CHECK_RESULT(
-            tqkv_metal_plan_attend_batch(b->items, ITEMS, b->q, at(7, 0), tables, at(5, 64), b->out, true, &b->plan),
-            TQKV_UNSUPPORTED);
+        CHECK_RESULT(tqkv_metal_plan_attend_batch(b->items, ITEMS, b->q, at(7, 0), tables, at(5, 64), b->out, &b->plan),
+                     TQKV_UNSUPPORTED);
     }
 }
 
@@ -191,9 +198,9 @@ static void check_batch_parts(const void *row)
         b.items[i].attention.last.n = 700;
         b.items[i].attention.first.n = i ? 20 : 0; /* the second has nothing but first positions */
     }
-    CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(b.items, ITEMS, &arguments, &scratch), TQKV_OK);
+    CHECK_RESULT(plan_batch_sizes(b.items, ITEMS, &arguments, &scratch), TQKV_OK);
     CHECK(arguments == sizeof tables, "%zu bytes of arguments", arguments);
-    CHECK_RESULT(tqkv_metal_plan_attend_batch(b.items, ITEMS, b.q, at(7, 0), tables, at(5, 64), b.out, true, &b.plan),
+    CHECK_RESULT(tqkv_metal_plan_attend_batch(b.items, ITEMS, b.q, at(7, 0), tables, at(5, 64), b.out, &b.plan),
                  TQKV_OK);
     CHECK(b.plan.n == 4, "%d dispatches", b.plan.n);
     for (int i = 0; i < b.plan.n; i++) {
@@ -223,10 +230,11 @@ static void check_lanes(const void *row)
     CHECK_RESULT(planned(&b), TQKV_OK);
     const tqkv_metal_dispatch *const d = b.plan.d;
     CHECK(d->kernel.family == TQKV_METAL_ATTEND_MATRIX && !tqkv_metal_plan_lanes(&b.plan), "a batch with matrices");
-    b.batch.matrices = false;
+    for (int i = 0; i < ITEMS; i++) b.items[i].matrix_group = INT_MAX;
     CHECK_RESULT(planned(&b), TQKV_OK);
     CHECK(d->kernel.family == TQKV_METAL_ATTEND && tqkv_metal_plan_lanes(&b.plan), "a batch without");
     check_plan(&b.plan);
+    b.items[0].matrix_group = 2;
     CHECK_RESULT(tqkv_metal_plan_attend(&b.items[0], b.q[0], b.batch.scratch, b.out[0], &alone), TQKV_OK);
     CHECK(alone.d->kernel.family == TQKV_METAL_ATTEND_MATRIX && tqkv_metal_plan_lanes(&alone), "a call");
     CHECK(alone.d->kernel.family == TQKV_METAL_ATTEND && alone.d->n_simdgroups <= 4, "a call without");
@@ -322,9 +330,9 @@ static void check_batch_memory(const void *row)
     b.q[0] = b.q[2] = at(6, 0);
     CHECK_RESULT(planned(&b), TQKV_OK);
     CHECK(*overlapping(b.plan.d), "queries between the outputs");
-    CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(b.items, -1, &sizes[0], &sizes[1]), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(NULL, 1, &sizes[0], &sizes[1]), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_attend_batch_sizes(NULL, 0, &sizes[0], &sizes[1]), TQKV_OK);
+    CHECK_RESULT(plan_batch_sizes(b.items, -1, &sizes[0], &sizes[1]), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(plan_batch_sizes(NULL, 1, &sizes[0], &sizes[1]), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(plan_batch_sizes(NULL, 0, &sizes[0], &sizes[1]), TQKV_OK);
     CHECK(sizes[0] == 0 && sizes[1] == 0, "an empty batch needs memory");
 }
 

@@ -55,7 +55,6 @@ static void check_cache_plan(const void *row)
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
     desc.sinks = cache_sinks;
     tqkv_cache *cache = cache_make(&shape, &desc);
-    size_t most = 0;
     (void)row;
     REQUIRE(cache, "no cache");
     CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 256), NULL, NULL, at(1, 0), 1, at(2, 0), at(3, 0), &plan),
@@ -73,15 +72,12 @@ static void check_cache_plan(const void *row)
     CHECK_RESULT(tqkv_metal_plan_cache_append(cache, at(0, 0), NULL, at(1, 0), at(2, 0), 3, none, &plan), TQKV_OK);
     check_dispatch(d);
     CHECK(rows_args(d, 0).first_slot == 22 % 8 && d->kernel.family == TQKV_METAL_ENCODE_KV, "an append");
-    CHECK_RESULT(tqkv_metal_plan_cache_scratch(cache, NULL, 2, &most), TQKV_OK);
-    CHECK(most > 2 * CACHE_HEADS * CACHE_GROUP * 64 * sizeof(float), "%zu bytes", most);
-    CHECK_RESULT(tqkv_metal_plan_cache_scratch(cache, NULL, 0, &most), TQKV_OK);
-    CHECK(!most, "%zu bytes for no query", most);
+    CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 0), NULL, NULL, none, 2, none, none, &plan), TQKV_OK);
+    CHECK(plan.scratch_size > 2 * CACHE_HEADS * CACHE_GROUP * 64 * sizeof(float), "%zu bytes", plan.scratch_size);
     CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 0), NULL, NULL, none, 0, none, none, &plan), TQKV_OK);
-    CHECK(!plan.n, "%d dispatches for no query", plan.n);
-    CHECK_RESULT(tqkv_metal_plan_cache_scratch(cache, NULL, -1, &most), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_cache_scratch(cache, NULL, 1, NULL), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_cache_scratch(NULL, NULL, 1, &most), TQKV_INVALID_ARGUMENT);
+    CHECK(!plan.n && !plan.scratch_size, "%d dispatches for no query", plan.n);
+    CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, none, NULL, NULL, none, -1, none, none, &plan),
+                 TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_cache_append(NULL, none, NULL, none, none, 1, none, &plan), TQKV_INVALID_ARGUMENT);
     CHECK(plan.n == 0 && plan.result == TQKV_INVALID_ARGUMENT, "a refused plan");
     tqkv_cache_destroy(cache);

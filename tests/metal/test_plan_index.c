@@ -33,6 +33,14 @@ static tqkv_result plan_choose(const tqkv_metal_index *x, int k, tqkv_metal_plan
     return r;
 }
 
+static tqkv_result plan_choose_scratch(const tqkv_metal_index *x, size_t *bytes)
+{
+    tqkv_metal_plan plan;
+    const tqkv_result r = tqkv_metal_plan_index_choose(x, none, 1, none, none, &plan);
+    *bytes = plan.scratch_size;
+    return r;
+}
+
 static void check_choose(const void *row)
 {
     const tqkv_metal_store keys = plan_index_keys(1 << 20);
@@ -45,7 +53,7 @@ static void check_choose(const void *row)
     CHECK(plan.n == 3 && d[1].grid[0] == 64 && d[2].grid[0] == 1 && !d[0].barrier && d[2].barrier,
           "%d dispatches of %zu", plan.n, d->grid[0]);
     CHECK(choose_args(&d[1]).step == TQKV__CHOOSE_GATHER && choose_args(&d[2]).step == TQKV__CHOOSE_AMONG, "the steps");
-    CHECK_RESULT(tqkv_metal_plan_index_choose_scratch(&x, &bytes), TQKV_OK);
+    CHECK_RESULT(plan_choose_scratch(&x, &bytes), TQKV_OK);
     CHECK(binding(d, "scratch").size <= bytes && binding(d, "list").size == 8192, "%zu bytes of scratch", bytes);
     x.index.n_queries = 0;
     CHECK_RESULT(plan_choose(&x, 2048, &plan), TQKV_OK);
@@ -55,7 +63,7 @@ static void check_choose(const void *row)
     x.index.n_queries = 40;
     CHECK_RESULT(plan_choose(&x, 2048, &plan), TQKV_OK);
     CHECK(plan.n == 1 && d->grid[0] == 1 && d->grid[1] == 40 && !binding(d, "scratch").size, "many queries");
-    CHECK_RESULT(tqkv_metal_plan_index_choose_scratch(&x, &bytes), TQKV_OK);
+    CHECK_RESULT(plan_choose_scratch(&x, &bytes), TQKV_OK);
     CHECK(bytes == 0, "%zu bytes of scratch", bytes);
     x.index.n_queries = 3;
     x.index.block = 64;
@@ -134,7 +142,7 @@ static void check_list(const void *row)
           "%zu splits of %zu, %zu blocks of rows", d[1].grid[2], all, d[1].grid[1]);
     CHECK(d->grid[0] == 3 && binding(d, "list").size == 3 * 8192, "%zu rows", d->grid[0]);
     CHECK(binding(d, "scratch").size == 3 * (8192 + 32), "the cleaned rows");
-    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &bytes), TQKV_OK);
+    CHECK_RESULT(plan_scratch(&a, &bytes), TQKV_OK);
     const tqkv_metal_binding state = binding(&d[2], "scratch");
     CHECK(state.at.offset + state.size <= bytes, "%zu bytes of scratch", bytes);
     a.attention.list.heads = 2;
@@ -164,7 +172,7 @@ static void check_list_scratch(const void *row)
     a.list = at(7, 0);
     a.attention.list.length = 200;
     a.attention.list.block = 64;
-    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &bytes), TQKV_OK);
+    CHECK_RESULT(plan_scratch(&a, &bytes), TQKV_OK);
     CHECK_RESULT(tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), &plan), TQKV_OK);
     const tqkv_metal_binding state = binding(&d[2], "scratch");
     CHECK(plan.n == 3 && state.at.offset + state.size <= bytes, "%zu bytes, not %zu", bytes,
@@ -207,37 +215,18 @@ static void check_index_refusals(const void *row)
     CHECK_RESULT(plan_choose(&x, INT_MAX, &plan), sizeof(size_t) == 8 ? TQKV_OK : TQKV_INVALID_ARGUMENT);
 }
 
-/* Scores and choices of any number of queries, of linear keys and of pages, were prepared. */
-static void check_index_prepared(const void *row)
+/* An entry of a table that no query sees does not matter. */
+static void check_index_pages(const void *row)
 {
-    static int32_t pages[4] = {3, 0, 1, 2};
-    tqkv_metal_store linear = plan_index_keys(320), pool = plan_pool(TQKV_TQ4, 0, pages);
+    static const int32_t pages[4] = {3, 0, 5, 2}; /* of 5 pages */
+    tqkv_metal_store pool = plan_pool(TQKV_TQ4, 0, pages);
     tqkv_metal_plan plan;
-    plan_seen all;
     (void)row;
     pool.shape.n_kv_heads = 1;
-    for (int paged = 0; paged < 2; paged++) {
-        tqkv_metal_index x = plan_index(paged ? &pool : &linear, 0, 0);
-        memset(&all, 0, sizeof all);
-        CHECK_RESULT(tqkv_metal_plan_index_prepare(&x, 9, plan_see, &all), TQKV_OK);
-        for (int n = 1; n <= 9; n += 4) {
-            x = plan_index(x.keys, 250, n);
-            CHECK_RESULT(plan_scores(&x, &plan), TQKV_OK);
-            check_prepared(&all, &plan, "scores");
-            CHECK_RESULT(plan_choose(&x, 20, &plan), TQKV_OK);
-            check_prepared(&all, &plan, "a choice");
-        }
-        tqkv_metal_plan_encode(x.keys, at(4, 0), 3, 7, none, &plan);
-        check_prepared(&all, &plan, "keys");
-        all.left = 2;
-        CHECK_RESULT(tqkv_metal_plan_index_prepare(&x, 9, plan_see, &all), TQKV_METAL_ERROR);
-        pages[2] = 5; /* of 5 pages; one that no query sees does not matter */
-        CHECK_RESULT(plan_scores(&x, &plan), paged ? TQKV_OUT_OF_RANGE : TQKV_OK);
-        x.index.end = 128;
-        CHECK_RESULT(plan_scores(&x, &plan), TQKV_OK);
-        pages[2] = 1;
-    }
-    CHECK_RESULT(tqkv_metal_plan_index_prepare(NULL, 1, plan_see, &all), TQKV_INVALID_ARGUMENT);
+    tqkv_metal_index x = plan_index(&pool, 250, 9);
+    CHECK_RESULT(plan_scores(&x, &plan), TQKV_OUT_OF_RANGE);
+    x.index.end = 128;
+    CHECK_RESULT(plan_scores(&x, &plan), TQKV_OK);
 }
 
 void test_plan_index_cases(void)
@@ -247,5 +236,5 @@ void test_plan_index_cases(void)
     test_add(check_list, NULL, 0, "plan/list");
     test_add(check_list_scratch, NULL, 0, "plan/list/scratch");
     test_add(check_index_refusals, NULL, 0, "plan/index/refusals");
-    test_add(check_index_prepared, NULL, 0, "plan/index/prepared");
+    test_add(check_index_pages, NULL, 0, "plan/index/pages");
 }

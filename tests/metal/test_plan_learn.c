@@ -1,5 +1,5 @@
 /* The plans of a cache that learns its scales: what is dispatched at each step, where it lies,
- * and that it was prepared. */
+ */
 #include "plan_fixture.h"
 #include "../cache_fixture.h"
 
@@ -25,7 +25,6 @@ typedef struct learning {
     tqkv__backend backend; /* first, as in struct tqkv_metal */
     counting memory;
     tqkv_cache *cache;
-    plan_seen prepared;
 } learning;
 
 static bool open_learning(const learn_row *row, learning *l)
@@ -49,9 +48,7 @@ static bool open_learning(const learn_row *row, learning *l)
     desc.ring = row->ring;
     desc.non_causal = row->non_causal;
     CHECK_RESULT(tqkv_cache_create(&desc, &l->cache), TQKV_OK);
-    if (!l->cache) return false;
-    CHECK_RESULT(tqkv_metal_plan_cache_prepare(l->cache, at(0, 0), 64, plan_see, &l->prepared), TQKV_OK);
-    return true;
+    return l->cache != NULL;
 }
 
 /* The letters of an append of n tokens, whose plan is as it must be. */
@@ -59,7 +56,6 @@ static const char *append(learning *l, int n, tqkv_metal_plan *plan)
 {
     static char letters[TQKV_METAL_DISPATCHES + 1];
     tqkv_metal_plan_cache_append(l->cache, at(0, 0), NULL, at(1, 0), at(2, 0), n, none, plan);
-    check_prepared(&l->prepared, plan, "append");
     check_plan(plan);
     for (int i = 0; i < plan->n; i++) {
         const int family = plan->d[i].kernel.family;
@@ -75,11 +71,10 @@ static const char *append(learning *l, int n, tqkv_metal_plan *plan)
 static void check_queries(learning *l, int n, int n_reads, const char *when)
 {
     tqkv_metal_plan plan;
-    size_t bytes = 0;
     int reads = 0;
-    CHECK_RESULT(tqkv_metal_plan_cache_scratch(l->cache, NULL, n, &bytes), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_cache_attend(l->cache, at(0, 0), NULL, NULL, none, n, none, none, &plan), TQKV_OK);
+    const size_t bytes = plan.scratch_size;
     tqkv_metal_plan_cache_attend(l->cache, at(0, 0), NULL, NULL, at(1, 0), n, at(2, 0), at(3, 0), &plan);
-    check_prepared(&l->prepared, &plan, when);
     check_plan(&plan);
     for (int i = 0; i < plan.n; i++) {
         reads += plan.d[i].kernel.family != TQKV_METAL_ATTEND_MERGE;
@@ -184,13 +179,10 @@ static void check_learning_refused(const void *parameters)
     const cache_row shape = {TQKV_I8, TQKV_TQ4, 64, 100, false, 0, -1};
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
     tqkv_metal_plan plan;
-    plan_seen all;
     desc.calibrate = 20;
     tqkv_cache *cache = cache_make(&shape, &desc);
     REQUIRE(cache, "no cache");
-    memset(&all, 0, sizeof all);
     CHECK_RESULT(tqkv_metal_plan_cache_append(cache, at(0, 0), NULL, none, none, 1, none, &plan), TQKV_UNSUPPORTED);
-    CHECK_RESULT(tqkv_metal_plan_cache_prepare(cache, at(0, 0), 1, plan_see, &all), TQKV_UNSUPPORTED);
     cache_append_seed(cache, 1, 19, 64);
     CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 0), NULL, NULL, none, 1, none, none, &plan),
                  TQKV_UNSUPPORTED);

@@ -1,12 +1,12 @@
 /* Plans of dispatches over page tables, and of encoding by slots. */
 #include "plan_fixture.h"
 
-/* What tqkv_metal_plan_encode, _encode_kv and _decode say of positions [position, position + n). */
+/* What tqkv_metal_plan_encode, of one stream and of two, and _decode say of positions [position, position + n). */
 static void check_paged_rows(const tqkv_metal_store *s, int n, int64_t position, tqkv_result written, tqkv_result read)
 {
     tqkv_metal_plan plan;
-    CHECK_RESULT(tqkv_metal_plan_encode(s, at(4, 0), n, position, none, &plan), written);
-    CHECK_RESULT(tqkv_metal_plan_encode_kv(s, s, at(4, 0), at(5, 0), n, position, none, &plan), written);
+    CHECK_RESULT(tqkv_metal_plan_encode(s, NULL, at(4, 0), none, n, position, none, &plan), written);
+    CHECK_RESULT(tqkv_metal_plan_encode(s, s, at(4, 0), at(5, 0), n, position, none, &plan), written);
     CHECK_RESULT(tqkv_metal_plan_decode(s, position, n, TQKV_ORIGINAL, at(4, 0), &plan), read);
 }
 
@@ -18,13 +18,13 @@ static void check_paged_encode(const void *row)
     tqkv_metal_plan plan;
     const tqkv_metal_dispatch *const d = plan.d;
     (void)row;
-    CHECK_RESULT(tqkv_metal_plan_encode(&s, at(4, 0), 65, 130, none, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, NULL, at(4, 0), none, 65, 130, none, &plan), TQKV_OK);
     check_dispatch(d);
     CHECK(rows_args(d, 0).first_slot == 130 && rows_args(d, 0).page_size == 64 && rows_args(d, 0).n_pages == 5 &&
               rows_args(d, 0).capacity == 320 && constant(d, TQKV_FC_PAGES) == 1 && binding(d, "pages").size == 16,
           "the table");
     CHECK(binding(d, "codes").size == 3 * 320 * 40, "the pool");
-    CHECK_RESULT(tqkv_metal_plan_encode_kv(&s, &values, at(4, 0), at(5, 0), 65, 130, none, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, &values, at(4, 0), at(5, 0), 65, 130, none, &plan), TQKV_OK);
     check_dispatch(d);
     CHECK(constant(d, TQKV_FC_PAGES) == 1 && constant(d, TQKV_FC_VALUE_PAGES) == 0, "only the keys have pages");
     check_paged_rows(&s, 64, 64, TQKV_OK, TQKV_OUT_OF_RANGE);           /* -1: left out */
@@ -67,43 +67,43 @@ static void check_paged_refusals(const void *row)
     s.pages = none;
     check_paged_rows(&s, 1, 0, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT);
     s.pages = at(0, 8);
-    CHECK_RESULT(tqkv_metal_plan_encode(&s, at(4, 0), 1, 0, none, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, NULL, at(4, 0), none, 1, 0, none, &plan), TQKV_OK);
     CHECK(!strcmp(overlapping(d), "codes"), "a table in the codes: %s", overlapping(d));
 }
 
+/* Slots are pages of one position. */
 static void check_slots(const void *row)
 {
     int32_t slots[] = {9, -1, 0, -1};
-    tqkv_metal_store s = plan_store(TQKV_TQ5, 64, 10, true, 0);
-    const tqkv_metal_store values = plan_store(TQKV_I8, 64, 12, false, 2);
+    tqkv_metal_store s = plan_store(TQKV_TQ5, 64, 10, false, 0), values = plan_store(TQKV_I8, 64, 12, false, 2);
     tqkv_metal_plan plan;
     const tqkv_metal_dispatch *const d = plan.d;
     (void)row;
-    s.shape.pages = slots; /* neither the table nor the ring is looked at */
-    CHECK_RESULT(tqkv_metal_plan_encode_kv_slots(&s, &values, at(4, 0), at(5, 0), 4, at(7, 4), slots, none, &plan),
-                 TQKV_OK);
+    s.shape.pages = values.shape.pages = slots;
+    s.shape.n_pages = values.shape.n_pages = 4;
+    s.shape.page_size = values.shape.page_size = 1;
+    s.pages = values.pages = at(7, 4);
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, &values, at(4, 0), at(5, 0), 4, 0, none, &plan), TQKV_OK);
     check_dispatch(d);
     CHECK(rows_args(d, 0).page_size == 1 && rows_args(d, 0).n_pages == 10 && rows_args(d, 1).n_pages == 12 &&
               rows_args(d, 0).capacity == 10 && rows_args(d, 0).first_slot == 0 && rows_args(d, 0).n_tokens == 4,
           "a table of slots");
-    CHECK(constant(d, TQKV_FC_PAGES) == 1 && constant(d, TQKV_FC_VALUE_PAGES) == 1 && binding(d, "slots").size == 16,
+    CHECK(constant(d, TQKV_FC_PAGES) == 1 && constant(d, TQKV_FC_VALUE_PAGES) == 1 &&
+              binding(d, "keys' pages").size == 16,
           "the kernel");
     slots[0] = 10;
-    CHECK_RESULT(tqkv_metal_plan_encode_slots(&values, at(4, 0), 4, at(7, 4), slots, none, &plan), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 4, at(7, 4), slots, none, &plan), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv_metal_plan_encode_kv_slots(&values, &s, at(4, 0), at(5, 0), 4, at(7, 4), slots, none, &plan),
-                 TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 4, at(7, 4), NULL, none, &plan), TQKV_OK);
-    check_dispatch(d);
+    CHECK_RESULT(tqkv_metal_plan_encode(&values, NULL, at(4, 0), none, 4, 0, none, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, NULL, at(4, 0), none, 4, 0, none, &plan), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_metal_plan_encode(&values, &s, at(4, 0), at(5, 0), 4, 0, none, &plan), TQKV_OUT_OF_RANGE);
     slots[0] = -2;
-    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 4, at(7, 4), slots, none, &plan), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, NULL, at(4, 0), none, 4, 0, none, &plan), TQKV_OUT_OF_RANGE);
     slots[0] = 0;
-    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 4, at(7, 4), slots, none, &plan), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 2, at(7, 4), slots, none, &plan), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), -1, at(7, 4), slots, none, &plan), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_encode_slots(NULL, at(4, 0), 2, at(7, 4), slots, none, &plan), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_encode_slots(&s, at(4, 0), 0, none, slots, none, &plan), TQKV_OK);
-    CHECK(d->grid[0] == 0 && constant(d, TQKV_FC_PAGES) == 0, "no tokens");
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, NULL, at(4, 0), none, 4, 0, none, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, NULL, at(4, 0), none, 2, 0, none, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, NULL, at(4, 0), none, 5, 0, none, &plan), TQKV_OUT_OF_RANGE);
+    s.shape.pages = NULL; /* not known here */
+    CHECK_RESULT(tqkv_metal_plan_encode(&s, NULL, at(4, 0), none, 4, 0, none, &plan), TQKV_OK);
+    check_dispatch(d);
 }
 
 static void check_paged_attend(const void *row)
@@ -151,14 +151,14 @@ static void check_paged_scratch(const void *row)
     values.pages = keys.pages;
     a.attention.end = 250;
     a.attention.window = 122;
-    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &paged_scratch), TQKV_OK);
+    CHECK_RESULT(plan_scratch(&a, &paged_scratch), TQKV_OK);
     a.values = &linear;
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
     keys.shape.pages = NULL; /* not known here */
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
     keys.pages = none;
     keys.shape.capacity = 256;
-    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
+    CHECK_RESULT(plan_scratch(&a, &scratch), TQKV_OK);
     CHECK(scratch == paged_scratch, "%zu bytes with pages, %zu without", paged_scratch, scratch);
 }
 

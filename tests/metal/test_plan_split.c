@@ -59,7 +59,7 @@ static void check_split(const void *row)
             tqkv_metal_attention a = plan_attention(&keys, &values);
             a.attention.n_heads = 3 * groups[g];
             a.attention.n_queries = queries[q];
-            CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
+            CHECK_RESULT(plan_scratch(&a, &scratch), TQKV_OK);
             for (a.attention.end = 0; a.attention.end <= capacity; a.attention.end += 2500) {
                 tqkv_metal_plan plan;
                 const tqkv_metal_dispatch *const d = plan.d;
@@ -98,7 +98,7 @@ static void check_kernel(int head_dim, int group, int matrix_group, int n_querie
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
     CHECK(d[0].kernel.family == (matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND), "group %d of %d, %d queries",
           group, matrix_group, n_queries);
-    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
+    CHECK_RESULT(plan_scratch(&a, &scratch), TQKV_OK);
     check_stretches(d, a.attention.end, scratch);
     CHECK(!(matrix && shared) || d[0].n_simdgroups == TQKV__LONG_SIMDGROUPS, "%d simdgroups", d[0].n_simdgroups);
     test_plan_columns(d, false, 16);
@@ -130,8 +130,9 @@ static void check_window(const void *row)
     tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.window = 1000;
     for (a.attention.n_queries = 1; a.attention.n_queries < 700; a.attention.n_queries += 300) {
-        CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
-        for (a.attention.end = 0; a.attention.end < 200000; a.attention.end += 997) {
+        a.attention.end = 0;
+        CHECK_RESULT(plan_scratch(&a, &scratch), TQKV_OK);
+        for (; a.attention.end < 200000; a.attention.end += 997) {
             const int64_t seen = a.attention.end - 999 - a.attention.n_queries, first = seen < 0 ? 0 : seen;
             CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
             CHECK(attend_args(d).first_stretch == first / 512 && attend_args(d).n_short == INT_MAX, "stretch %d",
@@ -149,7 +150,7 @@ static void check_window(const void *row)
     a.attention.end = 200100;
     CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
     CHECK(attend_args(d).first_stretch == 0 && d[0].grid[2] == 391, "%zu splits of a ring that wraps", d[0].grid[2]);
-    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
+    CHECK_RESULT(plan_scratch(&a, &scratch), TQKV_OK);
     CHECK(binding(d, "scratch").at.offset + binding(d, "scratch").size <= scratch, "%zu bytes of a ring", scratch);
 }
 
@@ -159,7 +160,7 @@ static void check_partial_ranges(const tqkv_metal_attention *a)
     size_t scratch = 0;
     tqkv_metal_plan plan;
     tqkv_metal_dispatch *const d = plan.d;
-    CHECK_RESULT(tqkv_metal_plan_attend_scratch(a, &scratch), TQKV_OK);
+    CHECK_RESULT(plan_scratch(a, &scratch), TQKV_OK);
     for (int first = 0; first < 69000; first += 1777)
         for (int count = 0; count <= 69000 - first; count += 9999) {
             CHECK_RESULT(tqkv_metal_plan_attend_partial(a, at(4, 0), first, count, at(5, 0), at(6, 0), at(6, 4096),
@@ -348,7 +349,7 @@ static void check_ends(const void *row)
     size_t scratch = 0;
     (void)row;
     set_up_ends(&e, 700, 704);
-    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&e.a, &scratch), TQKV_OK);
+    CHECK_RESULT(plan_scratch(&e.a, &scratch), TQKV_OK);
     for (e.a.attention.end = 0; e.a.attention.end <= 9000; e.a.attention.end += 113) {
         const int end = (int)e.a.attention.end, most = end > 720 ? 4 : end > 20 ? 3 : 2;
         CHECK_RESULT(tqkv_metal_plan_attend(&e.a, at(1, 0), at(6, 0), at(7, 0), &plan), TQKV_OK);
@@ -502,7 +503,7 @@ static void check_ends_of_lists(const void *row)
             a.attention.end = end;
             a.attention.n_queries = n;
             CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
-            CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
+            CHECK_RESULT(plan_scratch(&a, &scratch), TQKV_OK);
             const tqkv__attend_args args = attend_args(&plan.d[3]);
             const int low = end - n - 99, block = low / 16 * 16;
             CHECK(plan.n == 5 && args.kv_len == end - low && args.list_base == block % 512 &&
@@ -528,17 +529,17 @@ static void check_large_scratch(const void *row)
     a.first.keys = a.first.values = &first;
     a.attention.n_queries = 1 << 24;
     a.attention.n_heads = 96;
-    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
+    CHECK_RESULT(plan_scratch(&a, &scratch), TQKV_OK);
     a.attention.first.n = INT_MAX - 63;
-    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(plan_scratch(&a, &scratch), TQKV_INVALID_ARGUMENT);
     keys.shape.n_kv_heads = values.shape.n_kv_heads = first.shape.n_kv_heads = 1;
     a.list = at(3, 0);
     a.attention.first.n = a.attention.n_heads = a.attention.list.block = 1;
     a.attention.n_queries = INT_MAX;
     a.attention.list.length = 1 << 20;
-    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_OK);
+    CHECK_RESULT(plan_scratch(&a, &scratch), TQKV_OK);
     a.attention.list.length = (1 << 30) - 100; /* rows of lists, once for each part */
-    CHECK_RESULT(tqkv_metal_plan_attend_scratch(&a, &scratch), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(plan_scratch(&a, &scratch), TQKV_INVALID_ARGUMENT);
 }
 
 void test_plan_split_cases(void)

@@ -14,7 +14,7 @@ typedef struct attend_buffers {
 static size_t scratch_for(const tqkv_metal_attention *a)
 {
     size_t bytes = 0;
-    CHECK_RESULT(tqkv_metal_attend_scratch(test_host.metal, a, &bytes), TQKV_OK);
+    CHECK_RESULT(HOST_SCRATCH(&bytes, attend, a, host_none, host_none, host_none), TQKV_OK);
     return bytes;
 }
 
@@ -60,7 +60,7 @@ static void close_buffers(attend_buffers *b)
 static tqkv_result attend(const attend_buffers *b)
 {
     host_work work = host_begin(true);
-    tqkv_result r = tqkv_metal_attend(test_host.metal, work.encoder, &b->attention, b->q, b->scratch, b->out);
+    tqkv_result r = HOST(test_host.metal, work.encoder, attend, &b->attention, b->q, b->scratch, b->out);
     host_end(&work);
     return r;
 }
@@ -108,13 +108,13 @@ static tqkv_result attend_in_slices(const attend_buffers *b, const attend_proble
     tqkv_result r = TQKV_OK;
     for (int i = 0; i < 3 && r == TQKV_OK; i++) {
         slice_buffers *s = &slices[i > 0];
-        r = tqkv_metal_attend_partial(m, work.encoder, a, b->q, first, counts[i], b->scratch, s->out, s->max, s->sum);
+        r = HOST(m, work.encoder, attend_partial, a, b->q, first, counts[i], b->scratch, s->out, s->max, s->sum);
         first += counts[i];
         if (i > 0 && r == TQKV_OK)
-            r = tqkv_metal_attend_merge(m, work.encoder, a, slices->out, slices->max, slices->sum, a, s->out, s->max,
-                                        s->sum);
+            r = HOST(m, work.encoder, attend_merge, a, slices->out, slices->max, slices->sum, a, s->out, s->max,
+                     s->sum);
     }
-    if (r == TQKV_OK) r = tqkv_metal_attend_finish(m, work.encoder, a, slices->out, slices->max, slices->sum, b->out);
+    if (r == TQKV_OK) r = HOST(m, work.encoder, attend_finish, a, slices->out, slices->max, slices->sum, b->out);
     host_end(&work);
     return r;
 }
@@ -161,27 +161,25 @@ static void run_slice_refusals(const void *parameters)
     const tqkv_metal_attention *a = &b.attention;
     host_work work = host_begin(false);
     id<MTLComputeCommandEncoder> e = work.encoder;
-    CHECK_REFUSED(m, tqkv_metal_attend_partial(m, e, a, b.q, 30, 11, b.scratch, s.out, s.max, s.sum), TQKV_OUT_OF_RANGE,
+    CHECK_REFUSED(m, HOST(m, e, attend_partial, a, b.q, 30, 11, b.scratch, s.out, s.max, s.sum), TQKV_OUT_OF_RANGE,
                   "attend_partial");
-    CHECK_REFUSED(m, tqkv_metal_attend_partial(m, e, a, b.q, 0, 9, b.scratch, s.out, none, s.sum),
-                  TQKV_INVALID_ARGUMENT, "max: no buffer");
-    CHECK_REFUSED(m, tqkv_metal_attend_partial(m, e, a, b.q, 0, 9, b.scratch, s.out, s.sum, s.sum),
-                  TQKV_INVALID_ARGUMENT, "max and sum overlap");
-    CHECK_REFUSED(m, tqkv_metal_attend_partial(m, nil, a, b.q, 0, 9, b.scratch, s.out, s.max, s.sum),
-                  TQKV_INVALID_ARGUMENT, "no encoder");
-    CHECK_RESULT(tqkv_metal_attend_partial(NULL, e, a, b.q, 0, 9, b.scratch, s.out, s.max, s.sum),
-                 TQKV_INVALID_ARGUMENT);
-    CHECK_REFUSED(m, tqkv_metal_attend_merge(m, e, a, s.out, s.max, s.sum, a, s.out, other.max, other.sum),
+    CHECK_REFUSED(m, HOST(m, e, attend_partial, a, b.q, 0, 9, b.scratch, s.out, none, s.sum), TQKV_INVALID_ARGUMENT,
+                  "max: no buffer");
+    CHECK_REFUSED(m, HOST(m, e, attend_partial, a, b.q, 0, 9, b.scratch, s.out, s.sum, s.sum), TQKV_INVALID_ARGUMENT,
+                  "max and sum overlap");
+    CHECK_REFUSED(m, HOST(m, nil, attend_partial, a, b.q, 0, 9, b.scratch, s.out, s.max, s.sum), TQKV_INVALID_ARGUMENT,
+                  "no encoder");
+    CHECK_RESULT(HOST(NULL, e, attend_partial, a, b.q, 0, 9, b.scratch, s.out, s.max, s.sum), TQKV_INVALID_ARGUMENT);
+    CHECK_REFUSED(m, HOST(m, e, attend_merge, a, s.out, s.max, s.sum, a, s.out, other.max, other.sum),
                   TQKV_INVALID_ARGUMENT, "overlap");
-    CHECK_REFUSED(m, tqkv_metal_attend_merge(m, e, NULL, s.out, s.max, s.sum, a, other.out, other.max, other.sum),
+    CHECK_REFUSED(m, HOST(m, e, attend_merge, NULL, s.out, s.max, s.sum, a, other.out, other.max, other.sum),
                   TQKV_INVALID_ARGUMENT, "attend_merge");
-    CHECK_REFUSED(m, tqkv_metal_attend_merge(m, e, a, s.out, s.max, s.sum, NULL, other.out, other.max, other.sum),
+    CHECK_REFUSED(m, HOST(m, e, attend_merge, a, s.out, s.max, s.sum, NULL, other.out, other.max, other.sum),
                   TQKV_INVALID_ARGUMENT, "attend_merge");
-    CHECK_REFUSED(m, tqkv_metal_attend_finish(m, e, a, s.out, s.max, s.sum, s.out), TQKV_INVALID_ARGUMENT,
+    CHECK_REFUSED(m, HOST(m, e, attend_finish, a, s.out, s.max, s.sum, s.out), TQKV_INVALID_ARGUMENT,
                   "out and src_out overlap");
     s.max.offset += 4;
-    CHECK_REFUSED(m, tqkv_metal_attend_finish(m, e, a, s.out, s.max, s.sum, b.out), TQKV_INVALID_ARGUMENT,
-                  "src_max: needs");
+    CHECK_REFUSED(m, HOST(m, e, attend_finish, a, s.out, s.max, s.sum, b.out), TQKV_INVALID_ARGUMENT, "src_max: needs");
     s.max.offset -= 4;
     host_end(&work);
     close_slice(&s);
@@ -252,12 +250,9 @@ static void run_refusals(const void *parameters)
     CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "attend");
     b = whole, b.attention.keys = NULL;
     CHECK_REFUSED(m, attend(&b), TQKV_INVALID_ARGUMENT, "attend");
-    CHECK_REFUSED(m, tqkv_metal_attend_scratch(m, NULL, &b.size), TQKV_INVALID_ARGUMENT, "attend_scratch");
-    CHECK_REFUSED(m, tqkv_metal_attend_scratch(m, &whole.attention, NULL), TQKV_INVALID_ARGUMENT, "attend_scratch");
-    CHECK_RESULT(tqkv_metal_attend(NULL, nil, &whole.attention, whole.q, whole.scratch, whole.out),
-                 TQKV_INVALID_ARGUMENT);
-    CHECK_REFUSED(m, tqkv_metal_attend(m, nil, &whole.attention, whole.q, whole.scratch, whole.out),
-                  TQKV_INVALID_ARGUMENT, "no encoder");
+    CHECK_RESULT(HOST(NULL, nil, attend, &whole.attention, whole.q, whole.scratch, whole.out), TQKV_INVALID_ARGUMENT);
+    CHECK_REFUSED(m, HOST(m, nil, attend, &whole.attention, whole.q, whole.scratch, whole.out), TQKV_INVALID_ARGUMENT,
+                  "no encoder");
     CHECK(!memcmp(host_contents(whole.out), problem.out, whole.size), "a refused call has written");
     CHECK_RESULT(attend(&whole), TQKV_OK);
     attend_check(&problem, host_contents(whole.out), "after refusals");
@@ -289,8 +284,7 @@ static void run_kernel_wanted(const void *parameters)
     open_buffers(&b, &problem);
     b.attention.matrix_group = c->matrix_group;
     host_work work = host_begin(false);
-    CHECK_REFUSED(m, tqkv_metal_attend(m, work.encoder, &b.attention, b.q, b.scratch, b.out), TQKV_METAL_ERROR,
-                  c->kernel);
+    CHECK_REFUSED(m, HOST(m, work.encoder, attend, &b.attention, b.q, b.scratch, b.out), TQKV_METAL_ERROR, c->kernel);
     host_end(&work);
     close_buffers(&b);
     attend_tear_down(&problem);

@@ -116,6 +116,23 @@ void host_end(host_work *work)
     [work->pool release];
 }
 
+const tqkv_metal_buffer host_none = {nil, 0};
+
+tqkv_metal_plan *host_plan(void)
+{
+    static _Thread_local tqkv_metal_plan plan;
+    return &plan;
+}
+
+tqkv_result host_attend_some(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv_cache *c,
+                             const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
+                             tqkv_metal_buffer scratch, tqkv_metal_buffer out)
+{
+    tqkv_metal_buffer memory;
+    const tqkv_result r = tqkv_metal_find(m, c, &memory);
+    return r == TQKV_OK ? HOST(m, encoder, cache_attend, c, memory, NULL, some, q, n_queries, scratch, out) : r;
+}
+
 float *host_floats(uint64_t seed, size_t count)
 {
     float *x = test_alloc(count * sizeof *x);
@@ -145,8 +162,8 @@ static tqkv_result record_rotations(void *user, tqkv_metal_object encoder)
     float *rows = ((void **)user)[1];
     tqkv_metal_buffer b;
     tqkv_result r = tqkv_metal_find(m, rows, &b);
-    if (r == TQKV_OK) r = tqkv_metal_rotate(m, encoder, b, 2, 64);
-    return r == TQKV_OK ? tqkv_metal_unrotate(m, encoder, b, 2, 64) : r;
+    if (r == TQKV_OK) r = HOST(m, encoder, rotate, b, 2, 64, TQKV_ROTATED);
+    return r == TQKV_OK ? HOST(m, encoder, rotate, b, 2, 64, TQKV_ORIGINAL) : r;
 }
 
 void host_check_works(tqkv_metal *m)

@@ -240,7 +240,9 @@ static void record_step(tqkv_cache *cache, const float *k, const float *v, const
 {
     const size_t kv = (size_t)(CACHE_HEADS * head_dim) * sizeof(float), rows = kv * CACHE_GROUP;
     size_t scratch_size = 0;
-    CHECK_RESULT(tqkv_metal_cache_scratch(test_host.metal, cache, 1, &scratch_size), TQKV_OK);
+    CHECK_RESULT(
+        HOST_SCRATCH(&scratch_size, cache_attend, cache, host_none, NULL, NULL, host_none, 1, host_none, host_none),
+        TQKV_OK);
     tqkv_metal_buffer kb = host_buffer(k, kv), vb = host_buffer(v, kv), qb = host_buffer(q, rows),
                       ob = host_zeros(rows);
     tqkv_metal_buffer scratch = host_zeros(scratch_size), flag = host_zeros(4), codes;
@@ -271,14 +273,15 @@ static void compare_listed(tqkv_cache *gpu, tqkv_cache *cpu, size_t count)
     tqkv_metal *m = test_host.metal;
     some.attention.list.rows = NULL;
     some.list = host_buffer(list, sizeof list);
-    CHECK_RESULT(tqkv_metal_cache_some_scratch(m, gpu, &some, 1, &bytes), TQKV_OK);
+    CHECK_RESULT(HOST_SCRATCH(&bytes, cache_attend, gpu, host_none, NULL, &some, host_none, 1, host_none, host_none),
+                 TQKV_OK);
     tqkv_metal_buffer qb = host_buffer(q, count * sizeof *q), ob = host_zeros(count * sizeof *q),
                       scratch = host_zeros(bytes);
     host_work work = host_begin(true);
-    CHECK_RESULT(tqkv_metal_cache_attend_some(m, work.encoder, gpu, &some, qb, 1, scratch, ob), TQKV_OK);
+    CHECK_RESULT(host_attend_some(m, work.encoder, gpu, &some, qb, 1, scratch, ob), TQKV_OK);
     some.attention.list.block = 5;
-    CHECK_REFUSED(m, tqkv_metal_cache_attend_some(m, work.encoder, gpu, &some, qb, 1, scratch, ob),
-                  TQKV_INVALID_ARGUMENT, "attend");
+    CHECK_REFUSED(m, host_attend_some(m, work.encoder, gpu, &some, qb, 1, scratch, ob), TQKV_INVALID_ARGUMENT,
+                  "attend");
     host_end(&work);
     CHECK_RESULT(test_attend_some(cpu, &known, q, 1, expected), TQKV_OK);
     check_close(host_contents(ob), expected, count, difference_of(cpu), "listed");
@@ -356,7 +359,6 @@ static void run_refusals(const void *parameters)
     tqkv_cache *cpu = cache_make(&row, &plain), *gpu = cache_make(&row, &metal);
     REQUIRE(cpu && gpu, "no caches");
     float *rows = cache_data(1, 2, row.head_dim);
-    size_t bytes = 0;
     tqkv_metal_buffer b = host_buffer(rows, (size_t)(2 * CACHE_HEADS * row.head_dim) * sizeof *rows);
     CHECK_RESULT(tqkv_cache_append(gpu, rows, rows, 2), TQKV_OUT_OF_RANGE);
     rows[3] = NAN;
@@ -379,8 +381,6 @@ static void run_refusals(const void *parameters)
     CHECK_REFUSED(m, tqkv_metal_cache_attend(m, work.encoder, gpu, b, -1, b, b), TQKV_INVALID_ARGUMENT, "attend");
     CHECK_RESULT(tqkv_metal_cache_attend(m, work.encoder, gpu, b, 0, b, b), TQKV_OK);
     CHECK_REFUSED(m, tqkv_metal_cache_append(m, work.encoder, NULL, b, b, 1, b), TQKV_INVALID_ARGUMENT, "NULL");
-    CHECK_REFUSED(m, tqkv_metal_cache_scratch(m, NULL, 1, &bytes), TQKV_INVALID_ARGUMENT, "cache_scratch");
-    CHECK_REFUSED(m, tqkv_metal_cache_scratch(m, gpu, 1, NULL), TQKV_INVALID_ARGUMENT, "cache_scratch");
     host_end(&work);
     CHECK(tqkv_cache_end(gpu) == 3, "a refused append counts");
     host_release(b);
@@ -427,7 +427,9 @@ static void run_strides(const void *parameters)
     CHECK_RESULT(tqkv_cache_attend(caches[0], q, N, out), TQKV_OK);
     CHECK(!memcmp(out, expected, q_size * sizeof *out), "other bits");
     size_t scratch_size = 0;
-    CHECK_RESULT(tqkv_metal_cache_scratch(test_host.metal, caches[1], N, &scratch_size), TQKV_OK);
+    CHECK_RESULT(
+        HOST_SCRATCH(&scratch_size, cache_attend, caches[1], host_none, NULL, NULL, host_none, N, host_none, host_none),
+        TQKV_OK);
     memset(out, 0, q_size * sizeof *out);
     tqkv_metal_buffer kb = host_buffer(k, kv_size * sizeof *k), qb = host_buffer(q, q_size * sizeof *q),
                       ob = host_zeros(q_size * sizeof *q), scratch = host_zeros(scratch_size), flag = host_zeros(4);
@@ -518,7 +520,9 @@ static void record_chunk(tqkv_cache *cache, const tqkv_cache_desc *desc, const f
                  tokens = (size_t)n * heads, rows = (size_t)(n * desc->n_heads), n_k = tokens * (dim + tail);
     size_t scratch_size = 0;
     tqkv_metal *m = test_host.metal;
-    CHECK_RESULT(tqkv_metal_cache_scratch(m, cache, n, &scratch_size), TQKV_OK);
+    CHECK_RESULT(
+        HOST_SCRATCH(&scratch_size, cache_attend, cache, host_none, NULL, NULL, host_none, n, host_none, host_none),
+        TQKV_OK);
     float *apart = test_alloc(n_k * sizeof *apart); /* rows of a tail lie behind those of the keys */
     for (size_t i = 0; i < tokens; i++) {
         memcpy(apart + i * dim, k + i * (dim + tail), dim * sizeof *k);
@@ -611,11 +615,13 @@ static void run_learns_tree(const void *parameters)
         CHECK_RESULT(tqkv_cache_append(caches[i], rows + BEFORE * D, rows, N), TQKV_OK);
     }
     tqkv_metal_attention some = {.attention = known, .tree = host_buffer(tree, sizeof tree)};
-    CHECK_RESULT(tqkv_metal_cache_some_scratch(m, caches[1], &some, N, &bytes), TQKV_OK);
+    CHECK_RESULT(
+        HOST_SCRATCH(&bytes, cache_attend, caches[1], host_none, NULL, &some, host_none, N, host_none, host_none),
+        TQKV_OK);
     const tqkv_metal_buffer qb = host_buffer(q, OUT * sizeof *q), ob = host_zeros(OUT * sizeof *q),
                             scratch = host_zeros(bytes);
     host_work work = host_begin(true);
-    CHECK_RESULT(tqkv_metal_cache_attend_some(m, work.encoder, caches[1], &some, qb, N, scratch, ob), TQKV_OK);
+    CHECK_RESULT(host_attend_some(m, work.encoder, caches[1], &some, qb, N, scratch, ob), TQKV_OK);
     host_end(&work);
     tqkv_attention codes = test_view(caches[0], 1); /* all queries read these; those before have a cache of their own */
     codes.n_queries = N;

@@ -53,7 +53,7 @@ static void check_decode(const codec_case *c, const tqkv_store *expected, const 
         const int64_t first = c->position + c->n_tokens - n;
         tqkv_metal_buffer dst = host_buffer(values, size);
         host_work work = host_begin(false);
-        CHECK_RESULT(tqkv_metal_decode(test_host.metal, work.encoder, gpu, first, n, (tqkv_basis)basis, dst), TQKV_OK);
+        CHECK_RESULT(HOST(test_host.metal, work.encoder, decode, gpu, first, n, (tqkv_basis)basis, dst), TQKV_OK);
         host_end(&work);
         CHECK_RESULT(tqkv_decode(expected, first, n, (tqkv_basis)basis, values), TQKV_OK);
         const float *got = host_contents(dst);
@@ -75,7 +75,9 @@ static void run_codec(const void *parameters)
     tqkv_metal_buffer src = host_buffer(source, source_count(c) * size_of(c->type)), flag = host_zeros(4);
     CHECK_RESULT(tqkv_encode(&expected, source, c->n_tokens, c->position), TQKV_OK);
     host_work work = host_begin(false);
-    CHECK_RESULT(tqkv_metal_encode(test_host.metal, work.encoder, &gpu, src, c->n_tokens, c->position, flag), TQKV_OK);
+    CHECK_RESULT(
+        HOST(test_host.metal, work.encoder, encode, &gpu, NULL, src, host_none, c->n_tokens, c->position, flag),
+        TQKV_OK);
     host_end(&work);
     host_store_read(&gpu, &got);
     CHECK(same_bytes(&expected, &got), "codes or norms differ");
@@ -103,7 +105,7 @@ static void run_probe(const void *parameters)
                               .center = host_buffer(center, (size_t)(HEADS * c->head_dim) * sizeof(float))};
     shape.center = center;
     host_work work = host_begin(false);
-    CHECK_RESULT(tqkv_metal_probe(test_host.metal, work.encoder, &store, src, c->n_tokens, scaled, none), TQKV_OK);
+    CHECK_RESULT(HOST(test_host.metal, work.encoder, probe, &store, src, c->n_tokens, scaled, none), TQKV_OK);
     host_end(&work);
     CHECK_RESULT(tqkv_probe(&shape, source, c->n_tokens, expected), TQKV_OK);
     CHECK(!memcmp(expected, host_contents(scaled), size), "probed values differ");
@@ -130,10 +132,10 @@ static void check_attend(tqkv_store *const expected[2], const tqkv_metal_store *
     float *q = host_floats(12, count);
     double *out = test_alloc(count * sizeof *out);
     size_t scratch_size = 0;
-    CHECK_RESULT(tqkv_metal_attend_scratch(test_host.metal, &a, &scratch_size), TQKV_OK);
+    CHECK_RESULT(HOST_SCRATCH(&scratch_size, attend, &a, host_none, host_none, host_none), TQKV_OK);
     tqkv_metal_buffer qb = host_buffer(q, size), ob = host_zeros(size), scratch = host_zeros(scratch_size);
     host_work work = host_begin(true);
-    CHECK_RESULT(tqkv_metal_attend(test_host.metal, work.encoder, &a, qb, scratch, ob), TQKV_OK);
+    CHECK_RESULT(HOST(test_host.metal, work.encoder, attend, &a, qb, scratch, ob), TQKV_OK);
     host_end(&work);
     reference_attend_as(REFERENCE_FLOATS, &c, q, out);
     const float *got = host_contents(ob);
@@ -161,7 +163,7 @@ static void run_pair(const void *parameters)
     tqkv_metal_store kg = host_store(&k), vg = host_store(&v);
     tqkv_metal_buffer kb = host_buffer(ks, size), vb = host_buffer(vs, size);
     host_work work = host_begin(true);
-    CHECK_RESULT(tqkv_metal_encode_kv(test_host.metal, work.encoder, &kg, &vg, kb, vb, c->n_tokens, c->position, none),
+    CHECK_RESULT(HOST(test_host.metal, work.encoder, encode, &kg, &vg, kb, vb, c->n_tokens, c->position, none),
                  TQKV_OK);
     host_end(&work);
     CHECK_RESULT(tqkv_encode(&ke, ks, c->n_tokens, c->position), TQKV_OK);
@@ -191,12 +193,12 @@ static void run_rotate(const void *parameters)
     float *expected = host_floats(10, count);
     tqkv_metal_buffer rows = host_buffer(expected, count * sizeof(float));
     host_work work = host_begin(false);
-    CHECK_RESULT(tqkv_metal_rotate(test_host.metal, work.encoder, rows, n_rows, head_dim), TQKV_OK);
+    CHECK_RESULT(HOST(test_host.metal, work.encoder, rotate, rows, n_rows, head_dim, TQKV_ROTATED), TQKV_OK);
     host_end(&work);
     CHECK_RESULT(tqkv_rotate(expected, n_rows, head_dim, TQKV_ROTATED), TQKV_OK);
     CHECK(!memcmp(expected, host_contents(rows), count * sizeof(float)), "rotated rows differ");
     work = host_begin(false);
-    CHECK_RESULT(tqkv_metal_unrotate(test_host.metal, work.encoder, rows, n_rows, head_dim), TQKV_OK);
+    CHECK_RESULT(HOST(test_host.metal, work.encoder, rotate, rows, n_rows, head_dim, TQKV_ORIGINAL), TQKV_OK);
     host_end(&work);
     CHECK_RESULT(tqkv_rotate(expected, n_rows, head_dim, TQKV_ORIGINAL), TQKV_OK);
     CHECK(!memcmp(expected, host_contents(rows), count * sizeof(float)), "un-rotated rows differ");
@@ -217,7 +219,7 @@ static void run_not_finite(const void *parameters)
     tqkv_metal_store gpu = host_store(&got);
     tqkv_metal_buffer src = host_buffer(source, source_count(&c) * sizeof(float)), flag = host_zeros(4);
     host_work work = host_begin(false);
-    CHECK_RESULT(tqkv_metal_encode(test_host.metal, work.encoder, &gpu, src, c.n_tokens, 0, flag), TQKV_OK);
+    CHECK_RESULT(HOST(test_host.metal, work.encoder, encode, &gpu, NULL, src, host_none, c.n_tokens, 0, flag), TQKV_OK);
     host_end(&work);
     host_store_read(&gpu, &got);
     CHECK(*(uint32_t *)host_contents(flag) == 1, "the flag is %u", *(uint32_t *)host_contents(flag));
@@ -233,7 +235,8 @@ static void run_not_finite(const void *parameters)
 static tqkv_result encode_call(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens, int64_t position)
 {
     host_work work = host_begin(false);
-    const tqkv_result r = tqkv_metal_encode(test_host.metal, work.encoder, s, src, n_tokens, position, none);
+    const tqkv_result r =
+        HOST(test_host.metal, work.encoder, encode, s, NULL, src, host_none, n_tokens, position, none);
     host_end(&work);
     return r;
 }
@@ -289,8 +292,8 @@ static void run_refusals(const void *parameters)
     tqkv_metal_buffer src = host_buffer(source, source_count(&c) * sizeof(float));
     refuse_sources(&gpu, src);
     refuse_stores(&gpu, src);
-    CHECK_RESULT(tqkv_metal_encode(NULL, nil, &gpu, src, 4, 0, none), TQKV_INVALID_ARGUMENT);
-    CHECK_REFUSED(m, tqkv_metal_encode(m, nil, &gpu, src, 4, 0, none), TQKV_INVALID_ARGUMENT, "no encoder");
+    CHECK_RESULT(HOST(NULL, nil, encode, &gpu, NULL, src, host_none, 4, 0, none), TQKV_INVALID_ARGUMENT);
+    CHECK_REFUSED(m, HOST(m, nil, encode, &gpu, NULL, src, host_none, 4, 0, none), TQKV_INVALID_ARGUMENT, "no encoder");
     CHECK_RESULT(encode_call(&gpu, src, 0, 8), TQKV_OK);
     host_store_read(&gpu, &after);
     CHECK(same_bytes(&before, &after), "a refused call has written");
@@ -316,18 +319,17 @@ static void refuse_calibrate(const calibrate_case *c, tqkv_metal_object encoder,
     const int heads = HEADS * c->group, n = c->n_tokens, n_queries = c->n_queries;
     tqkv_metal_buffer far = center;
     far.offset += 4;
-    CHECK_REFUSED(m, tqkv_metal_calibrate(m, encoder, shape, src, n, q, heads, n_queries, c->pairs, far, scale),
+    CHECK_REFUSED(m, HOST(m, encoder, calibrate, shape, src, n, q, heads, n_queries, c->pairs, far, scale),
                   TQKV_INVALID_ARGUMENT, "center: needs");
-    CHECK_REFUSED(m, tqkv_metal_calibrate(m, encoder, shape, src, n, q, heads, n_queries, c->pairs, center, center),
+    CHECK_REFUSED(m, HOST(m, encoder, calibrate, shape, src, n, q, heads, n_queries, c->pairs, center, center),
                   TQKV_INVALID_ARGUMENT, "overlap");
-    CHECK_REFUSED(m, tqkv_metal_calibrate(m, encoder, shape, none, n, q, heads, n_queries, c->pairs, center, scale),
+    CHECK_REFUSED(m, HOST(m, encoder, calibrate, shape, none, n, q, heads, n_queries, c->pairs, center, scale),
                   TQKV_INVALID_ARGUMENT, "src: no buffer");
-    CHECK_REFUSED(m, tqkv_metal_calibrate(m, encoder, NULL, src, 1, q, heads, 0, c->pairs, center, scale),
+    CHECK_REFUSED(m, HOST(m, encoder, calibrate, NULL, src, 1, q, heads, 0, c->pairs, center, scale),
                   TQKV_INVALID_ARGUMENT, "calibrate");
-    CHECK_REFUSED(m, tqkv_metal_calibrate(m, encoder, shape, src, 1, src, 0, 1, c->pairs, center, scale),
+    CHECK_REFUSED(m, HOST(m, encoder, calibrate, shape, src, 1, src, 0, 1, c->pairs, center, scale),
                   TQKV_INVALID_ARGUMENT, "calibrate");
-    CHECK_RESULT(tqkv_metal_calibrate(NULL, nil, shape, src, 1, none, 0, 0, c->pairs, center, scale),
-                 TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(HOST(NULL, nil, calibrate, shape, src, 1, none, 0, 0, c->pairs, center, scale), TQKV_INVALID_ARGUMENT);
 }
 
 /* The processor's bits, with queries and without; refused calls change nothing. */
@@ -352,7 +354,7 @@ static void run_calibrate(const void *parameters)
                       center = host_zeros(size), scale = host_zeros(size);
     host_work w = host_begin(true);
     CHECK_RESULT(
-        tqkv_metal_calibrate(m, w.encoder, &shape, src, c->n_tokens, q, heads, c->n_queries, c->pairs, center, scale),
+        HOST(m, w.encoder, calibrate, &shape, src, c->n_tokens, q, heads, c->n_queries, c->pairs, center, scale),
         TQKV_OK);
     refuse_calibrate(c, w.encoder, &shape, src, q, center, scale);
     host_end(&w);
@@ -375,9 +377,10 @@ static void refuse_halves(const tqkv_metal_store *gpu, tqkv_metal_object encoder
     tqkv_metal_store s = *gpu;
     s.shape.type = TQKV_TYPE_F16;
     b.offset += 2;
-    CHECK_REFUSED(m, tqkv_metal_encode(m, encoder, &s, b, 8, 0, none), TQKV_INVALID_ARGUMENT, "src: needs");
+    CHECK_REFUSED(m, HOST(m, encoder, encode, &s, NULL, b, host_none, 8, 0, none), TQKV_INVALID_ARGUMENT, "src: needs");
     b.offset += 1;
-    CHECK_REFUSED(m, tqkv_metal_encode(m, encoder, &s, b, 4, 0, none), TQKV_INVALID_ARGUMENT, "is not a multiple of 2");
+    CHECK_REFUSED(m, HOST(m, encoder, encode, &s, NULL, b, host_none, 4, 0, none), TQKV_INVALID_ARGUMENT,
+                  "is not a multiple of 2");
 }
 
 /* The buffers of the other calls: too small, missing or overlapping. */
@@ -392,28 +395,26 @@ static void run_other_refusals(const void *parameters)
     tqkv_metal_buffer a = host_zeros(size), b = host_zeros(size), far = b;
     far.offset += 4;
     host_work w = host_begin(false);
-    CHECK_REFUSED(m, tqkv_metal_decode(m, w.encoder, &gpu, 0, 4, TQKV_ORIGINAL, far), TQKV_INVALID_ARGUMENT,
-                  "dst: needs");
-    CHECK_REFUSED(m, tqkv_metal_decode(m, w.encoder, &gpu, 6, 4, TQKV_ORIGINAL, b), TQKV_OUT_OF_RANGE, "decode");
-    CHECK_REFUSED(m, tqkv_metal_decode(m, w.encoder, &gpu, 0, 1, TQKV_ORIGINAL, gpu.codes), TQKV_INVALID_ARGUMENT,
+    CHECK_REFUSED(m, HOST(m, w.encoder, decode, &gpu, 0, 4, TQKV_ORIGINAL, far), TQKV_INVALID_ARGUMENT, "dst: needs");
+    CHECK_REFUSED(m, HOST(m, w.encoder, decode, &gpu, 6, 4, TQKV_ORIGINAL, b), TQKV_OUT_OF_RANGE, "decode");
+    CHECK_REFUSED(m, HOST(m, w.encoder, decode, &gpu, 0, 1, TQKV_ORIGINAL, gpu.codes), TQKV_INVALID_ARGUMENT,
                   "overlap");
-    CHECK_REFUSED(m, tqkv_metal_decode(m, w.encoder, &gpu, 0, 4, test_no_basis(2), b), TQKV_INVALID_ARGUMENT, "decode");
-    CHECK_REFUSED(m, tqkv_metal_probe(m, w.encoder, &gpu, a, 4, far, none), TQKV_INVALID_ARGUMENT, "scaled: needs");
-    CHECK_REFUSED(m, tqkv_metal_probe(m, w.encoder, &gpu, a, 4, a, none), TQKV_INVALID_ARGUMENT, "overlap");
-    CHECK_REFUSED(m, tqkv_metal_probe(m, w.encoder, NULL, a, 4, b, none), TQKV_INVALID_ARGUMENT, "probe");
-    CHECK_REFUSED(m, tqkv_metal_rotate(m, w.encoder, far, 12, 64), TQKV_INVALID_ARGUMENT, "rows: needs");
-    CHECK_REFUSED(m, tqkv_metal_rotate(m, w.encoder, a, 1, 112), TQKV_UNSUPPORTED,
+    CHECK_REFUSED(m, HOST(m, w.encoder, decode, &gpu, 0, 4, test_no_basis(2), b), TQKV_INVALID_ARGUMENT, "decode");
+    CHECK_REFUSED(m, HOST(m, w.encoder, probe, &gpu, a, 4, far, none), TQKV_INVALID_ARGUMENT, "scaled: needs");
+    CHECK_REFUSED(m, HOST(m, w.encoder, probe, &gpu, a, 4, a, none), TQKV_INVALID_ARGUMENT, "overlap");
+    CHECK_REFUSED(m, HOST(m, w.encoder, probe, NULL, a, 4, b, none), TQKV_INVALID_ARGUMENT, "probe");
+    CHECK_REFUSED(m, HOST(m, w.encoder, rotate, far, 12, 64, TQKV_ROTATED), TQKV_INVALID_ARGUMENT, "rows: needs");
+    CHECK_REFUSED(m, HOST(m, w.encoder, rotate, a, 1, 112, TQKV_ROTATED), TQKV_UNSUPPORTED,
                   "a GPU takes head_dim 32, 48, 64, 80, 96, 128, 192, 256, 448, 512, 1024, and keys of 192 with values "
                   "of 128, of 448 or "
                   "512 with a tail of 64");
-    CHECK_REFUSED(m, tqkv_metal_unrotate(m, w.encoder, a, -1, 64), TQKV_INVALID_ARGUMENT, "unrotate");
-    CHECK_REFUSED(m, tqkv_metal_encode_kv(m, w.encoder, &gpu, &narrow, a, b, 2, 0, none), TQKV_UNSUPPORTED, "kv");
+    CHECK_REFUSED(m, HOST(m, w.encoder, rotate, a, -1, 64, TQKV_ORIGINAL), TQKV_INVALID_ARGUMENT, "rotate");
+    CHECK_REFUSED(m, HOST(m, w.encoder, encode, &gpu, &narrow, a, b, 2, 0, none), TQKV_UNSUPPORTED, "encode: ");
     refuse_halves(&gpu, w.encoder, b);
-    CHECK_REFUSED(m, tqkv_metal_encode_kv(m, w.encoder, &gpu, &gpu, a, b, 2, 0, none), TQKV_INVALID_ARGUMENT,
-                  "overlap");
-    CHECK_REFUSED(m, tqkv_metal_encode_kv(m, w.encoder, &gpu, NULL, a, b, 2, 0, none), TQKV_INVALID_ARGUMENT, "kv");
-    CHECK_RESULT(tqkv_metal_rotate(NULL, w.encoder, a, 1, 64), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_rotate(m, w.encoder, a, 0, 64), TQKV_OK);
+    CHECK_REFUSED(m, HOST(m, w.encoder, encode, &gpu, &gpu, a, b, 2, 0, none), TQKV_INVALID_ARGUMENT, "overlap");
+    CHECK_REFUSED(m, HOST(m, w.encoder, encode, NULL, &gpu, a, b, 2, 0, none), TQKV_INVALID_ARGUMENT, "encode: ");
+    CHECK_RESULT(HOST(NULL, w.encoder, rotate, a, 1, 64, TQKV_ROTATED), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(HOST(m, w.encoder, rotate, a, 0, 64, TQKV_ROTATED), TQKV_OK);
     host_end(&w);
     host_release(a);
     host_release(b);

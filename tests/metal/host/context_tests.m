@@ -171,9 +171,9 @@ static void *record_thread(void *parameter)
         memset([rows contents], 0, 4096);
         for (int i = 0; i < 24; i++) {
             const int head_dim = test_head_dims[(i + w->number) % 6];
-            w->failures += tqkv_metal_rotate(w->metal, encoder, b, 1, head_dim) != TQKV_OK;
-            w->failures += tqkv_metal_unrotate(w->metal, encoder, b, 1, head_dim) != TQKV_OK;
-            w->failures += tqkv_metal_rotate(w->metal, encoder, b, 1, 33) != TQKV_UNSUPPORTED;
+            w->failures += HOST(w->metal, encoder, rotate, b, 1, head_dim, TQKV_ROTATED) != TQKV_OK;
+            w->failures += HOST(w->metal, encoder, rotate, b, 1, head_dim, TQKV_ORIGINAL) != TQKV_OK;
+            w->failures += HOST(w->metal, encoder, rotate, b, 1, 33, TQKV_ROTATED) != TQKV_UNSUPPORTED;
         }
         [encoder endEncoding];
         [commands commit];
@@ -250,7 +250,7 @@ static void run_other_device(const void *parameters)
     id<MTLBuffer> buffer = [other newBufferWithLength:512 options:MTLResourceStorageModeShared];
     const tqkv_metal_buffer rows = {buffer, 0};
     host_work work = host_begin(false);
-    CHECK_REFUSED(m, tqkv_metal_rotate(m, work.encoder, rows, 2, 64), TQKV_INVALID_ARGUMENT, "another device");
+    CHECK_REFUSED(m, HOST(m, work.encoder, rotate, rows, 2, 64, TQKV_ROTATED), TQKV_INVALID_ARGUMENT, "another device");
     host_end(&work);
     @autoreleasepool {
         NSURL *url = [NSURL fileURLWithPath:[NSString stringWithUTF8String:test_host.library]];
@@ -273,7 +273,7 @@ static void run_wrapped_device(const void *parameters)
     const tqkv_metal_buffer rows = {buffer, 0};
     memset([buffer contents], 0, 512);
     host_work work = host_begin(false);
-    CHECK_RESULT(tqkv_metal_rotate(test_host.metal, work.encoder, rows, 2, 64), TQKV_OK);
+    CHECK_RESULT(HOST(test_host.metal, work.encoder, rotate, rows, 2, 64, TQKV_ROTATED), TQKV_OK);
     host_end(&work);
     [buffer release];
     [wrapped release];
@@ -288,7 +288,7 @@ static void run_memory_in_force(const void *parameters)
     const tqkv_metal_buffer src = host_zeros(256), none = {nil, 0};
     host_work work = host_begin(false);
     [work.encoder setThreadgroupMemoryLength:32752 atIndex:3];
-    CHECK_RESULT(tqkv_metal_encode(test_host.metal, work.encoder, &gpu, src, 1, 0, none), TQKV_OK);
+    CHECK_RESULT(HOST(test_host.metal, work.encoder, encode, &gpu, NULL, src, host_none, 1, 0, none), TQKV_OK);
     host_end(&work);
     host_release(src);
     host_store_release(&gpu);
@@ -301,9 +301,9 @@ static void run_other_encoder(const void *parameters)
     (void)parameters;
     const tqkv_metal_buffer rows = host_zeros(512);
     NSObject *other = [[NSObject alloc] init];
-    CHECK_REFUSED(test_host.metal, tqkv_metal_rotate(test_host.metal, other, rows, 2, 64), TQKV_INVALID_ARGUMENT,
-                  "Metal 4");
-    CHECK_REFUSED(test_host.metal, tqkv_metal_rotate(test_host.metal, nil, rows, 2, 64), TQKV_INVALID_ARGUMENT,
+    CHECK_REFUSED(test_host.metal, HOST(test_host.metal, other, rotate, rows, 2, 64, TQKV_ROTATED),
+                  TQKV_INVALID_ARGUMENT, "Metal 4");
+    CHECK_REFUSED(test_host.metal, HOST(test_host.metal, nil, rotate, rows, 2, 64, TQKV_ROTATED), TQKV_INVALID_ARGUMENT,
                   "no encoder");
     [other release];
     host_release(rows);

@@ -46,6 +46,20 @@ typedef struct host_work {
 host_work host_begin(bool concurrent);
 void host_end(host_work *work);
 
+/* A call, planned and recorded; and the scratch that it needs, which its plan without scratch tells. */
+extern const tqkv_metal_buffer host_none;
+tqkv_metal_plan *host_plan(void); /* of this thread */
+#define HOST(metal, encoder, call, ...)                                                                                \
+    ((void)tqkv_metal_plan_##call(__VA_ARGS__, host_plan()), tqkv_metal_record(metal, encoder, host_plan()))
+#define HOST_SCRATCH(bytes, call, ...)                                                                                 \
+    ((void)tqkv_metal_plan_##call(__VA_ARGS__, host_plan()), *(bytes) = host_plan()->scratch_size, host_plan()->result)
+#define HOST_PREPARE(metal, call, ...)                                                                                 \
+    ((void)tqkv_metal_plan_##call(__VA_ARGS__, host_plan()), tqkv_metal_prepare(metal, host_plan()))
+/* A cache's attention with lists or a tree. */
+tqkv_result host_attend_some(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv_cache *c,
+                             const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
+                             tqkv_metal_buffer scratch, tqkv_metal_buffer out);
+
 /* Floats of a fixed sequence; freed by the caller. */
 float *host_floats(uint64_t seed, size_t count);
 

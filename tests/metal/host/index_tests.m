@@ -93,19 +93,18 @@ static void run_sparse(const void *concurrent)
                       q = host_buffer(l.q, QUERIES * 2 * GROUP * DIM * sizeof(float)),
                       out = host_zeros(QUERIES * 2 * GROUP * DIM * sizeof(float));
     a.list = host_zeros(QUERIES * BLOCKS * sizeof(int32_t));
-    CHECK_RESULT(tqkv_metal_index_choose_scratch(m, &x, &choose_bytes), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_attend_scratch(m, &a, &bytes), TQKV_OK);
+    CHECK_RESULT(HOST_SCRATCH(&choose_bytes, index_choose, &x, host_none, 1, host_none, host_none), TQKV_OK);
+    CHECK_RESULT(HOST_SCRATCH(&bytes, attend, &a, host_none, host_none, host_none), TQKV_OK);
     CHECK(choose_bytes == 0, "%zu bytes of scratch", choose_bytes);
-    CHECK_RESULT(tqkv_metal_prepare(m, &a, 1, 0), TQKV_OK);
     tqkv_metal_buffer scratch = host_zeros(bytes);
     const tqkv_metal_buffer none = {nil, 0};
     host_work w = host_begin(*(const bool *)concurrent);
-    CHECK_RESULT(tqkv_metal_index_scores(m, w.encoder, &x, index_q, scores), TQKV_OK);
+    CHECK_RESULT(HOST(m, w.encoder, index_scores, &x, index_q, scores), TQKV_OK);
     const id<MTLResource> written[] = {(id<MTLBuffer>)scores.buffer, (id<MTLBuffer>)a.list.buffer};
     if (*(const bool *)concurrent) [w.encoder memoryBarrierWithResources:written count:1];
-    CHECK_RESULT(tqkv_metal_index_choose(m, w.encoder, &x, scores, BLOCKS, none, a.list), TQKV_OK);
+    CHECK_RESULT(HOST(m, w.encoder, index_choose, &x, scores, BLOCKS, none, a.list), TQKV_OK);
     if (*(const bool *)concurrent) [w.encoder memoryBarrierWithResources:written + 1 count:1];
-    CHECK_RESULT(tqkv_metal_attend(m, w.encoder, &a, q, scratch, out), TQKV_OK);
+    CHECK_RESULT(HOST(m, w.encoder, attend, &a, q, scratch, out), TQKV_OK);
     host_end(&w);
     x.index.keys = &l.stores[0];
     check_sparse(&l, &x.index, host_contents(scores), host_contents(a.list), host_contents(out));
@@ -124,14 +123,14 @@ static void run_choose(const void *parameters)
     float *scores = test_alloc(sizeof(float) * QUERIES * KEYS);
     for (int i = 0; i < QUERIES * KEYS; i++) scores[i] = (float)(i % KEYS) - 5000.0f;
     scores[KEYS - 1] = -INFINITY;
-    CHECK_RESULT(tqkv_metal_index_choose_scratch(test_host.metal, &x, &bytes), TQKV_OK);
+    CHECK_RESULT(HOST_SCRATCH(&bytes, index_choose, &x, host_none, 1, host_none, host_none), TQKV_OK);
     tqkv_metal_buffer from = host_buffer(scores, sizeof(float) * QUERIES * KEYS), scratch = host_zeros(bytes),
                       list = host_zeros(sizeof(int32_t) * QUERIES * CHOSEN);
     host_work w = host_begin(true);
-    CHECK_RESULT(tqkv_metal_index_choose(test_host.metal, w.encoder, &x, from, CHOSEN, scratch, list), TQKV_OK);
-    CHECK_REFUSED(test_host.metal, tqkv_metal_index_choose(test_host.metal, w.encoder, &x, from, -1, scratch, list),
+    CHECK_RESULT(HOST(test_host.metal, w.encoder, index_choose, &x, from, CHOSEN, scratch, list), TQKV_OK);
+    CHECK_REFUSED(test_host.metal, HOST(test_host.metal, w.encoder, index_choose, &x, from, -1, scratch, list),
                   TQKV_INVALID_ARGUMENT, "index_choose");
-    CHECK_REFUSED(test_host.metal, tqkv_metal_index_choose(test_host.metal, w.encoder, &x, from, CHOSEN, scratch, from),
+    CHECK_REFUSED(test_host.metal, HOST(test_host.metal, w.encoder, index_choose, &x, from, CHOSEN, scratch, from),
                   TQKV_INVALID_ARGUMENT, "overlap");
     host_end(&w);
     const int32_t *got = host_contents(list);
@@ -141,9 +140,6 @@ static void run_choose(const void *parameters)
             CHECK(got[i * CHOSEN + j] == expected, "query %d, entry %d: %d, not %d", i, j, got[i * CHOSEN + j],
                   expected);
         }
-    x.index.block = -1;
-    CHECK_REFUSED(test_host.metal, tqkv_metal_index_choose_scratch(test_host.metal, &x, &bytes), TQKV_INVALID_ARGUMENT,
-                  "index_choose_scratch");
     host_release(from);
     host_release(scratch);
     host_release(list);

@@ -167,7 +167,7 @@ static void run_missing_kernels(const void *parameters)
     const tqkv_metal_buffer rows = host_zeros(512);
     ((float *)host_contents(rows))[5] = 1.0f;
     host_work work = host_begin(false);
-    CHECK_REFUSED(m, tqkv_metal_rotate(m, work.encoder, rows, 2, 64), TQKV_METAL_ERROR, "tqkv_rotate_d64");
+    CHECK_REFUSED(m, HOST(m, work.encoder, rotate, rows, 2, 64, TQKV_ROTATED), TQKV_METAL_ERROR, "tqkv_rotate_d64");
     host_end(&work);
     CHECK(((float *)host_contents(rows))[5] == 1.0f, "rotated");
     host_release(rows);
@@ -211,7 +211,7 @@ static void run_refused_kernel(const void *parameters)
         m = host_create(desc, TQKV_OK, "");
         standin_refuse("tqkv_rotate_d64", true);
         host_work work = host_begin(false);
-        CHECK_REFUSED(m, tqkv_metal_rotate(m, work.encoder, rows, 2, 64), TQKV_METAL_ERROR,
+        CHECK_REFUSED(m, HOST(m, work.encoder, rotate, rows, 2, 64, TQKV_ROTATED), TQKV_METAL_ERROR,
                       "refused by name; then: tqkv_rotate_d64: refused by name");
         host_end(&work);
         standin_refuse(NULL, false);
@@ -250,23 +250,26 @@ static void run_without_matrices(const void *parameters)
     CHECK_RESULT(tqkv_encode(&s, x, 64, 0), TQKV_OK);
     reference_attend_as(REFERENCE_FLOATS, &own, x, expected);
     tqkv_metal_store gpu = host_store(&s);
-    const tqkv_metal_attention a = {
-        .keys = &gpu, .values = &gpu, .attention = {.n_heads = 8, .n_queries = 1, .end = 64}};
+    tqkv_metal_attention a = {.keys = &gpu, .values = &gpu, .attention = {.n_heads = 8, .n_queries = 1, .end = 64}};
     const size_t size = 8 * 64 * sizeof(float);
     const tqkv_metal_buffer q = host_buffer(x, size), out = host_zeros(size), scratch = host_zeros(65536),
                             arguments = host_zeros(1024);
     standin_refuse("attend_matrix", true);
     if (way == 0) CHECK_RESULT(tqkv_metal_self_test(m, &desc), TQKV_OK);
-    if (way == 1) CHECK_RESULT(tqkv_metal_prepare(m, &a, 2, TQKV_METAL_BATCHES), TQKV_OK);
+    if (way == 1) CHECK_RESULT(HOST_PREPARE(m, attend, &a, host_none, host_none, host_none), TQKV_OK);
     host_work work = host_begin(false);
-    if (way == 3)
-        CHECK_RESULT(tqkv_metal_attend_batch(m, work.encoder, &a, 1, &q, arguments, scratch, &out), TQKV_OK);
-    else
-        CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, q, scratch, out), TQKV_OK);
+    for (int i = 0; i < 2 && way == 3; i++) { /* planned with matrices, then without */
+        const tqkv_result r =
+            HOST(m, work.encoder, attend_batch, &a, 1, &q, arguments, host_contents(arguments), scratch, &out);
+        CHECK_RESULT(r, i ? TQKV_OK : TQKV_UNSUPPORTED);
+        a.matrix_group = INT_MAX;
+    }
+    if (way != 3) CHECK_RESULT(HOST(m, work.encoder, attend, &a, q, scratch, out), TQKV_OK);
     host_end(&work);
     standin_refuse(NULL, false);
     tqkv_metal_error(m, text, sizeof text);
-    CHECK(strstr(text, "refused by name; attention without matrices"), "the text is \"%s\"", text);
+    CHECK(strstr(text, way == 3 ? "attend_batch: planned with" : "refused by name; attention without matrices"),
+          "the text is \"%s\"", text);
     for (int i = 0; i < 8 * 64; i++)
         CHECK(fabs((double)((float *)host_contents(out))[i] - expected[i]) < 1e-4, "value %d", i);
     const tqkv_metal_buffer all[] = {q, out, scratch, arguments};
@@ -293,9 +296,9 @@ static void run_with_matrices(const void *parameters)
     a.attention.list.length = a.attention.list.block = 1;
     host_work work = host_begin(false);
     standin_refuse("attend_list", true);
-    CHECK_REFUSED(m, tqkv_metal_attend(m, work.encoder, &a, q, scratch, out), TQKV_METAL_ERROR, "tqkv_attend_list");
+    CHECK_REFUSED(m, HOST(m, work.encoder, attend, &a, q, scratch, out), TQKV_METAL_ERROR, "tqkv_attend_list");
     standin_refuse(NULL, false);
-    CHECK_RESULT(tqkv_metal_index_scores(m, work.encoder, &x, q, out), TQKV_OK);
+    CHECK_RESULT(HOST(m, work.encoder, index_scores, &x, q, out), TQKV_OK);
     host_end(&work);
     const tqkv_metal_buffer all[] = {q, out, scratch, a.list};
     for (int i = 0; i < 4; i++) host_release(all[i]);

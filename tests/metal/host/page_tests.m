@@ -59,9 +59,8 @@ static void fill_pools(pools *p)
     CHECK_RESULT(tqkv_encode(&p->keys, p->rows, TOKENS, 0), TQKV_OK);
     CHECK_RESULT(tqkv_encode(&p->values, v, TOKENS, 0), TQKV_OK);
     host_work w = host_begin(false);
-    CHECK_RESULT(
-        tqkv_metal_encode_kv(test_host.metal, w.encoder, &p->gpu_keys, &p->gpu_values, p->k, p->v, TOKENS, 0, none),
-        TQKV_OK);
+    CHECK_RESULT(HOST(test_host.metal, w.encoder, encode, &p->gpu_keys, &p->gpu_values, p->k, p->v, TOKENS, 0, none),
+                 TQKV_OK);
     host_end(&w);
     CHECK(same_pool(&p->gpu_keys, &p->keys) && same_pool(&p->gpu_values, &p->values), "the pools differ");
 }
@@ -73,7 +72,7 @@ static void check_decode(const pools *p)
     tqkv_metal_buffer dst = host_zeros(size);
     CHECK_RESULT(tqkv_decode(&p->values, 50, 90, TQKV_ORIGINAL, expected), TQKV_OK);
     host_work w = host_begin(false);
-    CHECK_RESULT(tqkv_metal_decode(test_host.metal, w.encoder, &p->gpu_values, 50, 90, TQKV_ORIGINAL, dst), TQKV_OK);
+    CHECK_RESULT(HOST(test_host.metal, w.encoder, decode, &p->gpu_values, 50, 90, TQKV_ORIGINAL, dst), TQKV_OK);
     host_end(&w);
     CHECK(!memcmp(expected, host_contents(dst), size), "decoded rows differ");
     host_release(dst);
@@ -109,11 +108,11 @@ static void run_pages(const void *parameters)
                            .end = TOKENS,
                            .tree = tree};
     a.attention = host;
-    CHECK_RESULT(tqkv_metal_attend_scratch(test_host.metal, &a, &bytes), TQKV_OK);
+    CHECK_RESULT(HOST_SCRATCH(&bytes, attend, &a, host_none, host_none, host_none), TQKV_OK);
     tqkv_metal_buffer qb = host_buffer(q, ROWS * DIM * sizeof(float)), scratch = host_zeros(bytes),
                       out = host_zeros(ROWS * DIM * sizeof(float));
     host_work w = host_begin(true);
-    CHECK_RESULT(tqkv_metal_attend(test_host.metal, w.encoder, &a, qb, scratch, out), TQKV_OK);
+    CHECK_RESULT(HOST(test_host.metal, w.encoder, attend, &a, qb, scratch, out), TQKV_OK);
     host_end(&w);
     reference_attend_as(REFERENCE_FLOATS, &host, q, expected);
     check_close(host_contents(out), expected, ROWS);
@@ -126,27 +125,39 @@ static void run_pages(const void *parameters)
     close_pools(&p);
 }
 
+/* The store of a pool with a table of slots: of pages of one position. */
+static tqkv_metal_store by_slots(const tqkv_metal_store *pool, const int32_t *slots, int n)
+{
+    tqkv_metal_store s = *pool;
+    s.shape.pages = slots;
+    s.shape.n_pages = n;
+    s.shape.page_size = 1;
+    s.pages = host_buffer(slots, (size_t)n * sizeof *slots);
+    return s;
+}
+
 static void run_slots(const void *parameters)
 {
     const int32_t slots[] = {5, -1, 0, 319, 77};
-    tqkv_metal_buffer at = host_buffer(slots, sizeof slots);
     pools p;
     (void)parameters;
     open_pools(&p);
     CHECK_RESULT(test_encode_slots(&p.keys, p.rows, 5, slots), TQKV_OK);
     CHECK_RESULT(test_encode_slots(&p.values, p.rows + (size_t)TOKENS * HEADS * DIM, 5, slots), TQKV_OK);
     host_work w = host_begin(false);
-    CHECK_RESULT(tqkv_metal_encode_kv_slots(test_host.metal, w.encoder, &p.gpu_keys, &p.gpu_values, p.k, p.v, 5, at,
-                                            slots, none),
-                 TQKV_OK);
+    const tqkv_metal_store keys = by_slots(&p.gpu_keys, slots, 5);
+    tqkv_metal_store values = by_slots(&p.gpu_values, slots, 5);
+    CHECK_RESULT(HOST(test_host.metal, w.encoder, encode, &keys, &values, p.k, p.v, 5, 0, none), TQKV_OK);
     host_end(&w);
     CHECK(same_pool(&p.gpu_keys, &p.keys) && same_pool(&p.gpu_values, &p.values), "the pools differ");
     CHECK_RESULT(test_encode_slots(&p.values, p.rows, 3, slots), TQKV_OK);
     w = host_begin(false);
-    CHECK_RESULT(tqkv_metal_encode_slots(test_host.metal, w.encoder, &p.gpu_values, p.k, 3, at, NULL, none), TQKV_OK);
+    values.shape.pages = NULL;
+    CHECK_RESULT(HOST(test_host.metal, w.encoder, encode, &values, NULL, p.k, none, 3, 0, none), TQKV_OK);
     host_end(&w);
     CHECK(same_pool(&p.gpu_values, &p.values), "the values' pool differs");
-    host_release(at);
+    host_release(keys.pages);
+    host_release(values.pages);
     close_pools(&p);
 }
 
@@ -156,6 +167,7 @@ enum { ROW = HEADS * GROUP * DIM, ROWS_OF_BATCH = 3 };
 typedef struct batch {
     tqkv_metal_attention items[2];
     tqkv_metal_buffer rows, results, lists, q[2], out[2], arguments, scratch;
+    void *contents;   /* of the arguments */
     double *expected; /* [ROWS_OF_BATCH][ROW] */
 } batch;
 
@@ -166,7 +178,6 @@ static void open_batch(batch *b, const pools *p, bool listed)
     const int lengths[] = {TOKENS, 70}, queries[] = {1, 2}, first[] = {0, 1};
     float *rows = host_floats(23, ROWS_OF_BATCH * ROW);
     const size_t size = ROWS_OF_BATCH * ROW * sizeof(float);
-    size_t sizes[2];
     memset(b, 0, sizeof *b);
     b->expected = test_alloc(ROWS_OF_BATCH * ROW * sizeof *b->expected);
     b->rows = host_buffer(rows, size);
@@ -186,15 +197,17 @@ static void open_batch(batch *b, const pools *p, bool listed)
         b->q[i] = b->rows, b->q[i].offset += (size_t)at * sizeof(float);
         b->out[i] = b->results, b->out[i].offset += (size_t)at * sizeof(float);
     }
-    CHECK_RESULT(tqkv_metal_attend_batch_sizes(test_host.metal, b->items, 2, &sizes[0], &sizes[1]), TQKV_OK);
-    b->arguments = host_zeros(sizes[0]);
-    b->scratch = host_zeros(sizes[1]);
+    CHECK_RESULT(tqkv_metal_plan_attend_batch(b->items, 2, NULL, none, NULL, none, NULL, host_plan()), TQKV_OK);
+    b->arguments = host_zeros(host_plan()->arguments_size);
+    b->contents = host_contents(b->arguments);
+    b->scratch = host_zeros(host_plan()->scratch_size);
     free(rows);
 }
 
 static tqkv_result attend_batch(const batch *b, int n, id<MTLComputeCommandEncoder> encoder)
 {
-    return tqkv_metal_attend_batch(test_host.metal, encoder, b->items, n, b->q, b->arguments, b->scratch, b->out);
+    return HOST(test_host.metal, encoder, attend_batch, b->items, n, b->q, b->arguments, b->contents, b->scratch,
+                b->out);
 }
 
 static void refuse_batches(const batch *whole, id<MTLComputeCommandEncoder> encoder)
@@ -245,34 +258,31 @@ static void run_refusals(const void *parameters)
 {
     const int32_t twice[] = {5, -1, 5};
     tqkv_metal *m = test_host.metal;
-    tqkv_metal_buffer slots = host_buffer(twice, sizeof twice), b;
     pools p;
     (void)parameters;
     open_pools(&p);
-    tqkv_metal_store s = p.gpu_keys;
+    tqkv_metal_store s = p.gpu_keys, slots = by_slots(&s, twice, 3), b;
     host_work w = host_begin(false);
-    CHECK_REFUSED(m, tqkv_metal_encode_slots(m, w.encoder, &s, p.k, 3, slots, twice, none), TQKV_INVALID_ARGUMENT,
-                  "encode_slots");
-    CHECK_REFUSED(m, tqkv_metal_encode_kv_slots(m, w.encoder, &s, &s, p.k, p.v, 3, slots, twice, none),
-                  TQKV_INVALID_ARGUMENT, "encode_kv_slots");
-    CHECK_REFUSED(m, tqkv_metal_encode_slots(m, w.encoder, &s, p.k, 4, slots, NULL, none), TQKV_INVALID_ARGUMENT,
-                  "slots: needs");
-    CHECK_REFUSED(m, tqkv_metal_encode_slots(m, w.encoder, &s, p.k, 3, none, NULL, none), TQKV_INVALID_ARGUMENT,
-                  "slots: no buffer");
-    b = slots, b.offset += 2;
-    CHECK_REFUSED(m, tqkv_metal_encode_slots(m, w.encoder, &s, p.k, 2, b, NULL, none), TQKV_INVALID_ARGUMENT,
-                  "slots: offset");
-    CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &s, p.k, 1, PAGES * PAGE_SLOTS, none), TQKV_OUT_OF_RANGE,
+    CHECK_REFUSED(m, HOST(m, w.encoder, encode, &slots, NULL, p.k, none, 3, 0, none), TQKV_INVALID_ARGUMENT, "encode");
+    b = slots, b.shape.pages = NULL, b.shape.n_pages = 4;
+    CHECK_REFUSED(m, HOST(m, w.encoder, encode, &b, NULL, p.k, none, 4, 0, none), TQKV_INVALID_ARGUMENT,
+                  "pages: needs");
+    b = slots, b.shape.pages = NULL, b.pages.offset += 2;
+    CHECK_REFUSED(m, HOST(m, w.encoder, encode, &b, NULL, p.k, none, 2, 0, none), TQKV_INVALID_ARGUMENT,
+                  "pages: offset");
+    CHECK_REFUSED(m, HOST(m, w.encoder, encode, &s, NULL, p.k, none, 1, PAGES * PAGE_SLOTS, none), TQKV_OUT_OF_RANGE,
                   "encode");
     s.pages.offset += 4;
-    CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &s, p.k, 1, 0, none), TQKV_INVALID_ARGUMENT, "pages: needs");
+    CHECK_REFUSED(m, HOST(m, w.encoder, encode, &s, NULL, p.k, none, 1, 0, none), TQKV_INVALID_ARGUMENT,
+                  "pages: needs");
     s.pages = none;
-    CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &s, p.k, 1, 0, none), TQKV_INVALID_ARGUMENT, "encode");
+    CHECK_REFUSED(m, HOST(m, w.encoder, encode, &s, NULL, p.k, host_none, 1, 0, none), TQKV_INVALID_ARGUMENT, "encode");
     s.pages = s.codes;
-    CHECK_REFUSED(m, tqkv_metal_encode(m, w.encoder, &s, p.k, 1, 0, none), TQKV_INVALID_ARGUMENT, "overlap");
+    CHECK_REFUSED(m, HOST(m, w.encoder, encode, &s, NULL, p.k, host_none, 1, 0, none), TQKV_INVALID_ARGUMENT,
+                  "overlap");
     host_end(&w);
     CHECK(same_pool(&p.gpu_keys, &p.keys), "a refused call has written");
-    host_release(slots);
+    host_release(slots.pages);
     close_pools(&p);
 }
 

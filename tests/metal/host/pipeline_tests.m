@@ -18,14 +18,14 @@ static void run_half_recorded(const void *parameters)
     tqkv_metal_store gpu = host_store(&s);
     const tqkv_metal_attention a = {
         .keys = &gpu, .values = &gpu, .attention = {.n_heads = 1, .n_queries = 1, .end = 1}};
-    CHECK_RESULT(tqkv_metal_attend_scratch(m, &a, &size), TQKV_OK);
+    CHECK_RESULT(HOST_SCRATCH(&size, attend, &a, host_none, host_none, host_none), TQKV_OK);
     const tqkv_metal_buffer qb = host_buffer(q, sizeof q), out = host_zeros(sizeof q), scratch = host_zeros(size);
     host_work work = host_begin(false);
     const int failing[] = {6, 3, 2,
                            1}; /* each takes memory, a function, a pipeline; the first is built and kept at once */
     for (int i = 0; i < 4; i++) {
         standin_fail_at(failing[i]);
-        const tqkv_result r = tqkv_metal_attend(m, work.encoder, &a, qb, scratch, out);
+        const tqkv_result r = HOST(m, work.encoder, attend, &a, qb, scratch, out);
         CHECK(r == TQKV_METAL_ERROR || r == TQKV_OUT_OF_MEMORY, "call %d failed: %s", failing[i],
               tqkv_result_string(r));
         standin_fail_at(0);
@@ -33,7 +33,7 @@ static void run_half_recorded(const void *parameters)
     host_end(&work);
     for (size_t i = 0; i < size; i++) CHECK(!((char *)host_contents(scratch))[i], "byte %zu of scratch is written", i);
     work = host_begin(false);
-    CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, qb, scratch, out), TQKV_OK);
+    CHECK_RESULT(HOST(m, work.encoder, attend, &a, qb, scratch, out), TQKV_OK);
     host_end(&work);
     CHECK(*(float *)host_contents(out) > 0.5f, "attended to the one position: %g",
           (double)*(float *)host_contents(out));
@@ -67,7 +67,24 @@ static void run_threads_of_pipelines(const void *parameters)
     tqkv_metal_destroy(m);
 }
 
-/* After prepare no call of its kind builds a pipeline, however the cache has grown. */
+/* Plans what a cache of such a desc will append, up to `end` tokens, and attend to. */
+static void prepare_cache(tqkv_metal *m, const tqkv_cache_desc *desc, int end)
+{
+    const tqkv_metal_buffer none = host_none;
+    tqkv_metal_buffer memory;
+    tqkv_cache *trial = NULL;
+    REQUIRE(tqkv_cache_create(desc, &trial) == TQKV_OK, "no cache");
+    CHECK_RESULT(tqkv_metal_find(m, trial, &memory), TQKV_OK);
+    for (int i = 0; i < end; i++) {
+        CHECK_RESULT(HOST_PREPARE(m, cache_append, trial, memory, NULL, none, none, 1, none), TQKV_OK);
+        tqkv_metal_cache_appended(trial, 1);
+        for (int n = 1; n <= 16; n *= 2)
+            CHECK_RESULT(HOST_PREPARE(m, cache_attend, trial, memory, NULL, NULL, none, n, none, none), TQKV_OK);
+    }
+    tqkv_cache_destroy(trial);
+}
+
+/* After prepare no call of a planned kind builds a pipeline. */
 static void run_prepared(const void *parameters)
 {
     tqkv_metal *m = host_context();
@@ -75,21 +92,21 @@ static void run_prepared(const void *parameters)
     tqkv_cache_desc desc = *(const tqkv_cache_desc *)parameters;
     tqkv_cache *cache = NULL;
     const size_t row = (size_t)desc.head_dim + (size_t)desc.tail_dim;
+    const int most = desc.calibrate ? 24 : 12;
     float *x = host_floats(4, 9 * 3 * row), *out = test_alloc(9 * 3 * row * sizeof *out);
     desc.metal = m;
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_cache_prepare(m, cache, 9), TQKV_OK);
+    prepare_cache(m, &desc, most);
     standin_fail_at(0);
     int calls = 0;
-    for (int end = 1; end <= (desc.calibrate ? 24 : 12); end++, calls++) {
+    for (int end = 1; end <= most; end++, calls++) {
         CHECK_RESULT(tqkv_cache_append(cache, x, desc.shared ? NULL : x, 1), TQKV_OK);
         for (int n = 9; n > 0; n -= 4, calls++) CHECK_RESULT(tqkv_cache_attend(cache, x, n, out), TQKV_OK);
     }
     /* a command buffer, an encoder and a completion each; one or two staging blocks */
     CHECK(standin_calls() <= calls * 3 + 2 * 2, "%d calls that can fail, of %d", standin_calls(), calls);
-    CHECK_RESULT(tqkv_metal_cache_prepare(m, cache, 1), TQKV_OK);
-    CHECK_REFUSED(m, tqkv_metal_cache_prepare(m, (tqkv_cache *)(void *)x, 1), TQKV_INVALID_ARGUMENT, "outside");
-    CHECK_REFUSED(m, tqkv_metal_cache_prepare(m, cache, -1), TQKV_INVALID_ARGUMENT, "prepare");
+    CHECK_REFUSED(m, tqkv_metal_prepare(m, NULL), TQKV_INVALID_ARGUMENT, "plan");
+    CHECK_REFUSED(m, HOST_PREPARE(m, rotate, host_none, -1, 64, TQKV_ROTATED), TQKV_INVALID_ARGUMENT, "rotate");
     tqkv_cache_destroy(cache);
     free(x);
     free(out);
@@ -106,30 +123,31 @@ static void run_prepared_stores(const void *parameters)
     tqkv_metal_store s[2] = {host_store(&stores[0]), host_store(&stores[1])};
     const tqkv_metal_buffer table = host_buffer(pages, sizeof pages), none = {nil, 0};
     for (int i = 0; paged && i < 2; i++) s[i].pages = table, s[i].shape.n_pages = 2, s[i].shape.page_size = 64;
-    tqkv_metal_attention a = {.keys = &s[0], .values = &s[1], .attention.n_heads = 2};
+    tqkv_metal_attention a = {.keys = &s[0], .values = &s[1]};
+    a.attention.n_heads = 2;
+    a.attention.end = a.attention.n_queries = 3;
     REQUIRE(m, "no context");
-    CHECK_RESULT(tqkv_metal_prepare(m, &a, 4, TQKV_METAL_BATCHES | TQKV_METAL_SLICES), TQKV_OK);
-    standin_fail_at(0);
+    CHECK_RESULT(HOST_PREPARE(m, encode, &s[0], &s[1], none, none, 4, 0, none), TQKV_OK);
+    CHECK_RESULT(HOST_PREPARE(m, attend, &a, none, none, none), TQKV_OK);
+    CHECK_RESULT(HOST_PREPARE(m, attend_partial, &a, none, 0, 2, none, none, none, none), TQKV_OK);
+    CHECK_RESULT(HOST_PREPARE(m, attend_merge, &a, none, none, none, &a, none, none, none), TQKV_OK);
+    CHECK_RESULT(HOST_PREPARE(m, attend_finish, &a, none, none, none, none), TQKV_OK);
+    CHECK_RESULT(HOST_PREPARE(m, attend_batch, &a, 1, NULL, none, NULL, none, NULL), TQKV_OK);
     const tqkv_metal_buffer q = host_zeros(4 * 2 * 256), out = host_zeros(4 * 2 * 256), max = host_zeros(32),
                             sum = host_zeros(32), more = host_zeros(32), most = host_zeros(32),
                             slice = host_zeros(4 * 2 * 256);
-    size_t arguments, scratch;
-    a.attention.end = 3;
-    a.attention.n_queries = 3;
-    CHECK_RESULT(tqkv_metal_attend_batch_sizes(m, &a, 1, &arguments, &scratch), TQKV_OK);
-    const tqkv_metal_buffer ab = host_zeros(arguments), sb = host_zeros(scratch);
+    const tqkv_metal_buffer ab = host_zeros(host_plan()->arguments_size), sb = host_zeros(host_plan()->scratch_size);
     host_work work = host_begin(false);
     standin_fail_at(0);
-    CHECK_RESULT(tqkv_metal_encode_kv(m, work.encoder, &s[0], &s[1], q, q, 4, 0, none), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, q, sb, out), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_attend_batch(m, work.encoder, &a, 1, &q, ab, sb, &out), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_attend_partial(m, work.encoder, &a, q, 0, 2, sb, out, max, sum), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_attend_partial(m, work.encoder, &a, q, 2, 1, sb, slice, more, most), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_attend_merge(m, work.encoder, &a, out, max, sum, &a, slice, more, most), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_attend_finish(m, work.encoder, &a, out, max, sum, slice), TQKV_OK);
+    CHECK_RESULT(HOST(m, work.encoder, encode, &s[0], &s[1], q, q, 4, 0, none), TQKV_OK);
+    CHECK_RESULT(HOST(m, work.encoder, attend, &a, q, sb, out), TQKV_OK);
+    CHECK_RESULT(HOST(m, work.encoder, attend_batch, &a, 1, &q, ab, host_contents(ab), sb, &out), TQKV_OK);
+    CHECK_RESULT(HOST(m, work.encoder, attend_partial, &a, q, 0, 2, sb, out, max, sum), TQKV_OK);
+    CHECK_RESULT(HOST(m, work.encoder, attend_partial, &a, q, 2, 1, sb, slice, more, most), TQKV_OK);
+    CHECK_RESULT(HOST(m, work.encoder, attend_merge, &a, out, max, sum, &a, slice, more, most), TQKV_OK);
+    CHECK_RESULT(HOST(m, work.encoder, attend_finish, &a, out, max, sum, slice), TQKV_OK);
     CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls());
     host_end(&work);
-    CHECK_REFUSED(m, tqkv_metal_prepare(m, NULL, 1, 0), TQKV_INVALID_ARGUMENT, "prepare");
     const tqkv_metal_buffer all[] = {q, out, ab, sb, table, max, sum, more, most, slice};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) host_release(all[i]);
     for (int i = 0; i < 2; i++) {
@@ -140,32 +158,28 @@ static void run_prepared_stores(const void *parameters)
     tqkv_metal_destroy(m);
 }
 
-/* Pages of half a tile: a table of one page is shorter than a tile, and others are not. The list that the processor
-   knows is that of one query. */
+/* Pages of half a tile: a table of one page is shorter than a tile, and others are not. */
 static void run_prepared_tables(const void *parameters)
 {
     enum { ENTRIES = 4, PAGE = 16 };
-    const int longest = *(const int *)parameters;
-    const int32_t pages[ENTRIES] = {1, 0, 3, 2}, list[] = {0, -1};
+    const int32_t pages[ENTRIES] = {1, 0, 3, 2};
+    const tqkv_metal_buffer none = host_none;
     tqkv_metal *m = host_context();
     tqkv_store store = test_store(TQKV_TQ4, 64, 1, ENTRIES * PAGE, false);
     tqkv_metal_store s = host_store(&store);
+    (void)parameters;
     s.pages = host_buffer(pages, sizeof pages);
-    s.shape.n_pages = longest;
     s.shape.page_size = PAGE;
-    int32_t *known = test_alloc(sizeof list);
-    memcpy(known, list, sizeof list);
-    tqkv_metal_attention a = {.keys = &s, .values = &s, .list = host_buffer(list, sizeof list)};
+    tqkv_metal_attention a = {.keys = &s, .values = &s};
     a.attention.n_heads = a.attention.n_queries = 1;
-    a.attention.list.rows = known;
-    a.attention.list.length = 2;
-    a.attention.list.block = 16;
     REQUIRE(m, "no context");
-    CHECK_RESULT(tqkv_metal_prepare(m, &a, 5, 0), TQKV_OK);
-    const tqkv_metal_buffer unused = a.list;
-    a.list.buffer = nil;
-    a.attention.list.rows = NULL;
-    CHECK_RESULT(tqkv_metal_prepare(m, &a, 1, TQKV_METAL_BATCHES | TQKV_METAL_SLICES), TQKV_OK);
+    for (int n = 1; n <= ENTRIES; n += ENTRIES - 1) {
+        s.shape.n_pages = n;
+        a.attention.end = n * PAGE;
+        CHECK_RESULT(HOST_PREPARE(m, attend, &a, none, none, none), TQKV_OK);
+        CHECK_RESULT(HOST_PREPARE(m, attend_partial, &a, none, 0, 1, none, none, none, none), TQKV_OK);
+        CHECK_RESULT(HOST_PREPARE(m, attend_batch, &a, 1, NULL, none, NULL, none, NULL), TQKV_OK);
+    }
     const tqkv_metal_buffer q = host_zeros(256), out = host_zeros(256), max = host_zeros(4), sum = host_zeros(4),
                             arguments = host_zeros(4096), scratch = host_zeros(65536);
     host_work work = host_begin(false);
@@ -173,15 +187,15 @@ static void run_prepared_tables(const void *parameters)
         s.shape.n_pages = n;
         a.attention.end = n * PAGE - 3;
         standin_fail_at(0);
-        CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, q, scratch, out), TQKV_OK);
-        CHECK_RESULT(tqkv_metal_attend_batch(m, work.encoder, &a, 1, &q, arguments, scratch, &out), TQKV_OK);
-        CHECK_RESULT(tqkv_metal_attend_partial(m, work.encoder, &a, q, 2, 9, scratch, out, max, sum), TQKV_OK);
+        CHECK_RESULT(HOST(m, work.encoder, attend, &a, q, scratch, out), TQKV_OK);
+        CHECK_RESULT(HOST(m, work.encoder, attend_batch, &a, 1, &q, arguments, host_contents(arguments), scratch, &out),
+                     TQKV_OK);
+        CHECK_RESULT(HOST(m, work.encoder, attend_partial, &a, q, 2, 9, scratch, out, max, sum), TQKV_OK);
         CHECK(standin_calls() == 0, "%d pages: %d calls that can fail", n, standin_calls());
     }
     [work.encoder endEncoding]; /* nothing has to run */
-    const tqkv_metal_buffer all[] = {q, out, max, sum, arguments, scratch, unused};
+    const tqkv_metal_buffer all[] = {q, out, max, sum, arguments, scratch};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) host_release(all[i]);
-    free(known);
     host_store_release(&s);
     test_store_free(&store);
     tqkv_metal_destroy(m);
@@ -203,18 +217,21 @@ static void run_prepared_ends(const void *parameters)
     a.attention.n_heads = a.attention.n_queries = 1;
     a.attention.first.n = 4;
     a.attention.last.n = 6;
+    a.attention.end = 20;
     REQUIRE(m, "no context");
-    CHECK_RESULT(tqkv_metal_prepare(m, &a, 1, 0), TQKV_OK);
-    size_t scratch;
-    CHECK_RESULT(tqkv_metal_attend_scratch(m, &a, &scratch), TQKV_OK);
-    const tqkv_metal_buffer q = host_zeros(20 * 256), out = host_zeros(256), sb = host_zeros(scratch), none = {nil, 0};
+    const tqkv_metal_buffer none = {nil, 0};
+    CHECK_RESULT(HOST_PREPARE(m, encode, &s[0], &s[1], none, none, 1, 0, none), TQKV_OK);
+    CHECK_RESULT(HOST_PREPARE(m, encode, &s[2], NULL, none, none, 1, 0, none), TQKV_OK);
+    CHECK_RESULT(HOST_PREPARE(m, encode, &s[3], &s[4], none, none, 1, 0, none), TQKV_OK);
+    CHECK_RESULT(HOST_PREPARE(m, attend, &a, none, none, none), TQKV_OK);
+    const tqkv_metal_buffer q = host_zeros(20 * 256), out = host_zeros(256), sb = host_zeros(host_plan()->scratch_size);
     host_work work = host_begin(false);
     standin_fail_at(0);
-    CHECK_RESULT(tqkv_metal_encode_kv(m, work.encoder, &s[0], &s[1], q, q, 20, 0, none), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_encode(m, work.encoder, &s[2], q, 4, 0, none), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_encode_kv(m, work.encoder, &s[3], &s[4], q, q, 20, 0, none), TQKV_OK);
+    CHECK_RESULT(HOST(m, work.encoder, encode, &s[0], &s[1], q, q, 20, 0, none), TQKV_OK);
+    CHECK_RESULT(HOST(m, work.encoder, encode, &s[2], NULL, q, host_none, 4, 0, none), TQKV_OK);
+    CHECK_RESULT(HOST(m, work.encoder, encode, &s[3], &s[4], q, q, 20, 0, none), TQKV_OK);
     for (a.attention.end = 10; a.attention.end <= 20; a.attention.end += 5)
-        CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, q, sb, out), TQKV_OK);
+        CHECK_RESULT(HOST(m, work.encoder, attend, &a, q, sb, out), TQKV_OK);
     CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls());
     host_end(&work);
     host_release(q);
@@ -240,30 +257,35 @@ static void run_prepared_index(const void *parameters)
     a.attention.list.length = 2;
     a.attention.list.block = 1;
     REQUIRE(m, "no context");
-    CHECK_RESULT(tqkv_metal_index_prepare(m, &x, 3), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_prepare(m, &a, 3, 0), TQKV_OK);
+    const tqkv_metal_buffer none = {nil, 0};
+    CHECK_RESULT(HOST_PREPARE(m, encode, &s, NULL, none, none, 3, 0, none), TQKV_OK);
+    for (int n = 1; n <= 3; n += 2) {
+        x.index.n_queries = a.attention.n_queries = n;
+        x.index.end = a.attention.end = n == 1 ? 40000 : 3;
+        CHECK_RESULT(HOST_PREPARE(m, index_scores, &x, none, none), TQKV_OK);
+        CHECK_RESULT(HOST_PREPARE(m, index_choose, &x, none, 2, none, none), TQKV_OK);
+        CHECK_RESULT(HOST_PREPARE(m, attend, &a, none, none, none), TQKV_OK);
+    }
     size_t sizes[2];
     x.index.n_queries = 1; /* which has more dispatches than 3 */
     a.attention.n_queries = 3;
-    CHECK_RESULT(tqkv_metal_attend_scratch(m, &a, &sizes[0]), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_index_choose_scratch(m, &x, &sizes[1]), TQKV_OK);
-    const tqkv_metal_buffer q = host_zeros(3 * 2 * 256), out = host_zeros(3 * 256), none = {nil, 0},
+    CHECK_RESULT(HOST_SCRATCH(&sizes[0], attend, &a, host_none, host_none, host_none), TQKV_OK);
+    CHECK_RESULT(HOST_SCRATCH(&sizes[1], index_choose, &x, host_none, 1, host_none, host_none), TQKV_OK);
+    const tqkv_metal_buffer q = host_zeros(3 * 2 * 256), out = host_zeros(3 * 256),
                             scores = host_zeros(3 * 40000 * sizeof(float)), first = host_zeros(sizes[0]),
                             second = host_zeros(sizes[1]);
     host_work work = host_begin(false);
     standin_fail_at(0);
-    CHECK_RESULT(tqkv_metal_encode(m, work.encoder, &s, q, 3, 0, none), TQKV_OK);
+    CHECK_RESULT(HOST(m, work.encoder, encode, &s, NULL, q, host_none, 3, 0, none), TQKV_OK);
     for (int n = 1; n <= 3; n += 2) {
         x.index.n_queries = a.attention.n_queries = n;
         x.index.end = a.attention.end = n == 1 ? 40000 : 3; /* a choice in several dispatches, and in one */
-        CHECK_RESULT(tqkv_metal_index_scores(m, work.encoder, &x, q, scores), TQKV_OK);
-        CHECK_RESULT(tqkv_metal_index_choose(m, work.encoder, &x, scores, 2, second, a.list), TQKV_OK);
-        CHECK_RESULT(tqkv_metal_attend(m, work.encoder, &a, q, first, out), TQKV_OK);
+        CHECK_RESULT(HOST(m, work.encoder, index_scores, &x, q, scores), TQKV_OK);
+        CHECK_RESULT(HOST(m, work.encoder, index_choose, &x, scores, 2, second, a.list), TQKV_OK);
+        CHECK_RESULT(HOST(m, work.encoder, attend, &a, q, first, out), TQKV_OK);
     }
     CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls());
     [work.encoder endEncoding]; /* nothing has to run */
-    CHECK_REFUSED(m, tqkv_metal_index_prepare(m, NULL, 1), TQKV_INVALID_ARGUMENT, "prepare");
-    CHECK_REFUSED(m, tqkv_metal_index_prepare(m, &x, -1), TQKV_INVALID_ARGUMENT, "prepare");
     const tqkv_metal_buffer all[] = {q, out, scores, first, second, a.list};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) host_release(all[i]);
     host_store_release(&s);
@@ -302,16 +324,17 @@ static void record_all(id<MTLComputeCommandEncoder> e, const tqkv_metal_store s[
     const tqkv_metal_attention a = {
         .keys = &s[0], .values = &s[1], .attention = {.n_heads = 1, .n_queries = 1, .end = 2}};
     size_t bytes;
-    CHECK_RESULT(tqkv_metal_encode(m, e, s, b[0], 1, 0, none), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_encode_kv(m, e, &s[0], &s[1], b[0], b[0], 1, 1, none), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_probe(m, e, s, b[0], 1, b[1], none), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_decode(m, e, s, 0, 1, TQKV_ORIGINAL, b[1]), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_rotate(m, e, b[1], 1, 64), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_unrotate(m, e, b[1], 1, 64), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_attend_scratch(m, &a, &bytes), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_attend(m, e, &a, b[0], b[2], b[1]), TQKV_OK);
+    CHECK_RESULT(HOST(m, e, encode, s, NULL, b[0], host_none, 1, 0, none), TQKV_OK);
+    CHECK_RESULT(HOST(m, e, encode, &s[0], &s[1], b[0], b[0], 1, 1, none), TQKV_OK);
+    CHECK_RESULT(HOST(m, e, probe, s, b[0], 1, b[1], none), TQKV_OK);
+    CHECK_RESULT(HOST(m, e, decode, s, 0, 1, TQKV_ORIGINAL, b[1]), TQKV_OK);
+    CHECK_RESULT(HOST(m, e, rotate, b[1], 1, 64, TQKV_ROTATED), TQKV_OK);
+    CHECK_RESULT(HOST(m, e, rotate, b[1], 1, 64, TQKV_ORIGINAL), TQKV_OK);
+    CHECK_RESULT(HOST_SCRATCH(&bytes, attend, &a, host_none, host_none, host_none), TQKV_OK);
+    CHECK_RESULT(HOST(m, e, attend, &a, b[0], b[2], b[1]), TQKV_OK);
     CHECK_RESULT(tqkv_metal_cache_append(m, e, cache, b[0], b[0], 1, none), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_cache_scratch(m, cache, 1, &bytes), TQKV_OK);
+    CHECK_RESULT(HOST_SCRATCH(&bytes, cache_attend, cache, host_none, NULL, NULL, host_none, 1, host_none, host_none),
+                 TQKV_OK);
     CHECK_RESULT(tqkv_metal_cache_attend(m, e, cache, b[0], 1, b[2], b[1]), TQKV_OK);
 }
 
@@ -449,7 +472,7 @@ void pipeline_host_cases(void)
         test_add(run_prepared, &prepared[i], sizeof prepared[i], "context/prepared/%s", prepared_names[i]);
     for (int i = 0; i < 2; i++)
         test_add(run_prepared_stores, &(bool){i == 1}, sizeof(bool), "context/prepared/%s", i ? "pages" : "stores");
-    for (int i = 1; i <= 4; i += 3) test_add(run_prepared_tables, &i, sizeof i, "context/prepared/tables%d", i);
+    test_add(run_prepared_tables, NULL, 0, "context/prepared/tables");
     test_add(run_prepared_ends, NULL, 0, "context/prepared/ends");
     test_add(run_prepared_index, NULL, 0, "context/prepared/index");
     test_add(run_recorded_again, NULL, 0, "context/recorded_again");

@@ -134,10 +134,10 @@ static void run_missing_barrier(const void *parameters)
     float *x = host_floats(2, 64);
     const tqkv_metal_buffer none = {nil, 0}, src = host_buffer(x, 256), dst = host_zeros(256);
     host_work w = host_begin(true);
-    CHECK_RESULT(tqkv_metal_encode(test_host.metal, w.encoder, &gpu, src, 1, 0, none), TQKV_OK);
+    CHECK_RESULT(HOST(test_host.metal, w.encoder, encode, &gpu, NULL, src, host_none, 1, 0, none), TQKV_OK);
     const id<MTLResource> codes[] = {gpu.codes.buffer};
     if (barrier) [w.encoder memoryBarrierWithResources:codes count:1];
-    CHECK_RESULT(tqkv_metal_decode(test_host.metal, w.encoder, &gpu, 0, 1, TQKV_ORIGINAL, dst), TQKV_OK);
+    CHECK_RESULT(HOST(test_host.metal, w.encoder, decode, &gpu, 0, 1, TQKV_ORIGINAL, dst), TQKV_OK);
     host_end(&w);
     const float *y = host_contents(dst);
     double wrong = 0, all = 0;

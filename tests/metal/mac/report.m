@@ -137,13 +137,17 @@ static tqkv_result record_stream(void *user, tqkv_metal_object encoder)
     const stream *s = (const stream *)user;
     const tqkv_metal_buffer none = {nil, 0};
     const int head_dim = s->store.shape.head_dim, n = TOKENS * KV_HEADS;
-    tqkv_metal_buffer to = s->out;
-    tqkv_result r = tqkv_metal_encode(s->m, encoder, &s->store, s->rows, TOKENS, 0, none);
-    if (r == TQKV_OK) r = tqkv_metal_decode(s->m, encoder, &s->store, 0, TOKENS, TQKV_ORIGINAL, to);
-    to.offset += (size_t)(n * head_dim) * sizeof(float);
-    if (r == TQKV_OK) r = tqkv_metal_probe(s->m, encoder, &s->store, s->rows, TOKENS, to, none);
-    if (r == TQKV_OK) r = tqkv_metal_rotate(s->m, encoder, s->rows, n, head_dim);
-    return r == TQKV_OK ? tqkv_metal_unrotate(s->m, encoder, s->rows, n, head_dim) : r;
+    static tqkv_metal_plan plans[5];
+    tqkv_metal_buffer probed = s->out;
+    probed.offset += (size_t)(n * head_dim) * sizeof(float);
+    tqkv_metal_plan_encode(&s->store, NULL, s->rows, none, TOKENS, 0, none, &plans[0]);
+    tqkv_metal_plan_decode(&s->store, 0, TOKENS, TQKV_ORIGINAL, s->out, &plans[1]);
+    tqkv_metal_plan_probe(&s->store, s->rows, TOKENS, probed, none, &plans[2]);
+    tqkv_metal_plan_rotate(s->rows, n, head_dim, TQKV_ROTATED, &plans[3]);
+    tqkv_metal_plan_rotate(s->rows, n, head_dim, TQKV_ORIGINAL, &plans[4]);
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; i < 5 && r == TQKV_OK; i++) r = tqkv_metal_record(s->m, encoder, &plans[i]);
+    return r;
 }
 
 /* block: [6][rows]: source, decoded, probed, codes (two), norms */

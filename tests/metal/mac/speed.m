@@ -222,10 +222,14 @@ static bool open_rows(work *w, const shape *s)
     size_t scratch = 0;
     const size_t kv = sizeof(float) * CHUNK * (size_t)(s->n_kv_heads * s->head_dim),
                  q = sizeof(float) * (size_t)(prompt * s->n_heads * s->head_dim);
-    if (!succeeded(w->m, "scratch", tqkv_metal_cache_scratch(w->m, w->cache, prompt, &scratch))) return false;
-    size_t one = 0;
-    tqkv_metal_cache_scratch(w->m, w->cache, 1, &one);
-    if (one > scratch) scratch = one;
+    for (int n = 1; n <= prompt; n += prompt > 1 ? prompt - 1 : 1) {
+        tqkv_metal_plan plan;
+        const tqkv_metal_buffer none = {nil, 0};
+        if (!succeeded(w->m, "scratch",
+                       tqkv_metal_plan_cache_attend(w->cache, none, NULL, NULL, none, n, none, none, &plan)))
+            return false;
+        if (plan.scratch_size > scratch) scratch = plan.scratch_size;
+    }
     char *block = (char *)memory.alloc(memory.user, 2 * kv + 2 * q + scratch);
     if (!block) return false;
     report_fill((float *)(void *)block, (2 * kv + q) / sizeof(float), 7);
