@@ -96,14 +96,16 @@ def summary(runs):
 
 def all_caches(runs):
     """Every cache on both models: losses on both texts, the rest on prose."""
-    digits = lambda x: "-" if x != x else number(x)  # runs of old had no 99.9th percentile
-    cells = lambda s, code: (number(s.kl), number(code.kl), number(s.median), number(s.p99), digits(s.p999), f"{100 * s.flips:.1f}%")
+    old = any(s.p999 != s.p999 for model in MODELS for s in runs[model, "prose"].scores.values())  # runs without a 99.9th percentile
+    tail = lambda s: () if old else (number(s.p999),)
+    cells = lambda s, code: (number(s.kl), number(code.kl), number(s.median), number(s.p99), *tail(s), f"{100 * s.flips:.1f}%")
     rows = [[name, *(cell for m in MODELS for cell in cells(*(runs[m, text].scores[cache] for text in TEXTS)))] for cache, name in ROWS.items()]
-    intro = "; ".join(f"{MODELS[m]}: {r.layers} layers, {r.heads} query heads, {r.kv_heads} KV heads of {r.dim}, perplexity with floats {r.ppl:.2f}, on "
-                      f"code {runs[m, 'code'].ppl:.2f}, commits {r.commit} and, code, {runs[m, 'code'].commit}"
-                      for m in MODELS for r in [runs[m, "prose"]])
-    head = ["cache", *(f"{what}, {short}" for short in ("S", "G") for what in ("KL", "code", "median", "99th", "99.9th", "other token"))]
-    return "\n## All caches\n\n" + wrapped(f"S is {intro.replace('; ', '; G is ')}.") + "\n\n" + table(head, rows)
+    models = "; ".join(f"{short} is {MODELS[m]}: {r.layers} layers, {r.heads} query heads, {r.kv_heads} KV heads of {r.dim}, perplexity with floats "
+                       f"{r.ppl:.2f}, on code {runs[m, 'code'].ppl:.2f}, commits {r.commit} and, code, {runs[m, 'code'].commit}"
+                       for short, m in zip("SG", MODELS) for r in [runs[m, "prose"]])
+    columns = ("KL", "code", "median", "99th", *(() if old else ("99.9th",)), "other token")
+    head = ["cache", *(f"{what}, {short}" for short in "SG" for what in columns)]
+    return "\n## All caches\n\n" + wrapped(models + ".") + "\n\n" + table(head, rows)
 
 
 # ---- What the tables say ----
