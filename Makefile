@@ -47,7 +47,7 @@ REFERENCE_BUILD := $(if $(filter Darwin,$(SYSTEM)),default,gcc)
 TEST_TQKV := $(patsubst %,$(TEST_BUILD)/$(REFERENCE_BUILD)/%.o,test_tables runner)
 
 # Without lint_bugs.metal: lint.py expects findings on its lines as they are.
-SOURCES_FORMATTED := $(filter-out tests/metal/lint_bugs.metal,$(sort $(shell find src *.m shaders metallib/air tests examples bench engines -type f \
+SOURCES_FORMATTED := $(filter-out tests/metal/lint_bugs.metal,$(sort $(shell find src shaders metallib/air tests examples bench engines -type f \
 	\( -name '*.[chm]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.metal' -o -name metal_stdlib \))))
 # Other versions of clang-format lay some lines out differently.
 CLANG_FORMAT ?= clang-format
@@ -106,19 +106,26 @@ deps-more: ## install what the tests skip where it is missing: further compilers
 # By name only: a test that builds from it must not mend what check-header is about to compare.
 ifneq ($(filter tqkv.h,$(MAKECMDGOALS)),)
 .PHONY: tqkv.h
-tqkv.h: ## join src/ into tqkv.h
-	awk -f src/amalgamate.awk src/tqkv.h >$@.new && mv $@.new $@
+tqkv.h: ## join src/ into tqkv.h; tqkv_metal.m likewise
+	awk -f src/amalgamate.awk src/$@ >$@.new && mv $@.new $@
+endif
+ifneq ($(filter tqkv_metal.m,$(MAKECMDGOALS)),)
+.PHONY: tqkv_metal.m
+tqkv_metal.m:
+	awk -f src/amalgamate.awk src/$@ >$@.new && mv $@.new $@
 endif
 
 .PHONY: check-header
-check-header: ## fail where tqkv.h is not what src/ gives
-	@echo "== tqkv.h"
-	@if awk -f src/amalgamate.awk src/tqkv.h | cmp - tqkv.h; then echo "1 passed, 0 failed"; \
-	else echo "tqkv.h is joined from src/: edit src/, then make tqkv.h"; echo "0 passed, 1 failed"; exit 1; fi
+check-header: ## fail where tqkv.h or tqkv_metal.m is not what src/ gives
+	@echo "== tqkv.h, tqkv_metal.m"
+	@for joined in tqkv.h tqkv_metal.m; do \
+		awk -f src/amalgamate.awk src/$$joined | cmp - $$joined || { \
+			echo "$$joined is joined from src/: edit src/, then make $$joined"; echo "0 passed, 1 failed"; exit 1; }; \
+	done; echo "2 passed, 0 failed"
 
 # What everything here is built from: src, or . for the joined file.
 TQKV ?= src
-TQKV_FILES := $(if $(filter .,$(TQKV)),tqkv.h,$(wildcard src/*.h src/*/*.h src/*/*/*.h))
+TQKV_FILES := $(if $(filter .,$(TQKV)),tqkv.h tqkv_metal.m,$(wildcard src/*.[hm] src/*/*.[hm] src/*/*/*.h))
 INCLUDE = -I$(TQKV) -I.
 
 # ---- Examples ----

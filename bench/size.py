@@ -43,6 +43,7 @@ def measured(folder, compiled):
     rooms = sorted({path.parent for path in folder.rglob("*.h")})
     sizes = {f"src/{room.relative_to(folder)}" if room != folder else "src/.": lines(room.glob("*.h")) for room in rooms}
     sizes["src_lines"] = sum(sizes.values())
+    sizes["metal_lines"] = lines((folder / "metal").glob("*.m"))  # in Objective-C
     sizes["kernel_lines"] = lines((folder / "vectors").rglob("*.h"))
     sizes["shader_lines"] = lines(sources(ROOT / "shaders"))
     sizes["test_lines"] = lines(sources(ROOT / "tests"))

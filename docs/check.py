@@ -6,7 +6,7 @@ usage: check.py
 
 In architecture.md, and in the cells of the notes that say what was kept or dropped, a word in backticks that looks like a tag, a name
 of C or a path must be one: `>>tag` a section of tqkv.h, `tqkv__name` or `some_name` a word of the sources, `folder/file` a file.
-Words with NAME, `*` or `...` are patterns. The two lists of contents in tqkv.h name its tags, each once, in their order.
+Words with NAME, `*` or `...` are patterns. The lists of contents in tqkv.h and tqkv_metal.m name their tags, each once, in their order.
 """
 import pathlib
 import re
@@ -87,9 +87,9 @@ def unknown_names(text):
             yield f"`{quoted}`: nothing has this name"
 
 
-def contents():
-    """What is wrong with the contents of tqkv.h."""
-    text = (ROOT / "tqkv.h").read_text(encoding="utf-8")
+def contents(name):
+    """What is wrong with the contents of a joined file."""
+    text = (ROOT / name).read_text(encoding="utf-8")
     tags = re.findall(r"^/\* (>>[\w-]+)", text, re.M)
     listed = [tag for line in re.findall(r"^     ((?:>>[\w-]+(?:, )?)+)", text, re.M) for tag in re.findall(r">>[\w-]+", line)]
     for tag, other in zip(tags + [""], listed + [""]):
@@ -109,7 +109,7 @@ def main():
     found += [(p, text) for p in [ROOT / "docs/architecture.md"] for text in unknown_names(p.read_text(encoding="utf-8"))]
     found += [(p, text) for p in sorted((ROOT / "docs/notes").glob("[a-z]*.md"))
               for text in unknown_names(kept_cells(p.read_text(encoding="utf-8")))]
-    found += [(ROOT / "tqkv.h", text) for text in contents()]
+    found += [(ROOT / name, text) for name in ("tqkv.h", "tqkv_metal.m") for text in contents(name)]
     for path, text in found:
         print(f"{path.relative_to(ROOT)}: {text}")
     bad = len({p for p, _ in found})

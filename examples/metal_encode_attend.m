@@ -1,6 +1,5 @@
 /* A step of decoding on an Apple GPU, in the caller's own command buffer. It encodes the key and value of the new token
    into a cache in shared memory, then attends with its query. Run with the path of default.metallib. */
-#define TQKV_IMPLEMENTATION
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
 #include "tqkv.h"

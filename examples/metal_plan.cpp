@@ -2,9 +2,7 @@
 // call and fills its own list of commands: a step of decoding, with the table check that tqkv_metal_create would do.
 // There is no Metal here: the machine of the tests, which runs the shaders on a processor, takes the place of the GPU.
 // `make demo-plan` runs it anywhere.
-#define TQKV_METAL
-#define TQKV_IMPLEMENTATION
-#include "tqkv.h"
+#include "tqkv_metal.m" // the plans; without Objective-C nothing of Metal
 #include "simt.h"
 #include <cmath>
 #include <cstdio>

@@ -1,12 +1,12 @@
-# Writes the joined header: FILE with each #include of a file of src/ replaced by that file. A set's #include "loops.h" becomes
-# #include "tqkv.h": the joined file includes itself. usage: awk -f src/amalgamate.awk src/tqkv.h
+# Writes a joined file: FILE with each #include of a file of src/ replaced by that file, but for #include "tqkv.h". A set's
+# #include "loops.h" becomes #include "tqkv.h": the joined header includes itself. usage: awk -f src/amalgamate.awk FILE
 function join(path,    folder, line, name)
 {
     folder = path
     sub(/[^\/]*$/, "", folder)
     while ((getline line < path) > 0) {
         name = line
-        if (line == "#include \"loops.h\"")
+        if (line == "#include \"loops.h\"" || line == "#include \"tqkv.h\"")
             print "#include \"tqkv.h\""
         else if (gsub(/^#include "|"$/, "", name) == 2 && (getline line_of < (folder name)) >= 0) {
             close(folder name)

@@ -215,45 +215,7 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #pragma GCC pop_options
 #endif
 
-#endif /* TQKV_IMPLEMENTATION, to be continued */
-
-/* ---- From here on all is for GPUs: stop reading if the processor is enough for you. ---- */
-
-#if defined(TQKV_METAL) && defined(TQKV__SHARED) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_SIZES)
-#define TQKV__METAL_SIZES
-
-#include "gpu/sizes.h"
-
-#include "gpu/host.h"
-#endif
-
-#if defined(TQKV_IMPLEMENTATION) && defined(TQKV_METAL) && !defined(TQKV__NESTED) && !defined(TQKV__METAL_CODE)
-#define TQKV__METAL_CODE
-#define TQKV__NO_PLAN          "plan: NULL"
-#define TQKV__NO_CACHE_QUERIES "the cache is NULL or n_queries not positive"
-#define TQKV__LARGE_SCRATCH    "more scratch than a size_t can count"
-
-#include "gpu/rows.h"
-
-#include "gpu/split.h"
-
-#include "gpu/list.h"
-
-#include "gpu/attend.h"
-
-#include "gpu/shape.h"
-
-#include "gpu/calls.h"
-
-#include "gpu/batch.h"
-
-#include "gpu/index.h"
-
-#include "gpu/cache.h"
-
-#include "gpu/report.h"
-
-#endif /* TQKV_METAL */
+#endif /* TQKV_IMPLEMENTATION */
 
 #if defined(TQKV__PRECISE) && !defined(TQKV__NESTED)
 #undef TQKV__PRECISE

@@ -1,10 +1,9 @@
-/* The tables: hashes, signs, symmetry, midpoints. The implementation under test is compiled here. */
+/* The tables: hashes, signs, symmetry, midpoints. The implementation under test is compiled here, and the plans. */
 #include "data.h"
 #include "runner.h"
 
-#define TQKV_IMPLEMENTATION
 #define TQKV_EXPLAIN(text) test_explain(text)
-#include "tqkv.h"
+#include "tqkv_metal.m"
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>

@@ -49,18 +49,4 @@
      >>cache-edit     tqkv_cache_truncate, remove, keep, fork
      >>snapshot       save and load
 
-     for GPUs alone
-     >>metal-sizes    function constants, sizes, argument structs; the shaders include it, too
-     >>metal-host     what tqkv_metal.m takes beside >>metal-plan
-     >>plan-rows      plans: bindings; encode, probe, decode, rotate
-     >>plan-split     how threadgroups share attention
-     >>plan-list      which tiles lists name
-     >>plan-attend    the dispatches of an attention
-     >>plan-shape     an attention over buffers as one over stores
-     >>plan-calls     the calls of attention
-     >>plan-batch     batches
-     >>plan-index     an index
-     >>plan-cache     a cache
-     >>plan-report    what the shaders say that they were compiled with
-
      >>licence                                                                                                        */

@@ -56,8 +56,8 @@
                             stack there as its own AVX code needs (GCC bug 54412), and a thread of two crashes. Define
                             it with a gcc that is patched, as those of Debian, MSYS2 and w64devkit are, or with
                             -Wa,-muse-unaligned-vector-move. clang aligns it: there both are always in
-     TQKV_METAL             adds what tqkv_metal.m needs: define it for both files. On Apple's systems it is there,
-                            unless TQKV_NO_METAL is defined
+     TQKV_METAL             declares the calls of tqkv_metal.m. On Apple's systems it is there, unless TQKV_NO_METAL is
+                            defined
      TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links
                             them with one object
      TQKV_ALLOW_FAST_MATH   compiles despite -ffast-math or a part of it. Codes and norms may then differ from other

@@ -1,5 +1,5 @@
 /* >>metal
-   The same calls on Apple's GPUs. Compile tqkv_metal.m beside the file with TQKV_IMPLEMENTATION, and link with
+   The same calls on Apple's GPUs. Compile tqkv_metal.m, in place of the file with TQKV_IMPLEMENTATION, and link with
    -framework Metal -framework Foundation. The interface is plain C: a Metal object has its own type in Objective-C, and
    is a void * elsewhere. Needs a GPU of family Apple7 (M1, A14) or later.
 

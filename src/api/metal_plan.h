@@ -104,47 +104,50 @@ typedef struct tqkv_metal_launch {
     size_t threads;                     /* of a threadgroup: simdgroups of 32, in a row */
     size_t memory[TQKV_METAL_MEMORIES]; /* bytes at each index of threadgroup memory; 16 where the kernel takes none */
 } tqkv_metal_launch;
-TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t max_threads, tqkv_metal_launch *out);
+TQKV_METAL_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t max_threads,
+                                                  tqkv_metal_launch *out);
 /* A binding before binding i that overlaps it while one of the two is written, or NULL. Such a call must not run. */
-TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i);
+TQKV_METAL_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i);
 
 /* Once a library: whether it was built from this header. Both dispatches write `report`, zero before. The first holds the
    tables, the second the product of two matrices, which a system may refuse. */
-TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_plan *plan);
+TQKV_METAL_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_plan *plan);
 /* The first difference between the library's tables and sizes and this header's; NULL if there is none. */
-TQKV_API const char *tqkv_metal_stale_table(const void *report);
+TQKV_METAL_API const char *tqkv_metal_stale_table(const void *report);
 /* Whether the GPU's matrices lie as attend_matrix needs them. If not, or if the system refuses that kernel:
    tqkv_metal_plan_lanes. */
-TQKV_API bool tqkv_metal_has_matrices(const void *report);
+TQKV_METAL_API bool tqkv_metal_has_matrices(const void *report);
 /* Puts attend in the place of attend_matrix; buffers and arguments stay. False for a batch, which has to be planned with
    a matrix_group of INT_MAX. */
-TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan);
+TQKV_METAL_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan);
 
 /* As tqkv_encode, of keys and values, or of keys and their tail, in one dispatch; stores of the same n_kv_heads.
    values: NULL for one stream. A source row with NaN or Inf is stored as zeros and sets not_finite, a uint32_t cleared
    by the caller, to 1. not_finite may be zero. To slots: stores with pages of one position, from position 0 on. */
-TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                            tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                            tqkv_metal_buffer not_finite, tqkv_metal_plan *plan);
+TQKV_METAL_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                                  tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                                  int64_t position, tqkv_metal_buffer not_finite,
+                                                  tqkv_metal_plan *plan);
 /* As tqkv_probe, to see how well rows fit the codebook: codes and norms of s may be zero. */
-TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
-                                           tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
-                                           tqkv_metal_plan *plan);
+TQKV_METAL_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens,
+                                                 tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
+                                                 tqkv_metal_plan *plan);
 /* As tqkv_decode, for an engine that needs rows again. */
-TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *s, int64_t position, int n_positions,
-                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan);
+TQKV_METAL_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *s, int64_t position, int n_positions,
+                                                  tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan);
 /* As tqkv_rotate, for queries and outputs in the basis of the codes. */
-TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, tqkv_basis to,
-                                            tqkv_metal_plan *plan);
+TQKV_METAL_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, tqkv_basis to,
+                                                  tqkv_metal_plan *plan);
 /* As tqkv_calibrate, to the same bits, for stores that are not a cache's; but both results are written, and NaN,
    infinity and large magnitudes are not detected. q: zero for none. Of shape no buffer is read. */
-TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
-                                               tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
-                                               tqkv_metal_buffer center, tqkv_metal_buffer channel_scale,
-                                               tqkv_metal_plan *plan);
+TQKV_METAL_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
+                                                     tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
+                                                     tqkv_metal_buffer center, tqkv_metal_buffer channel_scale,
+                                                     tqkv_metal_plan *plan);
 /* As tqkv_attend. scratch: for this call alone. */
-TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q,
-                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_plan *plan);
+TQKV_METAL_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q,
+                                                  tqkv_metal_buffer scratch, tqkv_metal_buffer out,
+                                                  tqkv_metal_plan *plan);
 /* As tqkv_attend_partial, tqkv_attend_merge and tqkv_attend_finish, for contexts in several stores or on several devices;
    slices of GPU and processor may be merged. But max is only within 8 of the largest score, and finish reads src_out,
    src_max and src_sum and writes out, another buffer, in output_type and with output_strides. Sinks and the values'
@@ -153,18 +156,18 @@ TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *a, tqkv_
    Merged in order, slices of linear or paged stores of rotated values, and keys without a centre, have the bits of
    tqkv_metal_plan_attend if each but the first is one section of the context: [0, 8192), then 32,768 positions each,
    under a window 8,192; in place of the first section also its stretches of 512. The last may be shorter. */
-TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *a, tqkv_metal_buffer q, int64_t first,
-                                                    int count, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
-                                                    tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                    tqkv_metal_plan *plan);
-TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *a, tqkv_metal_buffer out,
-                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                  const tqkv_metal_attention *src, tqkv_metal_buffer src_out,
-                                                  tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                  tqkv_metal_plan *plan);
-TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
-                                                   tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan);
+TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *a, tqkv_metal_buffer q,
+                                                          int64_t first, int count, tqkv_metal_buffer scratch,
+                                                          tqkv_metal_buffer out, tqkv_metal_buffer max,
+                                                          tqkv_metal_buffer sum, tqkv_metal_plan *plan);
+TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *a, tqkv_metal_buffer out,
+                                                        tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                        const tqkv_metal_attention *src, tqkv_metal_buffer src_out,
+                                                        tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                        tqkv_metal_plan *plan);
+TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *a, tqkv_metal_buffer src_out,
+                                                         tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                         tqkv_metal_buffer out, tqkv_metal_plan *plan);
 /* As tqkv_attend_batch, for a server: each item as tqkv_metal_plan_attend does it, to the same bits, in as many
    dispatches as one item alone takes, cut evenly over the sequences. q, out: [n_items]. The items agree in heads,
    head_dim, formats, types, bases, sinks and matrix_group, in which of the stores of halves they have, and all or none
@@ -175,35 +178,36 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *a
    the processor sees them, or NULL for a plan that only tells sizes and pipelines. The outputs are compared in memory of
    malloc. Where the context multiplies no matrices tqkv_metal_record says TQKV_UNSUPPORTED: set matrix_group to
    INT_MAX. */
-TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
-                                                  const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
-                                                  void *contents, tqkv_metal_buffer scratch,
-                                                  const tqkv_metal_buffer *out, tqkv_metal_plan *plan);
+TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
+                                                        const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
+                                                        void *contents, tqkv_metal_buffer scratch,
+                                                        const tqkv_metal_buffer *out, tqkv_metal_plan *plan);
 /* As tqkv_index_scores. head_dim 64 or 128, and a GPU whose matrices lie as attention needs them; else
    TQKV_UNSUPPORTED, by the plan or by tqkv_metal_record. */
-TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *x, tqkv_metal_buffer q,
-                                                  tqkv_metal_buffer scores, tqkv_metal_plan *plan);
+TQKV_METAL_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *x, tqkv_metal_buffer q,
+                                                        tqkv_metal_buffer scores, tqkv_metal_plan *plan);
 /* As tqkv_index_choose: the same list for the same scores, but a block whose score is NaN is chosen only as one of
    `first` and `newest`. scores: float [n_queries][number of blocks up to end], list: int32_t [n_queries][k]. Of keys
    only the shape is read. It needs no scratch for many queries, or few blocks. */
-TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqkv_metal_buffer scores, int k,
-                                                  tqkv_metal_buffer scratch, tqkv_metal_buffer list,
-                                                  tqkv_metal_plan *plan);
+TQKV_METAL_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqkv_metal_buffer scores, int k,
+                                                        tqkv_metal_buffer scratch, tqkv_metal_buffer list,
+                                                        tqkv_metal_plan *plan);
 
 /* Of a cache at the beginning of `memory`. layout: strides of the rows, or NULL: those of the cache. Rows of a tail lie
    apart from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of
    the keys. At most 512 tokens where positions are kept as halves (exact_last), or 64 in a cache without a context. An append counts when
    tqkv_metal_cache_appended is called. */
-TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_strides *layout, tqkv_metal_buffer k,
-                                                  tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
-                                                  tqkv_metal_plan *plan);
-TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens);
+TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                        const tqkv_cache_strides *layout, tqkv_metal_buffer k,
+                                                        tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                                        tqkv_metal_plan *plan);
+TQKV_METAL_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens);
 /* For appends that did not run, because a command buffer failed: as tqkv_cache_truncate, and if one of them was to
    learn centre and scale (calibrate), the cache learns again. Before any other edit, and when nothing is under way. */
-TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end);
+TQKV_METAL_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end);
 /* some: NULL, or an attention whose list and tree, in buffers, are taken; its other fields are ignored. */
-TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_strides *layout, const tqkv_metal_attention *some,
-                                                  tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
-                                                  tqkv_metal_buffer out, tqkv_metal_plan *plan);
+TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                        const tqkv_cache_strides *layout,
+                                                        const tqkv_metal_attention *some, tqkv_metal_buffer q,
+                                                        int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
+                                                        tqkv_metal_plan *plan);

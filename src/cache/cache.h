@@ -154,25 +154,6 @@ static void tqkv__place_store(tqkv_store *s, uint8_t *memory, const tqkv__place 
 
 static const tqkv__backend *tqkv__backend_of(const tqkv_metal *m) { return (const tqkv__backend *)(const void *)m; }
 
-#ifdef TQKV_METAL
-static tqkv_result tqkv__check_kernels(int head_dim, int value_dim);
-static tqkv_result tqkv__check_tail(int head_dim, int tail_dim);
-#endif
-
-/* Whether a GPU has kernels for a cache of these stores. */
-static tqkv_result tqkv__check_metal(const tqkv_store *keys, const tqkv_store *values, const tqkv_store *tail)
-{
-#ifdef TQKV_METAL
-    const tqkv_result r = tqkv__check_kernels(keys->head_dim, values->head_dim);
-    return r == TQKV_OK ? tqkv__check_tail(keys->head_dim, tail->head_dim) : r;
-#else
-    (void)keys;
-    (void)values;
-    (void)tail;
-    return TQKV__REFUSE(UNSUPPORTED, "metal: tqkv.h was compiled without TQKV_METAL");
-#endif
-}
-
 /* Takes the shape of store i, of what is kept of the first or of the newest positions. */
 static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
 {
@@ -280,7 +261,8 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     if (desc->matrix_group < 0) return TQKV__INVALID("matrix_group is negative");
     c->matrix_group = desc->matrix_group;
     c->metal = desc->metal;
-    if (c->metal && (r = tqkv__check_metal(&c->keys, &c->values, &c->tail)) != TQKV_OK) return r;
+    if (c->metal && !tqkv__backend_of(c->metal)->has_kernels(c->keys.head_dim, c->values.head_dim, c->tail.head_dim))
+        return TQKV__REFUSE(UNSUPPORTED, "metal: the GPU has no kernels for this head_dim, value_dim and tail_dim");
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
     return TQKV_OK;
 }

@@ -258,7 +258,7 @@ static void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
     d->grid[1] = tqkv__row_groups(d, &args, (size_t)columns);
 }
 
-TQKV_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan)
+TQKV_METAL_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan)
 {
     for (int i = 0; i < plan->n; i++) {
         tqkv_metal_dispatch *d = &plan->d[i];

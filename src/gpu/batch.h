@@ -375,10 +375,10 @@ static tqkv_result tqkv__batch_sizes(const tqkv__batch *b, tqkv_metal_plan *plan
     return r;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
-                                                  const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
-                                                  void *contents, tqkv_metal_buffer scratch,
-                                                  const tqkv_metal_buffer *out, tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
+                                                        const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
+                                                        void *contents, tqkv_metal_buffer scratch,
+                                                        const tqkv_metal_buffer *out, tqkv_metal_plan *plan)
 {
     tqkv__attend_plan all;
     if (!tqkv__open_plan(plan, "attend_batch")) return TQKV__INVALID(TQKV__NO_PLAN);

@@ -62,18 +62,20 @@ static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
                                   int one, int other, tqkv_metal_plan *plan)
 {
     tqkv__mapping mapping = {rows->n_tokens, rows->n_tokens ? rows->position : 0, {false, false}};
-    const bool has_one = tqkv__has_store(c, one), has_other = other != one && tqkv__has_store(c, other);
-    const tqkv_metal_buffer of_one = rows->at[tqkv__stream_kinds[one].side],
-                            of_other = rows->at[tqkv__stream_kinds[other].side];
     tqkv_metal_store stores[2];
-    if (has_one) stores[0] = tqkv__target_of_rows(c, memory, rows, one);
-    if (has_other) stores[1] = tqkv__target_of_rows(c, memory, rows, other);
-    mapping.besides[0] = tqkv__keeps_halves(c, has_one ? one : other);
-    mapping.besides[1] = tqkv__keeps_halves(c, other);
-    if (has_one && has_other)
-        return tqkv__add_encode_kv(&stores[0], &stores[1], of_one, of_other, &mapping, rows->not_finite, plan);
-    if (has_one) return tqkv__add_encode(&stores[0], of_one, &mapping, rows->not_finite, plan);
-    return has_other ? tqkv__add_encode(&stores[1], of_other, &mapping, rows->not_finite, plan) : TQKV_OK;
+    const tqkv_metal_store *to[2] = {NULL, NULL};
+    tqkv_metal_buffer from[2] = {{NULL, 0}, {NULL, 0}};
+    const int which[] = {one, other};
+    int n = 0;
+    for (int i = one == other; i < 2; i++) {
+        if (!tqkv__has_store(c, which[i])) continue;
+        stores[n] = tqkv__target_of_rows(c, memory, rows, which[i]);
+        from[n] = rows->at[tqkv__stream_kinds[which[i]].side];
+        mapping.besides[n] = tqkv__keeps_halves(c, which[i]);
+        to[n] = &stores[n];
+        n++;
+    }
+    return n ? tqkv__add_encode(to, from, &mapping, rows->not_finite, plan) : TQKV_OK;
 }
 
 /* Returns the first n tokens of rows, or as many as there are. */
@@ -260,10 +262,10 @@ static tqkv_result tqkv__check_room(const tqkv_cache *c, int n_tokens)
     return r == TQKV_OK ? tqkv__check_positions(&s, n_tokens, c->attention.end, -1) : r;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_strides *layout, tqkv_metal_buffer k,
-                                                  tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
-                                                  tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                        const tqkv_cache_strides *layout, tqkv_metal_buffer k,
+                                                        tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
+                                                        tqkv_metal_plan *plan)
 {
     tqkv__rows_in_buffers rows;
     if (!tqkv__open_plan(plan, "cache_append")) return TQKV__INVALID(TQKV__NO_PLAN);
@@ -275,9 +277,9 @@ TQKV_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_meta
     return tqkv__close_plan(plan, r);
 }
 
-TQKV_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__count_append(c, n_tokens); }
+TQKV_METAL_API void tqkv_metal_cache_appended(tqkv_cache *c, int n_tokens) { tqkv__count_append(c, n_tokens); }
 
-TQKV_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
+TQKV_METAL_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
     const bool unlearns = !c->learning && end >= 0 && end <= c->learnt_at;
@@ -455,10 +457,11 @@ static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer mem
     return r;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                                  const tqkv_cache_strides *layout, const tqkv_metal_attention *some,
-                                                  tqkv_metal_buffer q, int n_queries, tqkv_metal_buffer scratch,
-                                                  tqkv_metal_buffer out, tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqkv_metal_buffer memory,
+                                                        const tqkv_cache_strides *layout,
+                                                        const tqkv_metal_attention *some, tqkv_metal_buffer q,
+                                                        int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
+                                                        tqkv_metal_plan *plan)
 {
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c || n_queries < 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));

@@ -84,8 +84,9 @@ static tqkv__attend_buffers tqkv__buffers_of_call(tqkv_metal_buffer q, tqkv_meta
     return b;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q,
-                                            tqkv_metal_buffer scratch, tqkv_metal_buffer out, tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *from, tqkv_metal_buffer q,
+                                                  tqkv_metal_buffer scratch, tqkv_metal_buffer out,
+                                                  tqkv_metal_plan *plan)
 {
     tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
@@ -102,10 +103,10 @@ static tqkv__attend_buffers tqkv__buffers_of_slice(tqkv_metal_buffer q, tqkv_met
     return b;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *from, tqkv_metal_buffer q,
-                                                    int64_t first, int count, tqkv_metal_buffer scratch,
-                                                    tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                    tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *from, tqkv_metal_buffer q,
+                                                          int64_t first, int count, tqkv_metal_buffer scratch,
+                                                          tqkv_metal_buffer out, tqkv_metal_buffer max,
+                                                          tqkv_metal_buffer sum, tqkv_metal_plan *plan)
 {
     tqkv__attend_buffers b = tqkv__buffers_of_slice(q, scratch, out, max, sum);
     if (!tqkv__open_plan(plan, "attend_partial")) return TQKV__INVALID(TQKV__NO_PLAN);
@@ -132,11 +133,11 @@ static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *from, tqkv_metal_buffer out,
-                                                  tqkv_metal_buffer max, tqkv_metal_buffer sum,
-                                                  const tqkv_metal_attention *src, tqkv_metal_buffer src_out,
-                                                  tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                  tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *from, tqkv_metal_buffer out,
+                                                        tqkv_metal_buffer max, tqkv_metal_buffer sum,
+                                                        const tqkv_metal_attention *src, tqkv_metal_buffer src_out,
+                                                        tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                        tqkv_metal_plan *plan)
 {
     tqkv__attend_buffers b = tqkv__buffers_of_slice(src_out, src_out, out, max, sum);
     if (!tqkv__open_plan(plan, "attend_merge")) return TQKV__INVALID(TQKV__NO_PLAN);
@@ -146,9 +147,9 @@ TQKV_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attention *fr
     return tqkv__close_plan(plan, tqkv__add_merge(from, src, &b, src_out, plan));
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *from, tqkv_metal_buffer src_out,
-                                                   tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                                   tqkv_metal_buffer out, tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *from, tqkv_metal_buffer src_out,
+                                                         tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                                         tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
     tqkv__plan_call call;
     tqkv__attention a;

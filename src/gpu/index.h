@@ -114,8 +114,8 @@ static tqkv_result tqkv__add_scores(const tqkv_metal_index *from, tqkv_metal_buf
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, tqkv_metal_buffer q,
-                                                  tqkv_metal_buffer scores, tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, tqkv_metal_buffer q,
+                                                        tqkv_metal_buffer scores, tqkv_metal_plan *plan)
 {
     if (!tqkv__open_plan(plan, "index_scores")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_scores(from, q, scores, plan));
@@ -201,9 +201,9 @@ static tqkv_result tqkv__add_choice(const tqkv_metal_index *from, tqkv_metal_buf
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
-                                                  tqkv_metal_buffer scratch, tqkv_metal_buffer list,
-                                                  tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
+                                                        tqkv_metal_buffer scratch, tqkv_metal_buffer list,
+                                                        tqkv_metal_plan *plan)
 {
     if (!tqkv__open_plan(plan, "index_choose")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_choice(from, scores, k, scratch, list, plan));

@@ -1,6 +1,6 @@
 /* >>plan-report: what the kernel `tables` reports, compared with what the host has */
 
-TQKV_API bool tqkv_metal_has_matrices(const void *bytes)
+TQKV_METAL_API bool tqkv_metal_has_matrices(const void *bytes)
 {
     const tqkv__table_report *report = (const tqkv__table_report *)bytes;
     for (int lane = 0; lane < TQKV__SIMD_WIDTH; lane++)
@@ -14,7 +14,7 @@ TQKV_API bool tqkv_metal_has_matrices(const void *bytes)
 }
 
 /* Compares the sizes first, because the offsets of the tables depend on them. */
-TQKV_API const char *tqkv_metal_stale_table(const void *bytes)
+TQKV_METAL_API const char *tqkv_metal_stale_table(const void *bytes)
 {
     const tqkv__table_report *report = (const tqkv__table_report *)bytes;
 #define TQKV__STRUCT_NAME(name) "size of tqkv__" #name,

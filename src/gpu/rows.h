@@ -1,23 +1,13 @@
 /* >>plan-rows: bindings; encode, probe, decode, rotate */
 
-/* Checks whether there are kernels; follows tqkv__stream_shape and tqkv__attention_shape. value_dim: in calls of both
-   streams, else head_dim */
-static tqkv_result tqkv__check_kernels(int head_dim, int value_dim)
+/* Checks whether there are kernels; follows tqkv__stream_shape and tqkv__attention_shape. */
+static tqkv_result tqkv__check_kernels(int head_dim, int value_dim, int tail_dim)
 {
-    const bool wide = head_dim == TQKV__WIDE_KEYS && value_dim == TQKV__NARROW_VALUES;
-    if (wide || (head_dim == value_dim && TQKV__HAS_KERNELS(head_dim))) return TQKV_OK;
-    return TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
+    return tqkv__has_kernels(head_dim, value_dim, tail_dim) ? TQKV_OK : TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
 }
 
 /* Whether attend_matrix has sums of such rows in several simdgroups, TQKV__LONG_SIMDGROUPS a threadgroup. */
 static bool tqkv__is_long(int head_dim) { return head_dim == 448 || head_dim == 512; }
-
-/* Checks whether keys may have such a tail. tail_dim: 0 without one */
-static tqkv_result tqkv__check_tail(int head_dim, int tail_dim)
-{
-    if (!tail_dim || tail_dim == TQKV__TAIL_DIM(head_dim)) return TQKV_OK;
-    return TQKV__REFUSE(UNSUPPORTED, TQKV__KERNELS_TEXT);
-}
 
 /* The regions of a context that attention takes in dispatches of their own: first positions that are kept as halves,
    the codes, last positions that are. */
@@ -43,7 +33,7 @@ static bool tqkv__shares_rows(const tqkv_metal_kernel *kernel)
     return kernel->family == TQKV_METAL_ATTEND_MATRIX && tqkv__is_long(kernel->head_dim * TQKV__DIM_UNIT);
 }
 
-TQKV_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i)
+TQKV_METAL_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i)
 {
     for (int j = 0; d && i < d->n_bindings && j < i; j++)
         if (tqkv__bindings_overlap(&d->bindings[i], &d->bindings[j])) return &d->bindings[j];
@@ -99,7 +89,8 @@ static void tqkv__plan_family(tqkv_metal_dispatch *d, tqkv_metal_family family)
     tqkv__name_kernel(&d->kernel);
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t max_threads, tqkv_metal_launch *out)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, size_t max_threads,
+                                                  tqkv_metal_launch *out)
 {
     if (!d || !out || max_threads < TQKV__SIMD_WIDTH) return TQKV__INVALID("d or out is NULL, or max_threads below 32");
     const size_t most = max_threads / TQKV__SIMD_WIDTH, planned = (size_t)d->n_simdgroups,
@@ -365,13 +356,11 @@ typedef struct tqkv__mapping {
     bool besides[2]; /* each stream has halves that are kept besides codes */
 } tqkv__mapping;
 
-/* What an encode call takes of one stream. */
+/* Where an encode kernel takes what belongs to a stream: names of source, codes, norms, centre, pages and scales of
+   channels, and indices of the last three. */
 typedef struct tqkv__encode_stream {
-    const char *names[6]; /* source, codes, norms, centre, pages, scales of channels */
-    const tqkv_metal_store *store;
-    tqkv__stream *stream;
-    tqkv_metal_buffer src;
-    int center, pages, scale; /* indices */
+    const char *names[6];
+    int center, pages, scale;
 } tqkv__encode_stream;
 
 /* Plans memory at `index` for the rows of each simdgroup. Metal takes no empty memory. */
@@ -391,15 +380,15 @@ static tqkv_result tqkv__plan_mapping(const tqkv_store *shape, const tqkv__mappi
     return r == TQKV_OK ? tqkv__plan_check_pages(shape, mapping->position, n, true) : r;
 }
 
-/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; centre, pages and scales where it
-   says. */
-static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e, const tqkv__mapping *mapping)
+/* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; the others where e says. */
+static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e,
+                                     const tqkv_metal_store *store, tqkv_metal_buffer src, const tqkv__mapping *mapping,
+                                     tqkv__stream *s)
 {
     size_t all, kept;
-    tqkv__stream *s = e->stream;
     const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slot_list = s->capacity, n_tokens = mapping->n_tokens;
     tqkv_result r = tqkv__plan_extent(s, n_tokens, &all);
-    if (r == TQKV_OK) r = tqkv__plan_mapping(&e->store->shape, mapping, s);
+    if (r == TQKV_OK) r = tqkv__plan_mapping(&store->shape, mapping, s);
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
     r = tqkv__plan_extent(s, n_tokens - skipped, &kept);
@@ -409,14 +398,14 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
     if (r != TQKV_OK) return r;
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_FORMAT : TQKV_FC_FORMAT, (int)s->format);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_ROTATED : TQKV_FC_ROTATED, s->rotated);
-    tqkv__plan_bind_rows(d, e->names[0], index + 1, tqkv__buffer_after(e->src, all - kept),
+    tqkv__plan_bind_rows(d, e->names[0], index + 1, tqkv__buffer_after(src, all - kept),
                          index ? TQKV_FC_VALUE_TYPE : TQKV_FC_TYPE, s->type, kept, false);
-    tqkv__plan_bind_store(d, e->names[1], e->names[2], index + 2, e->store, s, true);
+    tqkv__plan_bind_store(d, e->names[1], e->names[2], index + 2, store, s, true);
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_CENTER : TQKV_FC_CENTER,
-                        tqkv__plan_bind_channels(d, e->names[3], e->center, e->store->center, s, true));
+                        tqkv__plan_bind_channels(d, e->names[3], e->center, store->center, s, true));
     tqkv__plan_constant(d, index ? TQKV_FC_VALUE_SCALED : TQKV_FC_SCALED,
-                        tqkv__plan_bind_channels(d, e->names[5], e->scale, e->store->channel_scale, s, true));
-    tqkv__plan_bind_pages(d, e->names[4], e->pages, e->store->pages, s, index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
+                        tqkv__plan_bind_channels(d, e->names[5], e->scale, store->channel_scale, s, true));
+    tqkv__plan_bind_pages(d, e->names[4], e->pages, store->pages, s, index ? TQKV_FC_VALUE_PAGES : TQKV_FC_PAGES);
     d->memory[0] = TQKV__CELL_BYTES;
     tqkv__plan_encode_memory(d, 1, s->head_dim);
     d->memory[2] = TQKV__TABLE_BYTES;
@@ -425,7 +414,7 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
 
 typedef char tqkv__report_fits[sizeof(tqkv__table_report) == TQKV_METAL_REPORT ? 1 : -1];
 
-TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_plan *plan)
 {
     if (!tqkv__open_plan(plan, "tables")) return TQKV__INVALID(TQKV__NO_PLAN);
     for (int i = 0; i < 2; i++) {
@@ -439,66 +428,44 @@ TQKV_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal
     return tqkv__close_plan(plan, TQKV_OK);
 }
 
-/* Encodes rows of one stream. */
-static tqkv_result tqkv__add_encode(const tqkv_metal_store *store, tqkv_metal_buffer src, const tqkv__mapping *mapping,
-                                    tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+/* Encodes rows of one stream or, if there is a second store, of two. */
+static tqkv_result tqkv__add_encode(const tqkv_metal_store *const stores[2], const tqkv_metal_buffer sources[2],
+                                    const tqkv__mapping *mapping, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
-    tqkv__stream s;
-    const tqkv__encode_stream e = {
-        {"src", "codes", "norms", "center", "pages", "channel_scale"}, store, &s, src, 5, 6, 7};
-    tqkv_result r = tqkv__plan_open(store, &s);
-    if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
+    static const tqkv__encode_stream rows[] = {
+        {{"src", "codes", "norms", "center", "pages", "channel_scale"}, 5, 6, 7},
+        {{"k", "keys' codes", "keys' norms", "keys' center", "keys' pages", "keys' channel_scale"}, 9, 11, 13},
+        {{"v", "values' codes", "values' norms", "values' center", "values' pages", "values' channel_scale"},
+         10,
+         12,
+         14}};
+    tqkv__stream s[2];
+    const int n = stores[1] ? 2 : 1;
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; i < n && r == TQKV_OK; i++) r = tqkv__plan_open(stores[i], &s[i]);
+    if (r != TQKV_OK) return r;
+    const int head_dim = s[0].head_dim, other = s[n - 1].head_dim;
+    if (s[0].n_kv_heads != s[n - 1].n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
+    if (other != TQKV__TAIL_DIM(head_dim)) r = tqkv__check_kernels(head_dim, other, 0);
     if (r != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
-    tqkv__plan_begin(d, TQKV_METAL_ENCODE, s.head_dim, s.head_dim);
-    tqkv__plan_bind_flag(d, 4, not_finite);
-    return tqkv__plan_stream(d, &e, mapping);
+    tqkv__plan_begin(d, n > 1 ? TQKV_METAL_ENCODE_KV : TQKV_METAL_ENCODE, head_dim, other);
+    tqkv__plan_bind_flag(d, 4 * n, not_finite);
+    d->grid[2] = (size_t)n;
+    for (int i = 0; i < n && r == TQKV_OK; i++)
+        r = tqkv__plan_stream(d, &rows[n - 1 + i], stores[i], sources[i], mapping, &s[i]);
+    return r;
 }
 
-static tqkv_result tqkv__add_encode_kv(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                       tqkv_metal_buffer k, tqkv_metal_buffer v, const tqkv__mapping *mapping,
-                                       tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
-{
-    tqkv__stream ks, vs;
-    const tqkv__encode_stream key = {
-        {"k", "keys' codes", "keys' norms", "keys' center", "keys' pages", "keys' channel_scale"},
-        keys,
-        &ks,
-        k,
-        9,
-        11,
-        13};
-    const tqkv__encode_stream value = {
-        {"v", "values' codes", "values' norms", "values' center", "values' pages", "values' channel_scale"},
-        values,
-        &vs,
-        v,
-        10,
-        12,
-        14};
-    tqkv_result r = tqkv__plan_open(keys, &ks);
-    if (r == TQKV_OK) r = tqkv__plan_open(values, &vs);
-    if (r != TQKV_OK) return r;
-    if (ks.n_kv_heads != vs.n_kv_heads) return TQKV__INVALID("keys and values differ in n_kv_heads");
-    const bool tail = vs.head_dim == TQKV__TAIL_DIM(ks.head_dim);
-    r = tail ? TQKV_OK : tqkv__check_kernels(ks.head_dim, vs.head_dim);
-    if (r != TQKV_OK) return r;
-    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
-    tqkv__plan_begin(d, TQKV_METAL_ENCODE_KV, ks.head_dim, vs.head_dim);
-    tqkv__plan_bind_flag(d, 8, not_finite);
-    d->grid[2] = 2;
-    r = tqkv__plan_stream(d, &key, mapping);
-    return r == TQKV_OK ? tqkv__plan_stream(d, &value, mapping) : r;
-}
-
-TQKV_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                                            tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens, int64_t position,
-                                            tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *keys, const tqkv_metal_store *values,
+                                                  tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
+                                                  int64_t position, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
 {
     const tqkv__mapping mapping = {n_tokens, position, {false, false}};
+    const tqkv_metal_store *const stores[2] = {keys, values};
+    const tqkv_metal_buffer sources[2] = {k, v};
     if (!tqkv__open_plan(plan, "encode")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, values ? tqkv__add_encode_kv(keys, values, k, v, &mapping, not_finite, plan)
-                                         : tqkv__add_encode(keys, k, &mapping, not_finite, plan));
+    return tqkv__close_plan(plan, tqkv__add_encode(stores, sources, &mapping, not_finite, plan));
 }
 
 static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
@@ -508,7 +475,7 @@ static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buf
     size_t bytes;
     if (!store) return TQKV__INVALID("a store is NULL");
     tqkv_result r = tqkv__stream_shape(&store->shape, &s);
-    if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
+    if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim, 0);
     if (r != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
@@ -528,9 +495,9 @@ static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buf
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                           tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
-                                           tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
+                                                 tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
+                                                 tqkv_metal_plan *plan)
 {
     if (!tqkv__open_plan(plan, "probe")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_probe(store, src, n_tokens, scaled, not_finite, plan));
@@ -542,7 +509,7 @@ static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t posit
     tqkv__stream s;
     size_t bytes;
     tqkv_result r = tqkv__plan_open(store, &s);
-    if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim);
+    if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim, 0);
     if (r != TQKV_OK) return r;
     const int slot_list = s.capacity;
     if ((r = tqkv__plan_positions(&s)) != TQKV_OK) return r;
@@ -573,8 +540,8 @@ static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t posit
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
-                                            tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
+                                                  tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan)
 {
     if (!tqkv__open_plan(plan, "decode")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_decode(store, position, n_positions, basis, dst, plan));
@@ -584,7 +551,7 @@ static tqkv_result tqkv__add_rotate(tqkv_metal_buffer rows, int n_rows, int head
                                     tqkv_metal_plan *plan)
 {
     size_t size;
-    const tqkv_result r = tqkv__check_kernels(head_dim, head_dim);
+    const tqkv_result r = tqkv__check_kernels(head_dim, head_dim, 0);
     if (r != TQKV_OK) return r;
     if (!tqkv__basis_known(to)) return TQKV__INVALID("to: no tqkv_basis");
     if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size))
@@ -599,8 +566,8 @@ static tqkv_result tqkv__add_rotate(tqkv_metal_buffer rows, int n_rows, int head
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, tqkv_basis to,
-                                            tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, tqkv_basis to,
+                                                  tqkv_metal_plan *plan)
 {
     if (!tqkv__open_plan(plan, "rotate")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, to, plan));
@@ -682,10 +649,10 @@ static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_met
     return TQKV_OK;
 }
 
-TQKV_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
-                                               tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
-                                               tqkv_metal_buffer center, tqkv_metal_buffer channel_scale,
-                                               tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
+                                                     tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
+                                                     tqkv_metal_buffer center, tqkv_metal_buffer channel_scale,
+                                                     tqkv_metal_plan *plan)
 {
     const tqkv_metal_buffer results[2] = {center, channel_scale};
     if (!tqkv__open_plan(plan, "calibrate")) return TQKV__INVALID(TQKV__NO_PLAN);

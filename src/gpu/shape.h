@@ -140,8 +140,7 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     r = tqkv__attention_shape(to, a);
     if (r == TQKV_OK) r = tqkv__plan_table(from->keys, &a->keys);
     if (r == TQKV_OK) r = tqkv__plan_table(from->values, &a->values);
-    if (r == TQKV_OK) r = tqkv__check_kernels(a->keys.head_dim, a->value_dim);
-    if (r == TQKV_OK) r = tqkv__check_tail(a->keys.head_dim, a->tail.head_dim);
+    if (r == TQKV_OK) r = tqkv__check_kernels(a->keys.head_dim, a->value_dim, a->tail.head_dim);
     if (r == TQKV_OK) r = from->attention.list.rows ? tqkv__check_list(a) : tqkv__list_shape(a);
     if (r == TQKV_OK && a->call.list.rows) r = tqkv__check_list_rows(a);
     if (r == TQKV_OK) r = tqkv__check_call_strides(a);

@@ -1,31 +1,20 @@
 /* >>plan-split: how the threadgroups share attention. */
 
 /* How the threadgroups share attention. Metal does not report a GPU's number of cores (7 to 80): only the shape
-   decides. These numbers come from sizes and counted operations, not from measurements on Apple's hardware.
+   decides. docs/notes/attention-gpu.md has what was measured on an H200.
 
    columns       Query rows of a KV head in a threadgroup, as many as registers hold: each key and value is decoded once
-                 for all of them. The rows of one query are divided evenly: 9 rows are 5 + 4, not 8 + 1, for the same
-                 two passes. For several queries: tqkv__choose_columns.
+                 for all of them. The rows of one query are divided evenly: 9 rows are 5 + 4, not 8 + 1.
    n_simdgroups  4, or as many as the pipeline allows. Each walks its own tiles, and together they hide the latency of
-                 loads. They share tables and queries in threadgroup memory.
-   stretches     512 slots up to slot 8192, 2048 beyond. A simdgroup's float sums cover a quarter of that, so they
-                 do not lose digits at any length. The bounds depend on slots alone: what stands beside a query changes
-                 no bit of its result. 512 slots are 4 tiles a simdgroup: fewer would not hide latency, more would leave
-                 the cores of a large GPU idle at 8192 positions and 8 KV heads (128 threadgroups). Beyond, threadgroups
-                 abound, and longer stretches save queries loaded and sums merged: a stretch's sums are 8 bytes a value
-                 and row, read and written, against 512 or 2048 positions of half to two bytes a value. On an H200,
-                 D=128, group 2, 128k positions, I8 takes 107 microseconds with 512 slots up to slot 65536, 89 as it is,
-                 and 80 with 2048 everywhere. A window sees few stretches wherever it stands, so there all are short.
-   strands       Threadgroups that share a stretch. Stretches of short contexts leave most of a GPU idle: where there
-                 are at most TQKV__FEW threadgroups, each simdgroup's part of a stretch has one of its own, whose
-                 simdgroups share its four tiles. The bits are the same. On an H200, D=128, 1024 positions, F16 of
-                 group 1 takes 7.6 microseconds, not 16.3, TQ4 8.0, not 12.5; over 4096 positions 10.5, not 17.5, and
-                 9.5, not 12.9.
-   splits        Threadgroups along the context, each with
-                 one stretch   until the stretches' sums take 32 MiB of scratch,
-                 one section   beyond that, 16 stretches added up as it goes, or
-                 everything    if heads and rows make 256 threadgroups already. Section and total stand in scratch.
-                 All three do the same additions in the same order. */
+                 loads.
+   stretches     512 slots up to slot 8192, 2048 beyond, so that float sums do not lose digits at any length. The bounds
+                 depend on slots alone: what stands beside a query changes no bit of its result. A window sees few
+                 stretches wherever it stands, so there all are short.
+   strands       Threadgroups that share a stretch: where there are at most TQKV__FEW threadgroups, each simdgroup's part
+                 of a stretch has one of its own, whose simdgroups share its four tiles. The bits are the same.
+   splits        Threadgroups along the context, each with one stretch until the stretches' sums take 32 MiB of scratch,
+                 with one section of 16 stretches beyond that, or with everything if heads and rows make 256 threadgroups
+                 already. All three do the same additions in the same order. */
 enum {
     TQKV__STRETCH_TILES = 16,
     TQKV__SHORT_STRETCHES = 16,
@@ -61,18 +50,7 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_
 }
 
 /* Whether attention multiplies matrices. A query must have the same bits alone and in company, so the number of queries
-   does not decide. Microseconds on an H200, one token, 128k positions, 8 KV heads, D=128 (make bench-gpu, with --lanes
-   and --matrices):
-
-   group                 1          2          4           8           16
-   TQ4, without, with    60, 71     68, 71     96, 73      153, 75     284, 101
-   I8                    76, -      79, 77     103, 77     173, 79     - , 91
-   I8 keys, TQ4 values   63, -      70, 69     99, 76      154, 72     - , 87
-
-   F16, TQ5 and TQ8 gain from a group of 8 on and lose at 1 and 2. 512 queries over 8k positions at a group of 2, TQ4:
-   1470 and 353; 8 queries over 128k: 287 and 100. So on that GPU TQ4 and I8 are better served by a matrix_group of 2.
-   By counted operations tokens of narrow groups lose up to half of their speed on Apple's GPUs, which have no unit for
-   such products: hence 8. */
+   does not decide. By counted operations narrow groups lose up to half of their speed on Apple's GPUs: hence 8. */
 static bool tqkv__choose_matrix(const tqkv__attention *a)
 {
     const int head_dim = a->keys.head_dim, least = a->matrix_group ? a->matrix_group : 8;

@@ -59,6 +59,15 @@ sets() {
     report "sets/$name/run" $?
 }
 sets metal 'scalar\|neon' gcc -std=c99 -O0 -DTQKV_NO_AVX2 -DTQKV_METAL
+
+# tqkv_metal.m without Objective-C: the plans, alone or beside another implementation.
+for metal in "gcc -x c -std=c99" "clang -x c -std=c11" "g++ -x c++ -std=c++11"; do
+    accepts "metal/$metal" $metal $WARNINGS $CPPFLAGS -I. -DTQKV_NO_AVX2 -c tqkv_metal.m -o "$folder/metal.o"
+done
+if nm -g "$folder/metal.o" | grep 'tqkv__' >"$folder/log"; then status=1; else status=0; fi
+report metal/private-symbols $status
+accepts metal/static gcc -x c -std=c99 $WARNINGS $CPPFLAGS -I. -DTQKV_NO_AVX2 -DTQKV_STATIC -c tqkv_metal.m -o "$folder/metal.o"
+accepts metal/static-link gcc "$folder/gcc-c99-impl.o" "$folder/gcc-c99-user.o" "$folder/metal.o" -o "$folder/metal" -lm
 sets clang-O0 scalar clang -std=c99 -O0
 
 # The interface of an object is what the API declares.

@@ -128,6 +128,4 @@
 #define A0       14
 #define PROGMEM
 
-#define TQKV_METAL
-#define TQKV_IMPLEMENTATION
-#include "tqkv.h"
+#include "tqkv_metal.m"

@@ -1,5 +1,4 @@
-#define TQKV_SHARED
-#include "tqkv.h"
+#include "tests/metal/sizes.h"
 #include "pipelines.h"
 #include <algorithm>
 #include <map>

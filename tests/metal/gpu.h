@@ -3,8 +3,7 @@
 // A Metal buffer is a pointer to plain memory here.
 #ifndef TQKV_TESTS_GPU_H
 #define TQKV_TESTS_GPU_H
-#define TQKV_SHARED
-#include "tqkv.h"
+#include "sizes.h"
 #include "device.h"
 #include "simt.h"
 #include <math.h>

@@ -171,6 +171,7 @@ pair_of_caches::pair_of_caches(const learn_row *r) : row(r), gpu()
     key_dim = row->head_dim + row->tail_dim;
     value_dim = row->value_dim && !row->shared ? row->value_dim : row->head_dim;
     gpu.backend.memory = counting_allocator(&gpu.memory);
+    gpu.backend.has_kernels = tqkv__has_kernels;
     gpu.backend.append = run_append;
     gpu.backend.attend = run_attend;
     gpu.raw = row->learns_at;

@@ -2,8 +2,8 @@
 #ifndef TQKV_TESTS_METAL_PLAN_FIXTURE_H
 #define TQKV_TESTS_METAL_PLAN_FIXTURE_H
 
-#define TQKV_SHARED
 #include "../runner.h"
+#include "sizes.h"
 
 #include <limits.h>
 

@@ -4,6 +4,8 @@ METAL_BUILD := $(BUILD)/metal
 SHADER_KERNELS := $(sort $(wildcard shaders/*.metal))
 SHADER_SOURCES := $(SHADER_KERNELS) $(sort $(wildcard shaders/*.h))
 SHADER_NAMES := $(SHADER_KERNELS:shaders/%.metal=%)
+# What they include of src/.
+SHADER_SHARED := src/api/types.h src/base/tables.h src/gpu/sizes.h
 SHADER_TESTS := gpu driver codec_cases attend_cases page_cases stride_cases slice_cases list_cases index_cases learn_cases defect_cases machine_cases
 SHADER_TEST_HEADERS := $(TQKV_FILES) $(wildcard tests/*.h tests/metal/*.h)
 
@@ -29,7 +31,7 @@ $(METAL_BUILD)/%/prepared: tests/metal/prep.py metallib/msl.py $(SHADER_SOURCES)
 # $(1) name, $(2) compiler, $(3) flags, $(4) flags of simt.cpp instead, $(5) runs the driver, $(6) its options,
 # $(7) another object of test_tables.c
 define shader_variant
-$(METAL_BUILD)/$(1)/%.metal.o: $(METAL_BUILD)/cpu/prepared $(TQKV_FILES) tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
+$(METAL_BUILD)/$(1)/%.metal.o: $(METAL_BUILD)/cpu/prepared $(SHADER_SHARED) tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
 	@mkdir -p $$(@D)
 	@$(2) $(3) $(SHADER_CPU) -Ishaders -c $(METAL_BUILD)/cpu/source/$$*.metal.cpp -o $$@
 
@@ -71,7 +73,7 @@ $(eval $(call shader_variant,tsan,clang++,$(SHADER_TSAN),-DSIMT_TSAN,$(SHADER_TS
 # An engine with an encoder of its own, with the machine in place of a GPU.
 $(METAL_BUILD)/plain/metal_plan: examples/metal_plan.cpp $(TQKV_FILES) tests/metal/simt.h $(SHADER_NAMES:%=$(METAL_BUILD)/plain/%.metal.o) \
 		$(METAL_BUILD)/plain/simt.o $(METAL_BUILD)/plain/runner.o $(SHADER_IMPLEMENTATION)
-	@$(CXX) -O1 $(filter-out -DTQKV_METAL,$(SHADER_TEST_FLAGS)) $(IMPLEMENTED) $(filter-out %.h,$^) -o $@ -lm
+	@$(CXX) -O1 $(filter-out -DTQKV_METAL,$(SHADER_TEST_FLAGS)) $(IMPLEMENTED) $(filter-out %.h %.m,$^) -o $@ -lm
 
 .PHONY: demo-plan
 demo-plan: $(METAL_BUILD)/plain/metal_plan ## build and run examples/metal_plan.cpp: plans of Metal calls, run here

@@ -153,6 +153,7 @@ static void check_backend(const void *row)
     memset(&context, 0, sizeof context);
     memset(&scratch, 0, sizeof scratch);
     context.backend.memory = counting_allocator(&context.memory);
+    context.backend.has_kernels = tqkv__has_kernels;
     context.backend.append = fake_append;
     context.backend.attend = fake_attend;
     tqkv_cache_desc desc = cache_desc(&shape, &scratch);

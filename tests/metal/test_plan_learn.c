@@ -33,6 +33,7 @@ static bool open_learning(const learn_row *row, learning *l)
     memset(l, 0, sizeof *l);
     memset(&desc, 0, sizeof desc);
     l->backend.memory = counting_allocator(&l->memory);
+    l->backend.has_kernels = tqkv__has_kernels;
     desc.metal = (tqkv_metal *)(void *)l;
     desc.head_dim = row->head_dim;
     desc.n_kv_heads = CACHE_HEADS;

@@ -4,8 +4,8 @@
 #define TQKV_TESTS_HOST_H
 #import <Foundation/Foundation.h>
 #import <Metal/Metal.h>
-#define TQKV_SHARED
 #include "tests/runner.h"
+#include "tests/metal/sizes.h"
 
 typedef struct host {
     const char *library, *stale; /* path of the library, folder of stale ones (stand-in only) */

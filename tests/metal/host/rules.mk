@@ -1,4 +1,4 @@
-# Tests of tqkv_metal.m. On Linux a stand-in for Metal runs the real shaders on the CPU, all under ASan and UBSan. On a Mac
+# Tests of what tqkv_metal.m has in Objective-C; the rest of it is in the implementation that the runner tests. On Linux a stand-in for Metal runs the real shaders on the CPU, all under ASan and UBSan. On a Mac
 # they use Metal. `make check-macos` type-checks the file with Apple's headers on any machine.
 
 HOST_BUILD := $(METAL_BUILD)/host
@@ -8,7 +8,9 @@ HOST_TESTS := main buffers codec_tests attend_tests page_tests index_tests cache
 HOST_HEADERS := $(TQKV_FILES) tests/metal/host/host.h $(wildcard tests/*.h)
 HOST_WARNINGS := -DTQKV_METAL -Wall -Wextra -Werror
 HOST_EXAMPLES := metal_encode_attend
-# The implementation, for programs that define TQKV_IMPLEMENTATION: see the Makefile.
+# The host alone, beside an object with the implementation: that takes half a minute to compile.
+HOST_SOURCE := $(TQKV)/tqkv_metal.m
+HOST_ALONE := $(IMPLEMENTED)
 HOST_TQKV := $(HOST_BUILD)/tests/test_tables.o $(HOST_BUILD)/tests/runner.o
 
 DEB_TEST += clang lld gobjc libgnustep-base-dev gnustep-make
@@ -58,7 +60,12 @@ $(HOST_BUILD)/arc/objc: $(HOST_BUILD)/gnustep/objc
 
 $(HOST_BUILD)/arc/examples/%.o: examples/%.m $(HOST_HEADERS) $(HOST_BUILD)/arc/objc
 	@mkdir -p $(@D)
-	@clang $(HOST_WARNINGS) $(INCLUDE) $(CPPFLAGS) $(HOST_ARC) $(IMPLEMENTED) -c $< -o $@
+	@clang $(HOST_WARNINGS) $(INCLUDE) $(CPPFLAGS) $(HOST_ARC) -c $< -o $@
+
+$(HOST_BUILD)/arc/tqkv_metal.o: $(HOST_SOURCE) $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) \
+		$(HOST_BUILD)/arc/objc
+	@mkdir -p $(@D)
+	@clang $(HOST_FLAGS) $(HOST_FAILING) $(HOST_ARC) $(HOST_ALONE) -c $< -o $@
 
 $(HOST_BUILD)/arc/%.o: %.m $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) $(HOST_BUILD)/arc/objc
 	@mkdir -p $(@D)
@@ -76,7 +83,7 @@ $(HOST_BUILD)/metal_encode_attend-arc: $(HOST_BUILD)/arc/examples/metal_encode_a
 # them, are in `make test-shaders`.
 STANDIN_SHADER := clang++ -fPIC -g1 -O1 -fsanitize=address,bounds,alignment -fno-sanitize-recover=all -fno-omit-frame-pointer $(SHADER_CPU)
 
-$(HOST_BUILD)/library/%.metal.o: $(METAL_BUILD)/cpu/prepared $(TQKV_FILES) tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
+$(HOST_BUILD)/library/%.metal.o: $(METAL_BUILD)/cpu/prepared $(SHADER_SHARED) tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
 	@mkdir -p $(@D)
 	@$(STANDIN_SHADER) -Ishaders -c $(METAL_BUILD)/cpu/source/$*.metal.cpp -o $@
 
@@ -94,7 +101,7 @@ $(HOST_LIBRARY): $(SHADER_NAMES:%=$(HOST_BUILD)/library/%.metal.o) $(HOST_BUILD)
 	@python3 $(STANDIN)/pack.py library $@.so
 
 # Libraries of changed headers, each with the kernel `tables` alone. Without sanitizers: a context reads its tables and refuses.
-$(HOST_BUILD)/stale/made: $(METAL_BUILD)/cpu/prepared $(TQKV_FILES) $(STANDIN)/pack.py $(HOST_BUILD)/library/simt.o \
+$(HOST_BUILD)/stale/made: $(METAL_BUILD)/cpu/prepared $(SHADER_SHARED) $(STANDIN)/pack.py $(HOST_BUILD)/library/simt.o \
 		$(HOST_BUILD)/library/library.o
 	@mkdir -p $(HOST_STALE:%=$(@D)/%/shaders)
 	@python3 $(STANDIN)/pack.py stale src $(@D) $(HOST_STALE)
@@ -103,14 +110,17 @@ $(HOST_BUILD)/stale/made: $(METAL_BUILD)/cpu/prepared $(TQKV_FILES) $(STANDIN)/p
 	@python3 $(STANDIN)/pack.py library $(HOST_STALE:%=$(@D)/%.metallib.so)
 	@touch $@
 
-# Allocations and locks can fail too, not only calls of Metal.
-$(HOST_BUILD)/tqkv_metal.o: HOST_FLAGS += $(HOST_FAILING)
-
 endif
+
+# Allocations and locks can fail too, not only calls of Metal.
+$(HOST_BUILD)/tqkv_metal.o: $(HOST_SOURCE) $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) \
+		$(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
+	@mkdir -p $(@D)
+	@clang $(HOST_FLAGS) $(HOST_FAILING) $(HOST_GNUSTEP) $(HOST_ALONE) -c $< -o $@
 
 $(HOST_BUILD)/examples/%.o: examples/%.m $(HOST_HEADERS) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
 	@mkdir -p $(@D)
-	@clang $(HOST_WARNINGS) $(INCLUDE) $(CPPFLAGS) $(HOST_GNUSTEP) $(IMPLEMENTED) -c $< -o $@
+	@clang $(HOST_WARNINGS) $(INCLUDE) $(CPPFLAGS) $(HOST_GNUSTEP) -c $< -o $@
 
 $(HOST_BUILD)/%.o: %.m $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) \
 		$(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
@@ -129,7 +139,7 @@ $(HOST_BUILD)/runner: $(HOST_OBJECTS:%=$(HOST_BUILD)/%.o)
 # takes the place of xxhash.h.
 REPORT_PROGRAMS := pipelines report speed lookup
 REPORT_FLAGS := -O2 $(HOST_WARNINGS) -DTQKV_METAL_ANY_FAMILY -D_DARWIN_C_SOURCE $(INCLUDE)
-REPORT_TQKV := $(if $(HOST_GNUSTEP),$(HOST_TQKV),$(HOST_BUILD)/mac/tqkv.o)
+REPORT_TQKV := $(if $(HOST_GNUSTEP),$(HOST_TQKV))
 REPORT_LINK := $(if $(HOST_GNUSTEP),$(GNUSTEP_LINK),-framework Metal -framework Foundation)
 # As on a Mac the programs, the stand-in and the shaders under them have no sanitizers: they run seven times.
 PLAIN_LIBRARY := $(if $(HOST_GNUSTEP),$(HOST_BUILD)/tsan/standin.metallib,$(HOST_LIBRARY))
@@ -139,17 +149,13 @@ $(HOST_BUILD)/mac/standin.o: $(STANDIN)/standin.m $(HOST_HEADERS) $(wildcard tes
 	@mkdir -p $(@D)
 	@clang $(filter-out $(STANDIN_SANITIZE),$(HOST_FLAGS)) -O1 $(HOST_GNUSTEP) -c $< -o $@
 
-$(HOST_BUILD)/mac/tqkv.o: examples/make/tqkv.c $(TQKV_FILES)
+$(HOST_BUILD)/mac/tqkv_metal.o: $(HOST_SOURCE) $(HOST_HEADERS) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
 	@mkdir -p $(@D)
-	@clang $(STANDARD) $(REPORT_FLAGS) -Itests/metal/mac/hash -c $< -o $@
-
-$(HOST_BUILD)/mac/tqkv_metal.o: tqkv_metal.m $(HOST_HEADERS) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
-	@mkdir -p $(@D)
-	@clang $(REPORT_FLAGS) $(HOST_GNUSTEP) -c $< -o $@
+	@clang $(REPORT_FLAGS) $(HOST_GNUSTEP) $(if $(HOST_GNUSTEP),$(HOST_ALONE)) -Itests/metal/mac/hash -c $< -o $@
 
 $(HOST_BUILD)/mac/%.o: tests/metal/mac/%.m tests/metal/mac/report.h $(TQKV_FILES) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
 	@mkdir -p $(@D)
-	@clang $(REPORT_FLAGS) $(HOST_GNUSTEP) $(IMPLEMENTED) -c $< -o $@
+	@clang $(REPORT_FLAGS) $(HOST_GNUSTEP) -c $< -o $@
 
 $(REPORT_PROGRAMS:%=$(HOST_BUILD)/mac/%): $(HOST_BUILD)/mac/%: $(HOST_BUILD)/mac/%.o $(HOST_BUILD)/mac/tqkv_metal.o \
 		$(REPORT_TQKV) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/mac/standin.o)
@@ -164,13 +170,18 @@ $(LOOKUP_SOURCE): tests/metal/mac/lookup.metal metallib/amalgamate.py metallib/m
 $(HOST_BUILD)/mac/lookup: | $(LOOKUP_SOURCE)
 
 # The library is embedded in the object file.
-$(HOST_BUILD)/embedded.o: tqkv_metal.m $(TQKV_FILES) $(HOST_LIBRARY) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
-	@clang $(HOST_FLAGS) $(HOST_GNUSTEP) -DTQKV_METALLIB_EMBED='"$(HOST_LIBRARY)"' -c $< -o $@
+$(HOST_BUILD)/embedded.o: $(HOST_SOURCE) $(TQKV_FILES) $(HOST_LIBRARY) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
+	@clang $(HOST_FLAGS) $(HOST_GNUSTEP) $(HOST_ALONE) -DTQKV_METALLIB_EMBED='"$(HOST_LIBRARY)"' -c $< -o $@
 
 $(HOST_BUILD)/runner-embedded: $(HOST_BUILD)/embedded.o $(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
 	@clang++ $^ -o $@ $(HOST_LINK)
 
-$(HOST_BUILD)/metal_encode_attend: $(HOST_BUILD)/examples/metal_encode_attend.o $(HOST_BUILD)/tqkv_metal.o $(HOST_TQKV) \
+# As on a Mac: the example, and tqkv_metal.m as it ships, which is all else.
+$(HOST_BUILD)/whole/tqkv_metal.o: tqkv_metal.m tqkv.h $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
+	@mkdir -p $(@D)
+	@clang $(filter-out -I% -fsanitize%,$(HOST_FLAGS)) $(HOST_GNUSTEP) -DTQKV_NO_AVX512 -c $< -o $@
+
+$(HOST_BUILD)/metal_encode_attend: $(HOST_BUILD)/examples/metal_encode_attend.o $(HOST_BUILD)/whole/tqkv_metal.o \
 		$(filter %/standin.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
 	@clang++ $^ -o $@ $(HOST_LINK)
 
@@ -187,7 +198,7 @@ test-metal: $(HOST_PROGRAMS) $(HOST_LIBRARY) $(PLAIN_LIBRARY) $(if $(HOST_STALE)
 	@$(HOST_RUN) $(HOST_BUILD)/runner-embedded --library $(HOST_LIBRARY) --embedded context/embedded context/source/failures
 	@$(HOST_RUN) $(HOST_BUILD)/metal_encode_attend $(HOST_LIBRARY)
 	@$(HOST_RUN) sh tests/metal/mac/test.sh $(HOST_BUILD) $(PLAIN_LIBRARY)
-	@clang $(filter-out -fsanitize%,$(HOST_FLAGS)) $(HOST_GNUSTEP) -DTQKV_STATIC -DTQKV_IMPLEMENTATION -fsyntax-only tqkv_metal.m && \
+	@clang $(filter-out -fsanitize%,$(HOST_FLAGS)) $(HOST_GNUSTEP) -DTQKV_STATIC -fsyntax-only tqkv_metal.m && \
 		echo "1 passed, 0 failed"
 ifneq ($(HOST_GNUSTEP),)
 	@clang -fsyntax-only $(HOST_GNUSTEP) -fmodules -fmodules-cache-path=$(HOST_BUILD)/modules -Ipackaging/swift/CTqkv/include \
@@ -233,6 +244,10 @@ $(HOST_TSAN)/%.o: %.m $(HOST_HEADERS) $(HOST_BUILD)/gnustep/objc $(wildcard test
 	@mkdir -p $(@D)
 	@clang $(HOST_TSAN_FLAGS) -c $< -o $@
 
+$(HOST_TSAN)/tqkv_metal.o: $(HOST_SOURCE) $(HOST_HEADERS) $(HOST_BUILD)/gnustep/objc $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h)
+	@mkdir -p $(@D)
+	@clang $(HOST_TSAN_FLAGS) $(HOST_ALONE) -c $< -o $@
+
 $(HOST_TSAN)/tests/runner.o: tests/runner.c $(HOST_HEADERS)
 	@mkdir -p $(@D)
 	@clang -fsanitize=thread -O1 -D_GNU_SOURCE $(INCLUDE) $(CPPFLAGS) -c $< -o $@
@@ -252,9 +267,10 @@ test-metal-bugs: test-metal test-metal-arc $(HOST_TSAN)/runner $(HOST_TSAN)/stan
 	@echo "== tqkv_metal.m: planted bugs"
 	@export ASAN_LINK="$(HOST_LINK)" ASAN_OBJECTS="$(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))" \
 	ASAN_RUN="$(HOST_RUN) RUNNER --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale"; \
-	ASAN="clang $(HOST_FLAGS) $(HOST_FAILING) $(HOST_GNUSTEP)" ARC="clang $(HOST_FLAGS) $(HOST_FAILING) $(HOST_ARC)" \
+	ASAN="clang $(HOST_FLAGS) $(HOST_FAILING) $(HOST_GNUSTEP) $(HOST_ALONE)" \
+	ARC="clang $(HOST_FLAGS) $(HOST_FAILING) $(HOST_ARC) $(HOST_ALONE)" \
 	ARC_LINK="$$ASAN_LINK" ARC_OBJECTS="$$ASAN_OBJECTS $(HOST_BUILD)/$(STANDIN)/arc.o" ARC_RUN="$$ASAN_RUN" \
-	TSAN="clang $(HOST_TSAN_FLAGS)" TSAN_LINK="-fsanitize=thread $(GNUSTEP_LINK)" \
+	TSAN="clang $(HOST_TSAN_FLAGS) $(HOST_ALONE)" TSAN_LINK="-fsanitize=thread $(GNUSTEP_LINK)" \
 	TSAN_OBJECTS="$(filter-out %/tqkv_metal.o,$(TSAN_NAMES:%=$(HOST_TSAN)/%.o)) $(HOST_BUILD)/tests/test_tables.o" \
 	TSAN_RUN="$(HOST_TSAN_RUN) RUNNER --library $(HOST_TSAN)/standin.metallib" \
 	python3 tests/metal/host/bugs.py $(HOST_BUILD) $(BUGS)

@@ -3,8 +3,7 @@
    columns that plans choose, for half floats, too, and one with a list. A line each: ok, the time, the most threads,
    which tell registers (1024 down to 384), static threadgroup memory; or Metal's error. Status 1 if one failed. */
 #include "report.h"
-#define TQKV_SHARED
-#include "tqkv.h"
+#include "tests/metal/sizes.h"
 
 static void print_device(id<MTLDevice> device)
 {

@@ -4,10 +4,9 @@
    Otherwise: the default pair at each head_dim, all formats at 128, and groups that multiply matrices. --all: all pairs
    of formats at each head_dim. --brief: one head_dim. `result` lines have the bits of what the GPU computed: those of
    two libraries can be compared. Ends with status 1 if the library is refused or a result is wrong. */
-#define TQKV_IMPLEMENTATION
-#define TQKV_SHARED
 #include "report.h"
 #include "../../shape.h"
+#include "tests/metal/sizes.h"
 #include <math.h>
 #include <pthread.h>
 #include <stdlib.h>

@@ -4,7 +4,6 @@
    an idle GPU has a low clock.
    GB/s counts codes and norms once a call; `only reading` is a kernel that does nothing else. `share` is of the time of
    half floats. --tiny: one shape at 64 positions, to see that it runs. */
-#define TQKV_IMPLEMENTATION
 #include "report.h"
 #include "../../shape.h"
 #include <math.h>

@@ -1,8 +1,7 @@
 // The functions by which the stand-in runs the shaders; part of their shared object.
 #include "standin.h"
 #include "simt.h"
-#define TQKV_SHARED
-#include "tqkv.h"
+#include "tests/metal/sizes.h"
 #include <stdio.h>
 #include <string.h>
 

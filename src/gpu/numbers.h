@@ -1,4 +1,4 @@
-/* >>metal-host: numbers that tqkv_metal.m and the tests share with >>metal-code, visible with TQKV_SHARED */
+/* >>plan-numbers: numbers that plans, contexts and tests share */
 enum {
     TQKV__SIMD_WIDTH = 32,
     TQKV__ITEMS_OF_ATTEND = 12, /* index of a batch's items */
@@ -14,3 +14,12 @@ enum {
 #define TQKV__KERNELS_TEXT                                                                                             \
     "a GPU takes head_dim " TQKV__KERNELS(                                                                             \
         TQKV__KERNEL_DIM_TEXT, ) "and keys of 192 with values of 128, of 448 or 512 with a tail of 64"
+
+/* Whether there are kernels for rows of these sizes. value_dim: in calls of both streams, else head_dim; tail_dim: 0
+   without a tail */
+static inline bool tqkv__has_kernels(int head_dim, int value_dim, int tail_dim)
+{
+    const bool wide = head_dim == TQKV__WIDE_KEYS && value_dim == TQKV__NARROW_VALUES;
+    return (wide || (head_dim == value_dim && TQKV__HAS_KERNELS(head_dim))) &&
+           (!tail_dim || tail_dim == TQKV__TAIL_DIM(head_dim));
+}
