@@ -692,12 +692,10 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name);
    is a void * elsewhere. Needs a GPU of family Apple7 (M1, A14) or later.
 
    Every call is a plan (>>metal-plan), which tqkv_metal_record writes into the caller's
-   id<MTLComputeCommandEncoder>. Recording does not commit, wait or allocate; only the first plan of a kind builds its
-   pipelines (tqkv_metal_prepare). Results are ready when the caller's command buffer has completed. A failed call has
-   recorded nothing.
-   A serial encoder needs nothing else. In a concurrent encoder each call orders its own dispatches. The caller adds
-   barriers between two calls if one reads or overwrites what the other writes (stores, sources, outputs, scratch,
-   flags). Untracked resources need their usual fences.
+   id<MTLComputeCommandEncoder>. That neither commits, waits nor allocates; only the first plan of a kind builds its
+   pipelines (tqkv_metal_prepare). A failed call has recorded nothing.
+   In a concurrent encoder each call orders its own dispatches. The caller adds barriers between two calls if one reads
+   or overwrites what the other writes (stores, sources, outputs, scratch, flags). Untracked resources need fences.
 
    Threads. Many threads may use one context at once, each with its own encoder.
 
@@ -731,24 +729,19 @@ typedef struct tqkv_metal_desc {
 } tqkv_metal_desc;
 
 /* Runs one small kernel and waits for it. TQKV_UNSUPPORTED: no Metal device, or one without family Apple7 or
-   simdgroups of 32. TQKV_TABLE_MISMATCH: the library was built from another version of this header; the text names
-   the table. TQKV_METAL_ERROR: Metal failed. *out is NULL on failure. If the source took the library's place, or
-   later that of one kernel, the text says so and why, although the result is TQKV_OK: "library refused: ...;
-   compiled from source". If Metal refuses only the kernels that multiply matrices, attention goes on without: "...;
-   attention without matrices". */
+   simdgroups of 32. TQKV_TABLE_MISMATCH: the library is of another version; the text names the table. *out is NULL on
+   failure. Texts beside TQKV_OK: "library refused: ...; compiled from source", now or at a kernel's first use, and "...;
+   attention without matrices", if Metal refuses only the kernels that multiply them. */
 TQKV_METAL_API tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out);
 /* Call it after all calls have returned, recorded work has completed, and the context's caches and memory are gone. */
 TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
-/* The text of the context's last failure in any thread, or of its creation, cut to size - 1 bytes; "" if there is
-   none. */
+/* The text of the context's last failure in any thread, or of its creation; "" if there is none. */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 
 /* Whether the GPU computes what the processor does, for such caches: of desc all but the capacity and ring count.
-   Codes, norms and decoded rows of 48 tokens must have the processor's bits; attention of one and of three queries its
-   values, but for what integers change, also with positions kept as halves, and to a list of blocks; where keys can be
-   those of an index, its scores, too, and the blocks that it chooses. Takes milliseconds, and the time to build
-   pipelines, most of which such caches need anyway. Each version of the system has its own compiler of shaders: call it
-   once after an update. TQKV_METAL_ERROR: something differs; the text says what, and by how much. */
+   Codes, norms and decoded rows must have the processor's bits, attention and an index its values, but for what integers
+   change. Each version of the system has its own compiler of shaders: call it once after an update. TQKV_METAL_ERROR:
+   something differs; the text says what, and by how much. */
 TQKV_METAL_API tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc);
 
 /* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4, of halves and bfloat16s
@@ -766,8 +759,7 @@ typedef struct tqkv_metal_store {
     tqkv_metal_buffer channel_scale; /* the same */
     /* int32_t [shape.n_pages]; zero = not paged. Kernels read it when they run. shape.pages, if it is not NULL, is what
        it will hold then: a bad entry is refused, as on the processor. Without it a bad entry leaves its tokens out in
-       encoding, and elsewhere stands for another page. Attention takes keys and values both with pages or both without,
-       and n_pages * page_size below 2^31. */
+       encoding, and elsewhere stands for another page. Attention takes keys and values both with pages or without. */
     tqkv_metal_buffer pages;
 } tqkv_metal_store;
 
@@ -784,9 +776,8 @@ typedef struct tqkv_metal_attention {
     /* uint64_t [n_queries], at most 64; zero = none. attention.tree, if it is not NULL, is what it will hold when the
        kernels run. It is read only to know which entries of pages are seen. */
     tqkv_metal_buffer tree;
-    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128, 256, 448 and 512; 0 = 8. With
-       a small number narrow groups prefill faster and may decode slower. It decides bits: keep it the same for a
-       sequence. */
+    /* Groups of at least so many query heads multiply 8x8 matrices, at head_dim 64, 128, 256, 448 and 512; 0 = 8. It
+       decides bits: keep it the same for a sequence. */
     int matrix_group;
     const tqkv_metal_store *tail; /* as tqkv_attention's; NULL = none. With the keys' page table in the same buffer. */
     /* attention.list.rows in a buffer; zero = none. Kernels read it when they run; attention.list.rows, if it
@@ -816,14 +807,13 @@ TQKV_METAL_API tqkv_allocator tqkv_metal_allocator(tqkv_metal *m);
 TQKV_METAL_API tqkv_result tqkv_metal_find(tqkv_metal *m, const void *pointer, tqkv_metal_buffer *out);
 
 /* A cache whose desc has `metal` lies in shared memory. tqkv_cache_append and tqkv_cache_attend run on the GPU and
-   wait; all other calls, and attention to a tqkv_cache_view, run on the processor. Those that read
-   or move codes (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
+   wait; all other calls, and attention to a tqkv_cache_view, run on the processor. Those that read or move codes
+   (remove, keep, fork, save) need recorded appends to have completed, and remove and keep all work. After
    TQKV_METAL_ERROR an append has not happened, but a ring may have lost its oldest positions.
    The two calls below record tqkv_metal_plan_cache_append and _attend of such a cache, for programs with an encoder of
-   their own. An append counts at once, and attention can be recorded after it; if the command buffer fails,
-   tqkv_metal_cache_failed takes back what it had. The processor sees the codes, and with `calibrate` the centre and the
-   scale, after the buffer has completed: nothing waits for these. not_finite is raised by rows that tqkv_cache_append
-   refuses, too: then the append is taken back by tqkv_cache_truncate or tqkv_metal_cache_failed. */
+   their own. An append counts at once, and attention can be recorded after it; the processor sees its codes, and what a
+   cache learns, after the buffer has completed. not_finite is raised by rows that tqkv_cache_append refuses, too: then,
+   and if the buffer fails, tqkv_metal_cache_failed takes the append back. */
 TQKV_METAL_API tqkv_result tqkv_metal_cache_append(tqkv_metal *m, tqkv_metal_object encoder, tqkv_cache *c,
                                                    tqkv_metal_buffer k, tqkv_metal_buffer v, int n_tokens,
                                                    tqkv_metal_buffer not_finite);
@@ -849,22 +839,6 @@ enum {
     TQKV_METAL_REPORT = 4736,    /* bytes of tqkv_metal_plan_tables's report */
     TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
 };
-
-typedef enum tqkv_metal_family {
-    TQKV_METAL_TABLES,
-    TQKV_METAL_ENCODE,
-    TQKV_METAL_ENCODE_KV,
-    TQKV_METAL_PROBE,
-    TQKV_METAL_DECODE,
-    TQKV_METAL_ROTATE,
-    TQKV_METAL_ATTEND,
-    TQKV_METAL_ATTEND_MERGE,
-    TQKV_METAL_ATTEND_MATRIX,
-    TQKV_METAL_INDEX_CHOICE,
-    TQKV_METAL_ATTEND_LIST,
-    TQKV_METAL_INDEX_SCORES,
-    TQKV_METAL_CALIBRATE
-} tqkv_metal_family;
 
 /* Identifies a pipeline. Only bytes, without padding: a program keeps its pipelines by them and compares with
    memcmp. */
@@ -924,12 +898,11 @@ typedef struct tqkv_metal_plan {
 /* Writes a plan into an encoder: checked, with pipelines and barriers. A plan that was refused is refused again, with a
    text. Where the context multiplies no matrices it takes tqkv_metal_plan_lanes. */
 TQKV_METAL_API tqkv_result tqkv_metal_record(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_plan *plan);
-/* Builds the pipelines of a plan now, which its first recording would do, each in up to a second. Nothing else of the
-   plan is looked at: it needs no buffers, and its context need not be there yet. What a call needs depends on the number
-   of queries (1, and each power of two), on whether the context is short or long, and on whether there are a window's
-   halves, a list, a tree, pages, sinks, centres: plan those that will come. For a cache plan an append and attention of
-   another one of the same desc, whose appends tqkv_metal_cache_appended counts, though none has run. Any thread may
-   call it while others record; those do not wait. */
+/* Builds the pipelines of a plan now, which its first recording would do, each in up to a second; any thread may, while
+   others record. Of buffers only those count that say what there is, as centres and the memory of a cache. Pipelines
+   depend on the number of queries (1, and each power of two), on whether the context is short or long, and on what there
+   is of halves, lists, trees, pages, sinks and centres: plan those that will come. For a cache plan an append and
+   attention of another one of the same desc, whose appends tqkv_metal_cache_appended counts, though none has run. */
 TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, tqkv_metal_plan *plan);
 
 /* What a pipeline runs. max_threads: the most that it allows a threadgroup, at least 32 */
@@ -983,10 +956,9 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *a,
                                                   tqkv_metal_buffer scratch, tqkv_metal_buffer out,
                                                   tqkv_metal_plan *plan);
 /* As tqkv_attend_partial, tqkv_attend_merge and tqkv_attend_finish, for contexts in several stores or on several devices;
-   slices of GPU and processor may be merged. But max is only within 8 of the largest score, and finish reads src_out,
-   src_max and src_sum and writes out, another buffer, in output_type and with output_strides. Sinks and the values'
-   centre are read by finish alone; a merge sees whether stores have scales and centres, but not whether these are the
-   same numbers. Merges look at no buffers of the stores.
+   slices of GPU and processor may be merged. But max is only within 8 of the largest score, and finish writes out,
+   another buffer, in output_type and with output_strides. Sinks and the values' centre are read by finish alone; a merge
+   looks at no buffers of the stores, and so not at the numbers of scales and centres.
    Merged in order, slices of linear or paged stores of rotated values, and keys without a centre, have the bits of
    tqkv_metal_plan_attend if each but the first is one section of the context: [0, 8192), then 32,768 positions each,
    under a window 8,192; in place of the first section also its stretches of 512. The last may be shorter. */
@@ -1007,11 +979,10 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attent
    head_dim, formats, types, bases, sinks and matrix_group, in which of the stores of halves they have, and all or none
    have a softcap, centres, lists and pages; window, scale, softcap's size, tree, blocks of the lists, first.n, last.n,
    n_queries and what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one
-   buffer, at any offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments:
-   memory that the processor can write, at a multiple of 256, for this call alone until it has completed; contents: where
-   the processor sees them, or NULL for a plan that only tells sizes and pipelines. The outputs are compared in memory of
-   malloc. Where the context multiplies no matrices tqkv_metal_record says TQKV_UNSUPPORTED: set matrix_group to
-   INT_MAX. */
+   buffer, at any offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise, or where the
+   context multiplies no matrices: then with a matrix_group of INT_MAX. arguments: memory that the processor can write,
+   at a multiple of 256, for this call alone until it has completed; contents: where the processor sees them, or NULL for
+   a plan that only tells sizes and pipelines. */
 TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
                                                         const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                                         void *contents, tqkv_metal_buffer scratch,
@@ -1029,8 +1000,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *
 
 /* Of a cache at the beginning of `memory`. layout: strides of the rows, or NULL: those of the cache. Rows of a tail lie
    apart from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of
-   the keys. At most 512 tokens where positions are kept as halves (exact_last), or 64 in a cache without a context. An append counts when
-   tqkv_metal_cache_appended is called. */
+   the keys. At most 512 tokens where positions are kept as halves (exact_last), 64 in a cache without a context. An
+   append counts when tqkv_metal_cache_appended is called. */
 TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
                                                         const tqkv_cache_strides *layout, tqkv_metal_buffer k,
                                                         tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,

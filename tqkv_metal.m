@@ -398,6 +398,23 @@ TQKV__ASSERT_SIZE(tqkv__calibrate_args, 68);
 TQKV__ASSERT_SIZE(tqkv__table_report, 4736);
 
 /* >>plan-numbers: numbers that plans, contexts and tests share */
+/* tqkv_metal_kernel.family */
+typedef enum tqkv__family {
+    TQKV_METAL_TABLES,
+    TQKV_METAL_ENCODE,
+    TQKV_METAL_ENCODE_KV,
+    TQKV_METAL_PROBE,
+    TQKV_METAL_DECODE,
+    TQKV_METAL_ROTATE,
+    TQKV_METAL_ATTEND,
+    TQKV_METAL_ATTEND_MERGE,
+    TQKV_METAL_ATTEND_MATRIX,
+    TQKV_METAL_INDEX_CHOICE,
+    TQKV_METAL_ATTEND_LIST,
+    TQKV_METAL_INDEX_SCORES,
+    TQKV_METAL_CALIBRATE
+} tqkv__family;
+
 enum {
     TQKV__SIMD_WIDTH = 32,
     TQKV__ITEMS_OF_ATTEND = 12, /* index of a batch's items */
@@ -477,7 +494,7 @@ static void tqkv__name_kernel(tqkv_metal_kernel *kernel)
     static const char *const families[] = {"tables",        "encode",       "encode_kv",   "probe",
                                            "decode",        "rotate",       "attend",      "attend_merge",
                                            "attend_matrix", "index_choice", "attend_list", "index_scores",
-                                           "learn_scales"}; /* tqkv_metal_family */
+                                           "learn_scales"}; /* tqkv__family */
     const int dims[] = {kernel->head_dim * TQKV__DIM_UNIT, kernel->value_dim * TQKV__DIM_UNIT};
     const char *const texts[] = {"tqkv_", families[kernel->family]};
     char *at = kernel->name;
@@ -513,7 +530,7 @@ static int tqkv__most_simdgroups(const tqkv_metal_kernel *kernel)
 }
 
 /* Gives a dispatch its kernel, for rows of its sizes. */
-static void tqkv__plan_family(tqkv_metal_dispatch *d, tqkv_metal_family family)
+static void tqkv__plan_family(tqkv_metal_dispatch *d, tqkv__family family)
 {
     d->kernel.family = (uint8_t)family;
     d->kernel.most_simdgroups = (uint8_t)tqkv__most_simdgroups(&d->kernel);
@@ -597,8 +614,7 @@ static TQKV__NOINLINE void tqkv__plan_args(tqkv_metal_dispatch *d, const void *a
     memcpy(to->bytes, args, size);
 }
 
-static TQKV__NOINLINE void tqkv__plan_begin(tqkv_metal_dispatch *d, tqkv_metal_family family, int head_dim,
-                                            int value_dim)
+static TQKV__NOINLINE void tqkv__plan_begin(tqkv_metal_dispatch *d, tqkv__family family, int head_dim, int value_dim)
 {
     memset(d, 0, sizeof *d);
     d->kernel.head_dim = (uint8_t)(head_dim / TQKV__DIM_UNIT);
@@ -1351,21 +1367,20 @@ typedef struct tqkv__slice_buffers {
 } tqkv__slice_buffers;
 
 typedef struct tqkv__attend_buffers {
-    const tqkv_metal_store *keys, *values, *tail; /* tail: NULL without one */
-    tqkv_metal_buffer sinks, tree, q, scratch, out;
-    tqkv__slice_buffers slice;                       /* zero: attends to all positions */
-    int64_t slice_end;                               /* of the positions to attend to */
-    int halves;                                      /* TQKV_FC_HALVES */
-    const tqkv_metal_store *ends[2][2], *first_tail; /* of tqkv__attention */
-    tqkv_metal_buffer list, list_rows;               /* the caller's, and what attend_list makes of them */
+    tqkv_metal_attention of; /* of a region: with the stores that it reads */
+    tqkv_metal_buffer q, scratch, out;
+    tqkv__slice_buffers slice;   /* zero: attends to all positions */
+    int64_t slice_end;           /* of the positions to attend to */
+    int halves;                  /* TQKV_FC_HALVES */
+    tqkv_metal_buffer list_rows; /* what attend_list makes of the caller's list */
 } tqkv__attend_buffers;
 
 /* Whether keys and values look up the same entries of one table. */
 static bool tqkv__same_pages(const tqkv__attend_args *args, const tqkv__attend_buffers *b)
 {
-    return b->keys->pages.buffer == b->values->pages.buffer && b->keys->pages.offset == b->values->pages.offset &&
-           args->key_page_size == args->value_page_size && args->key_last_page == args->value_last_page &&
-           args->key_capacity == args->value_capacity;
+    return b->of.keys->pages.buffer == b->of.values->pages.buffer &&
+           b->of.keys->pages.offset == b->of.values->pages.offset && args->key_page_size == args->value_page_size &&
+           args->key_last_page == args->value_last_page && args->key_capacity == args->value_capacity;
 }
 
 static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tqkv__attend_args *args)
@@ -1423,7 +1438,7 @@ static void tqkv__plan_boundary(const tqkv__attention *a, tqkv__attend_args *arg
 static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv__split *split,
                                    tqkv__attend_args *args)
 {
-    tqkv__plan_key_args(a, b->keys->shape.capacity, args);
+    tqkv__plan_key_args(a, b->of.keys->shape.capacity, args);
     tqkv__plan_seen(a, &args->first_newest, &args->window);
     args->slice_end = (int)(b->slice_end - a->first);
     tqkv__plan_boundary(a, args);
@@ -1438,10 +1453,10 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     args->softcap = a->call.softcap;
     args->value_block_scale = a->values.block_scale;
     args->first_of_tree = a->call.tree ? args->kv_len - a->call.n_queries : INT_MAX;
-    args->value_slots = b->values->shape.capacity;
-    if (b->tail) args->tail_slots = b->tail->shape.capacity;
+    args->value_slots = b->of.values->shape.capacity;
+    if (b->of.tail) args->tail_slots = b->of.tail->shape.capacity;
     args->tail_capacity = a->tail.capacity;
-    args->tail_oldest_slot = b->tail && args->kv_len ? tqkv__slot(&a->tail, a->first) : 0;
+    args->tail_oldest_slot = b->of.tail && args->kv_len ? tqkv__slot(&a->tail, a->first) : 0;
     if (a->call.list.rows) tqkv__plan_list_args(a, b->slice_end, args);
     if (!a->keys.n_pages) return;
     args->value_page_size = a->values.page_size;
@@ -1490,7 +1505,7 @@ static void tqkv__plan_slot_constants(tqkv_metal_dispatch *d, const tqkv__attent
                tail = args->key_capacity == args->tail_capacity && args->key_oldest_slot == args->tail_oldest_slot;
     tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, a->keys.n_pages ? tqkv__same_pages(args, b) : values);
     tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, args->key_capacity < TQKV__SIMD_WIDTH);
-    tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE, b->tail && !a->keys.n_pages && !tail);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE, b->of.tail && !a->keys.n_pages && !tail);
 }
 
 /* Binds partial results: sums at `index`, their states behind it. */
@@ -1511,7 +1526,7 @@ static int tqkv__planned_tail(const tqkv_metal_dispatch *d)
    softcap, beside sinks and in a slice. */
 static bool tqkv__center_counts(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv_metal_store *keys)
 {
-    return keys && keys->center.buffer && (a->call.softcap > 0.0f || b->sinks.buffer || b->slice.to);
+    return keys && keys->center.buffer && (a->call.softcap > 0.0f || b->of.sinks.buffer || b->slice.to);
 }
 
 /* Binds slices of attend_merge, from index 7 on, and of attend, which does not use them. */
@@ -1627,8 +1642,8 @@ static void tqkv__plan_bind_key_scales(tqkv_metal_dispatch *d, const tqkv__atten
 static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                      const tqkv__split *split)
 {
-    const bool center = tqkv__center_counts(a, b, b->keys), tail_center = tqkv__center_counts(a, b, b->tail);
-    const tqkv_metal_store *tail = b->tail ? b->tail : b->keys; /* then nothing of it is bound */
+    const bool center = tqkv__center_counts(a, b, b->of.keys), tail_center = tqkv__center_counts(a, b, b->of.tail);
+    const tqkv_metal_store *tail = b->of.tail ? b->of.tail : b->of.keys; /* then nothing of it is bound */
     tqkv__plan_begin(d, TQKV_METAL_ATTEND, a->keys.head_dim, a->value_dim);
     tqkv__attend_args args;
     tqkv__plan_attend_args(a, b, split, &args);
@@ -1637,22 +1652,22 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_slot_constants(d, a, b, &args);
     tqkv__plan_constant(d, TQKV_FC_LIST, a->call.list.rows != NULL);
     tqkv__plan_bind_rows(d, "q", 1, b->q, TQKV_FC_TYPE, a->call.query_type, a->q_size, false);
-    tqkv__plan_bind_store(d, "keys' codes", "keys' norms", 2, b->keys, &a->keys, false);
-    tqkv__plan_bind_store(d, "values' codes", "values' norms", 4, b->values, &a->values, false);
-    tqkv__plan_bind(d, "sinks", TQKV_METAL_ONLY_CHECKED, b->sinks,
-                    b->sinks.buffer ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
+    tqkv__plan_bind_store(d, "keys' codes", "keys' norms", 2, b->of.keys, &a->keys, false);
+    tqkv__plan_bind_store(d, "values' codes", "values' norms", 4, b->of.values, &a->values, false);
+    tqkv__plan_bind(d, "sinks", TQKV_METAL_ONLY_CHECKED, b->of.sinks,
+                    b->of.sinks.buffer ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
     tqkv__plan_bind_partials(d, 6, b->scratch, split, true);
-    tqkv__plan_bind_channels(d, "keys' center", 8, b->keys->center, &a->keys, center);
-    tqkv__plan_bind_channels(d, "values' center", TQKV_METAL_ONLY_CHECKED, b->values->center, &a->values, true);
-    tqkv__plan_bind_channels(d, "values' channel_scale", TQKV_METAL_ONLY_CHECKED, b->values->channel_scale, &a->values,
-                             true);
-    tqkv__plan_bind_pages(d, "keys' pages", 9, b->keys->pages, &a->keys, TQKV_FC_PAGES);
-    tqkv__plan_bind_pages(d, "values' pages", 10, b->values->pages, &a->values, TQKV_FC_PAGES);
-    tqkv__plan_bind(d, "tree", 11, b->tree, a->call.tree ? (size_t)a->call.n_queries * sizeof(uint64_t) : 0, false);
-    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->tree, 0, false);
+    tqkv__plan_bind_channels(d, "keys' center", 8, b->of.keys->center, &a->keys, center);
+    tqkv__plan_bind_channels(d, "values' center", TQKV_METAL_ONLY_CHECKED, b->of.values->center, &a->values, true);
+    tqkv__plan_bind_channels(d, "values' channel_scale", TQKV_METAL_ONLY_CHECKED, b->of.values->channel_scale,
+                             &a->values, true);
+    tqkv__plan_bind_pages(d, "keys' pages", 9, b->of.keys->pages, &a->keys, TQKV_FC_PAGES);
+    tqkv__plan_bind_pages(d, "values' pages", 10, b->of.values->pages, &a->values, TQKV_FC_PAGES);
+    tqkv__plan_bind(d, "tree", 11, b->of.tree, a->call.tree ? (size_t)a->call.n_queries * sizeof(uint64_t) : 0, false);
+    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->of.tree, 0, false);
     tqkv__plan_bind_store(d, "tail's codes", "tail's norms", 13, tail, &a->tail, false);
     tqkv__plan_bind_channels(d, "tail's center", 15, tail->center, &a->tail, tail_center);
-    tqkv__plan_bind_key_scales(d, a, b->keys, tail, center, tail_center);
+    tqkv__plan_bind_key_scales(d, a, b->of.keys, tail, center, tail_center);
     tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     tqkv__plan_constant(d, TQKV_FC_STRANDS, split->strands > 1);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
@@ -1674,10 +1689,10 @@ static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, co
                  length = (size_t)a->call.list.length;
     tqkv__plan_begin(d, TQKV_METAL_ATTEND_LIST, 0, 0);
     tqkv__plan_args(d, attend->arguments[0].bytes, attend->arguments[0].size);
-    tqkv__plan_bind(d, "list", 1, b->list, n_rows * length * sizeof(int32_t), false);
+    tqkv__plan_bind(d, "list", 1, b->of.list, n_rows * length * sizeof(int32_t), false);
     tqkv__plan_bind(d, "scratch", 2, b->list_rows, tqkv__list_rows_size(a), true);
-    tqkv__plan_bind(d, "tree", 3, b->tree, a->call.tree ? n_queries * sizeof(uint64_t) : 0, false);
-    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_LIST, b->tree, 0, false);
+    tqkv__plan_bind(d, "tree", 3, b->of.tree, a->call.tree ? n_queries * sizeof(uint64_t) : 0, false);
+    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_LIST, b->of.tree, 0, false);
     tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
     tqkv__plan_constant(d, TQKV_FC_BATCH, false);
     tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
@@ -1690,7 +1705,7 @@ static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, co
 static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                    tqkv__merge_args args, bool unrotate)
 {
-    const bool sinks = b->sinks.buffer != NULL;
+    const bool sinks = b->of.sinks.buffer != NULL;
     const size_t dim = (size_t)a->value_dim;
     args.n_rows = (int32_t)a->n_rows;
     args.n_heads = a->call.n_heads;
@@ -1702,10 +1717,10 @@ static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, false);
     tqkv__plan_constant(d, TQKV_FC_SINKS, sinks);
-    tqkv__plan_bind(d, "sinks", 3, b->sinks, sinks ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
+    tqkv__plan_bind(d, "sinks", 3, b->of.sinks, sinks ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
     tqkv__plan_bind_rows(d, "out", 4, b->out, TQKV_FC_TYPE, b->slice.to ? TQKV_TYPE_F32 : a->call.output_type,
                          tqkv__plan_out_size(a, b), true);
-    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_MERGE, b->tree, 0, false);
+    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_MERGE, b->of.tree, 0, false);
     tqkv__plan_constant(d, TQKV_FC_BATCH, false);
     tqkv__plan_bind_slices(d, a, &b->slice);
     d->memory_each[0] = TQKV__MERGE_BYTES((size_t)a->value_dim, 1);
@@ -1719,9 +1734,9 @@ static void tqkv__plan_bind_values(tqkv_metal_dispatch *d, const tqkv__attention
                                    bool unrotate)
 {
     const bool finish = !b->slice.to, original = a->call.output_basis == TQKV_ORIGINAL,
-               center = tqkv__plan_bind_channels(d, "values' center", 5, b->values->center, &a->values, finish),
-               scaled = tqkv__plan_bind_channels(d, "values' channel_scale", 11, b->values->channel_scale, &a->values,
-                                                 finish && (original || center));
+               center = tqkv__plan_bind_channels(d, "values' center", 5, b->of.values->center, &a->values, finish),
+               scaled = tqkv__plan_bind_channels(d, "values' channel_scale", 11, b->of.values->channel_scale,
+                                                 &a->values, finish && (original || center));
     tqkv__plan_constant(d, TQKV_FC_VALUE_SCALED, scaled && original);
     tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scaled && !original);
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
@@ -1747,7 +1762,7 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     tqkv__plan_bind_partials(d, 1, b->scratch, all, false);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, slice && !a->values.rotated);
     tqkv__plan_bind_values(d, a, b, unrotate);
-    const bool shifted = tqkv__center_counts(a, b, b->keys) || tqkv__center_counts(a, b, b->tail);
+    const bool shifted = tqkv__center_counts(a, b, b->of.keys) || tqkv__center_counts(a, b, b->of.tail);
     tqkv__plan_constant(d, TQKV_FC_CENTER, shifted && !(a->call.softcap > 0.0f));
     d->n_simdgroups = most < n_sections ? most : n_sections;
     d->barrier = b->scratch.buffer;
@@ -1783,6 +1798,7 @@ static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffe
     const int64_t gone =
         a->first > a->kept ? a->first - a->kept : 0; /* between the first positions and the oldest resident one */
     const bool ends = a->exact[1][0] || a->exact[1][1];
+    const tqkv_metal_ends *kept = last ? &b->of.last : &b->of.first;
     *own = *a;
     *buffers = *b;
     own->first = positions.from;
@@ -1791,13 +1807,20 @@ static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffe
     buffers->halves = last                              ? TQKV__NEWEST_HALVES
                       : ends && i == TQKV__CODES_REGION ? TQKV__BEFORE_HALVES
                                                         : TQKV__ALL_POSITIONS;
-    if (i != TQKV__CODES_REGION && a->exact[last][0]) own->keys = a->ends[last][0];
-    if (i != TQKV__CODES_REGION && a->exact[last][0]) buffers->keys = b->ends[last][0];
-    if (i != TQKV__CODES_REGION && a->exact[last][1]) own->values = a->ends[last][1];
-    if (i != TQKV__CODES_REGION && a->exact[last][1]) buffers->values = b->ends[last][1];
-    if (i != TQKV__FIRST_REGION || !a->kept) return;
-    if (a->call.tail) own->tail = a->first_tail;
-    if (a->call.tail) buffers->tail = b->first_tail;
+    if (i == TQKV__CODES_REGION) return;
+    if (a->exact[last][0]) {
+        own->keys = a->ends[last][0];
+        buffers->of.keys = kept->keys;
+    }
+    if (a->exact[last][1]) {
+        own->values = a->ends[last][1];
+        buffers->of.values = a->shared ? kept->keys : kept->values;
+    }
+    if (last || !a->kept) return;
+    if (a->call.tail) {
+        own->tail = a->first_tail;
+        buffers->of.tail = kept->tail;
+    }
     if (a->call.list.newest) /* counts what there is */
         own->call.list.newest = gone < INT_MAX - a->call.list.newest ? a->call.list.newest + (int)gone : INT_MAX;
 }
@@ -1895,7 +1918,7 @@ static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, c
 /* An attention over buffers as one over stores. */
 typedef struct tqkv__plan_call {
     tqkv_attention attention;
-    tqkv_store keys, values, tail, ends[2][2], first_tail;
+    tqkv_store keys, values, tail, ends[2][3];
 } tqkv__plan_call;
 
 static bool tqkv__same_buffer(tqkv_metal_buffer a, tqkv_metal_buffer b)
@@ -1960,44 +1983,30 @@ static tqkv_result tqkv__plan_check_streams(const tqkv_metal_attention *from, co
     return TQKV__INVALID("tail: overlaps the keys or the values");
 }
 
-/* Takes the stores of the positions that are kept as halves. Their centres are buffers, too. */
+/* Takes the stores of the positions that are kept besides. Their centres are buffers, too. */
 static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv__plan_call *call)
 {
-    const tqkv_metal_store *const ends[2][2] = {{from->first.keys, from->first.values},
-                                                {from->last.keys, from->last.values}};
-    tqkv_attention *to = &call->attention;
-    const tqkv_store **const shapes[2][2] = {{&to->first.keys, &to->first.values}, {&to->last.keys, &to->last.values}};
+    const tqkv_metal_ends *const ends[2] = {&from->first, &from->last};
+    const tqkv_metal_store *const streams[3] = {from->keys, from->values, from->tail};
+    tqkv_ends *const to[2] = {&call->attention.first, &call->attention.last};
+    to[0]->tail = NULL;
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
         const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
-        if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__plan_first_tail */
-        const tqkv_metal_store *end = ends[last][side], *codes = side == TQKV__VALUES ? from->values : from->keys;
+        const tqkv_metal_store *const stores[3] = {ends[last]->keys, ends[last]->values, ends[last]->tail},
+                                      *end = stores[side], *codes = streams[side];
+        const tqkv_store **const shapes[3] = {&to[last]->keys, &to[last]->values, &to[last]->tail};
         tqkv_store *shape = &call->ends[last][side];
-        *shapes[last][side] = end ? shape : NULL;
-        if (!end || !(last ? to->last.n : to->first.n)) continue;
+        *shapes[side] = end && codes && (to[last]->n || side != TQKV__TAIL) ? shape : NULL;
+        if (!*shapes[side] || !to[last]->n) continue;
         tqkv__plan_store(end, shape);
         shape->center = codes->shape.center;
+        shape->channel_scale = codes->shape.channel_scale;
         if (!tqkv__same_buffer(end->center, codes->center) ||
             !tqkv__same_buffer(end->channel_scale, codes->channel_scale))
             return TQKV__INVALID("first or last: a store with another centre or scale than the codes");
         if (end->pages.buffer || shape->n_pages)
             return TQKV__REFUSE(UNSUPPORTED, "first or last with pages of their own: not on a GPU");
     }
-    return TQKV_OK;
-}
-
-/* Takes the store of a tail's first positions; follows what takes the tail. */
-static tqkv_result tqkv__plan_first_tail(const tqkv_metal_attention *from, tqkv__plan_call *call)
-{
-    tqkv_attention *to = &call->attention;
-    to->first.tail = NULL;
-    if (!from->tail || !from->first.tail || !to->first.n) return TQKV_OK;
-    if (!tqkv__same_buffer(from->first.tail->center, from->tail->center) ||
-        !tqkv__same_buffer(from->first.tail->channel_scale, from->tail->channel_scale))
-        return TQKV__INVALID("first.tail: a store with another centre or scale than the tail");
-    tqkv__plan_store(from->first.tail, &call->first_tail);
-    call->first_tail.center = call->tail.center;
-    call->first_tail.channel_scale = call->tail.channel_scale;
-    to->first.tail = &call->first_tail;
     return TQKV_OK;
 }
 
@@ -2022,7 +2031,6 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     to->keys = &call->keys;
     to->values = &call->values;
     to->tail = from->tail ? &call->tail : NULL;
-    if ((r = tqkv__plan_first_tail(from, call)) != TQKV_OK) return r;
     if ((r = tqkv__plan_end_shapes(from, call)) != TQKV_OK) return r;
     if (from->tree.buffer && !to->tree) to->tree = tqkv__unknown_tree;
     if (from->list.buffer && !to->list.rows) to->list.rows = tqkv__unknown_list;
@@ -2051,7 +2059,7 @@ static tqkv_result tqkv__plan_attention_positions(tqkv__attention *a)
 }
 
 /* Takes the positions that are kept as halves; slots of positions follow. */
-static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__attention *a, tqkv__attend_buffers *b)
+static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__attention *a)
 {
     if (!a->call.first.n && !a->call.last.n) return TQKV_OK;
     a->shared = tqkv__plan_shared(from, a);
@@ -2060,11 +2068,6 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
     if (r != TQKV_OK) return r;
     if (a->kept && a->call.window && a->call.end > 1 << 30)
         return TQKV__REFUSE(UNSUPPORTED, "first, of a ring behind 2^30 positions, and a window: not on a GPU");
-    b->first_tail = from->first.tail;
-    b->ends[0][0] = from->first.keys;
-    b->ends[0][1] = a->shared ? from->first.keys : from->first.values;
-    b->ends[1][0] = from->last.keys;
-    b->ends[1][1] = a->shared ? from->last.keys : from->last.values;
     for (int last = 0; last < 2; last++) {
         if (a->keys.page_size && a->exact[last][0] != a->exact[last][1])
             return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
@@ -2084,7 +2087,7 @@ static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t fi
     const bool known = !a->call.list.rows || from->attention.list.rows, slice = b->slice.to;
     tqkv_result r = slice ? tqkv__check_slice_range(a, first, count) : TQKV_OK;
     if (r != TQKV_OK) return r;
-    if (!slice) b->sinks = from->sinks;
+    if (slice) memset(&b->of.sinks, 0, sizeof b->of.sinks);
     const tqkv__range range = {slice ? first : a->first, slice ? first + count : a->call.end};
     const bool begins = range.from == a->first && (range.from < range.to || range.to == a->call.end);
     if (known) r = tqkv__check_seen(a, range);
@@ -2101,20 +2104,16 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
     tqkv__plan_call call;
     tqkv__attention a;
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
+    if (r == TQKV_OK) b->of = *from;
     if (r == TQKV_OK) r = tqkv__plan_check_streams(from, &a);
     if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
-    if (r == TQKV_OK) r = tqkv__plan_ends(from, &a, b);
+    if (r == TQKV_OK) r = tqkv__plan_ends(from, &a);
     if (r == TQKV_OK) r = tqkv__check_window(&a);
     plan->empty = r == TQKV_OK && !a.call.n_queries;
     if (plan->empty) return b->slice.to ? tqkv__check_slice_range(&a, first, count) : r;
     if (r == TQKV_OK) r = tqkv__plan_range(from, first, count, &a, b);
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
     if (r != TQKV_OK) return r;
-    b->keys = from->keys;
-    b->values = from->values;
-    b->tail = from->tail;
-    b->tree = from->tree;
-    b->list = from->list;
     return tqkv__plan_attention(&a, b, most_sums, plan);
 }
 
@@ -2248,7 +2247,8 @@ static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_
     if (tqkv__channels_differ(from->values->channel_scale, src->values->channel_scale) ||
         tqkv__channels_differ(from->values->center, src->values->center))
         return TQKV__INVALID("slices of values with and without a scale of their channels, or a centre");
-    b->values = from->values;
+    b->of = *from;
+    memset(&b->of.sinks, 0, sizeof b->of.sinks); /* which finish reads */
     if (a.call.n_queries) tqkv__plan_slice(tqkv__add_dispatch(plan), &a, b, src_out);
     return TQKV_OK;
 }
@@ -2277,8 +2277,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attent
     if (!tqkv__open_plan(plan, "attend_finish")) return TQKV__INVALID(TQKV__NO_PLAN);
     const tqkv_result r = tqkv__plan_shape(from, &call, &a);
     if (r != TQKV_OK) return tqkv__close_plan(plan, r);
-    b.sinks = from->sinks;
-    b.values = from->values;
+    b.of = *from;
     b.slice.from = true;
     b.slice.src_max = src_max;
     b.slice.src_sum = src_sum;
@@ -2895,31 +2894,39 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *
 
 /* >>plan-cache: appending to a cache and attending to it */
 
-static tqkv_metal_buffer tqkv__buffer_within(const tqkv_cache *c, tqkv_metal_buffer memory, const void *at)
+/* A call of a cache at the beginning of `memory`. */
+typedef struct tqkv__cache_plan {
+    const tqkv_cache *c;
+    tqkv_metal_buffer memory;
+    tqkv_metal_plan *plan;
+} tqkv__cache_plan;
+
+static tqkv_metal_buffer tqkv__buffer_within(const tqkv__cache_plan *p, const void *at)
 {
-    memory.offset += (size_t)((const char *)at - (const char *)c);
-    return memory;
+    tqkv_metal_buffer found = p->memory;
+    found.offset += (size_t)((const char *)at - (const char *)p->c);
+    return found;
 }
 
-static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_store *s)
+static tqkv_metal_store tqkv__store_in_buffer(const tqkv__cache_plan *p, const tqkv_store *s)
 {
     tqkv_metal_store store;
     store.shape = *s;
-    store.codes = tqkv__buffer_within(c, memory, s->codes);
-    store.norms = tqkv__buffer_within(c, memory, s->norms);
+    store.codes = tqkv__buffer_within(p, s->codes);
+    store.norms = tqkv__buffer_within(p, s->norms);
     memset(&store.center, 0, sizeof store.center);
     memset(&store.channel_scale, 0, sizeof store.channel_scale);
-    if (s->center) store.center = tqkv__buffer_within(c, memory, s->center);
-    if (s->channel_scale) store.channel_scale = tqkv__buffer_within(c, memory, s->channel_scale);
+    if (s->center) store.center = tqkv__buffer_within(p, s->center);
+    if (s->channel_scale) store.channel_scale = tqkv__buffer_within(p, s->channel_scale);
     memset(&store.pages, 0, sizeof store.pages);
     return store;
 }
 
 /* Gives a store the centre and the scale that the cache learns. */
-static void tqkv__take_learnt_buffers(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_store *store)
+static void tqkv__take_learnt_buffers(const tqkv__cache_plan *p, tqkv_metal_store *store)
 {
-    store->center = tqkv__buffer_within(c, memory, tqkv__channel_room(c, TQKV__KEYS, TQKV__CENTERS));
-    store->channel_scale = tqkv__buffer_within(c, memory, tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES));
+    store->center = tqkv__buffer_within(p, tqkv__channel_room(p->c, TQKV__KEYS, TQKV__CENTERS));
+    store->channel_scale = tqkv__buffer_within(p, tqkv__channel_room(p->c, TQKV__KEYS, TQKV__SCALES));
 }
 
 /* Returns the strides of a call: those that are given, or the cache's. */
@@ -2941,20 +2948,18 @@ typedef struct tqkv__rows_in_buffers {
 } tqkv__rows_in_buffers;
 
 /* Returns a store of the cache, for rows of the caller's type. */
-static tqkv_metal_store tqkv__target_of_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                             const tqkv__rows_in_buffers *rows, int i)
+static tqkv_metal_store tqkv__target_of_rows(const tqkv__cache_plan *p, const tqkv__rows_in_buffers *rows, int i)
 {
     const int side = tqkv__stream_kinds[i].side;
-    tqkv_metal_store store = tqkv__store_in_buffer(c, memory, TQKV__STORE_AT(c, i));
+    tqkv_metal_store store = tqkv__store_in_buffer(p, TQKV__STORE_AT(p->c, i));
     store.shape.type = rows->type;
     store.shape.strides = rows->strides[side];
-    if (rows->learnt && side == TQKV__KEYS) tqkv__take_learnt_buffers(c, memory, &store);
+    if (rows->learnt && side == TQKV__KEYS) tqkv__take_learnt_buffers(p, &store);
     return store;
 }
 
 /* Encodes rows to stores `one` and `other` of a cache, as far as it has them. */
-static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
-                                  int one, int other, tqkv_metal_plan *plan)
+static tqkv_result tqkv__add_rows(const tqkv__cache_plan *p, const tqkv__rows_in_buffers *rows, int one, int other)
 {
     tqkv__mapping mapping = {rows->n_tokens, rows->n_tokens ? rows->position : 0, {false, false}};
     tqkv_metal_store stores[2];
@@ -2963,14 +2968,14 @@ static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
     const int which[] = {one, other};
     int n = 0;
     for (int i = one == other; i < 2; i++) {
-        if (!tqkv__has_store(c, which[i])) continue;
-        stores[n] = tqkv__target_of_rows(c, memory, rows, which[i]);
+        if (!tqkv__has_store(p->c, which[i])) continue;
+        stores[n] = tqkv__target_of_rows(p, rows, which[i]);
         from[n] = rows->at[tqkv__stream_kinds[which[i]].side];
-        mapping.besides[n] = tqkv__keeps_halves(c, which[i]);
+        mapping.besides[n] = tqkv__keeps_halves(p->c, which[i]);
         to[n] = &stores[n];
         n++;
     }
-    return n ? tqkv__add_encode(to, from, &mapping, rows->not_finite, plan) : TQKV_OK;
+    return n ? tqkv__add_encode(to, from, &mapping, rows->not_finite, p->plan) : TQKV_OK;
 }
 
 /* Returns the first n tokens of rows, or as many as there are. */
@@ -2998,48 +3003,45 @@ static tqkv__rows_in_buffers tqkv__rows_after(const tqkv_cache *c, const tqkv__r
 
 /* Encodes rows to the cache's streams (0), or to what is raw of them (TQKV__RAW). A tail lies apart from keys that are
    not the values. */
-static tqkv_result tqkv__add_streams(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
-                                     int first, tqkv_metal_plan *plan)
+static tqkv_result tqkv__add_streams(const tqkv__cache_plan *p, const tqkv__rows_in_buffers *rows, int first)
 {
     const int keys = first + TQKV__KEYS, tail = first + TQKV__TAIL;
-    const tqkv_result r = tqkv__add_rows(c, memory, rows, keys, c->shared ? tail : first + TQKV__VALUES, plan);
-    return r == TQKV_OK && !c->shared ? tqkv__add_rows(c, memory, rows, tail, tail, plan) : r;
+    const tqkv_result r = tqkv__add_rows(p, rows, keys, p->c->shared ? tail : first + TQKV__VALUES);
+    return r == TQKV_OK && !p->c->shared ? tqkv__add_rows(p, rows, tail, tail) : r;
 }
 
 /* Encodes rows of the first positions to what is kept of them besides: of the tail, or of keys and values. None: the
    kernels of all. */
-static tqkv_result tqkv__add_first(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
-                                   bool tail, tqkv_metal_plan *plan)
+static tqkv_result tqkv__add_first(const tqkv__cache_plan *p, const tqkv__rows_in_buffers *rows, bool tail)
 {
-    const tqkv__rows_in_buffers some = tqkv__rows_until(rows, c->exact_first - rows->position);
+    const tqkv__rows_in_buffers some = tqkv__rows_until(rows, p->c->exact_first - rows->position);
     if (rows->n_tokens && !some.n_tokens) return TQKV_OK;
-    return tail ? tqkv__add_rows(c, memory, &some, TQKV__FIRST_TAIL, TQKV__FIRST_TAIL, plan)
-                : tqkv__add_rows(c, memory, &some, TQKV__FIRST_KEYS, TQKV__FIRST_VALUES, plan);
+    return tail ? tqkv__add_rows(p, &some, TQKV__FIRST_TAIL, TQKV__FIRST_TAIL)
+                : tqkv__add_rows(p, &some, TQKV__FIRST_KEYS, TQKV__FIRST_VALUES);
 }
 
 /* Encodes rows of a cache that does not learn, or no longer. */
-static tqkv_result tqkv__add_coded(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
-                                   tqkv_metal_plan *plan)
+static tqkv_result tqkv__add_coded(const tqkv__cache_plan *p, const tqkv__rows_in_buffers *rows)
 {
-    tqkv_result r = tqkv__add_streams(c, memory, rows, 0, plan);
-    if (r == TQKV_OK) r = tqkv__add_first(c, memory, rows, true, plan);
-    if (r == TQKV_OK) r = tqkv__add_first(c, memory, rows, false, plan);
-    return r == TQKV_OK ? tqkv__add_rows(c, memory, rows, TQKV__LAST_KEYS, TQKV__LAST_VALUES, plan) : r;
+    tqkv_result r = tqkv__add_streams(p, rows, 0);
+    if (r == TQKV_OK) r = tqkv__add_first(p, rows, true);
+    if (r == TQKV_OK) r = tqkv__add_first(p, rows, false);
+    return r == TQKV_OK ? tqkv__add_rows(p, rows, TQKV__LAST_KEYS, TQKV__LAST_VALUES) : r;
 }
 
 /* Returns the raw halves of keys and values as rows to encode. */
-static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer not_finite)
+static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv__cache_plan *p, tqkv_metal_buffer not_finite)
 {
     tqkv__rows_in_buffers rows;
     memset(&rows, 0, sizeof rows);
     rows.not_finite = not_finite;
     rows.type = TQKV_TYPE_F16;
-    rows.n_tokens = c->learn_from;
+    rows.n_tokens = p->c->learn_from;
     rows.learnt = true;
     for (int i = TQKV__KEYS; i <= TQKV__VALUES; i++) {
-        const tqkv_store *raw = &c->raw[i];
+        const tqkv_store *raw = &p->c->raw[i];
         if (!raw->head_dim) continue;
-        rows.at[i] = tqkv__buffer_within(c, memory, raw->codes);
+        rows.at[i] = tqkv__buffer_within(p, raw->codes);
         rows.strides[i].token = (size_t)raw->head_dim;
         rows.strides[i].head = (size_t)raw->capacity * (size_t)raw->head_dim;
     }
@@ -3047,62 +3049,60 @@ static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buff
 }
 
 /* Learns centre and scale of the keys from what is raw, as tqkv__learn does. */
-static tqkv_result tqkv__add_learning(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_plan *plan)
+static tqkv_result tqkv__add_learning(const tqkv__cache_plan *p)
 {
     const tqkv_metal_buffer none = {NULL, 0};
-    const int side = c->shared ? TQKV__KEYS : TQKV__VALUES;
-    const tqkv__rows_in_buffers rows = tqkv__raw_rows(c, memory, none);
-    tqkv_metal_store keys = tqkv__target_of_rows(c, memory, &rows, TQKV__KEYS);
+    const int side = p->c->shared ? TQKV__KEYS : TQKV__VALUES;
+    const tqkv__rows_in_buffers rows = tqkv__raw_rows(p, none);
+    tqkv_metal_store keys = tqkv__target_of_rows(p, &rows, TQKV__KEYS);
     const tqkv_metal_buffer results[2] = {keys.center, keys.channel_scale};
     tqkv__judged_rows judged;
     judged.values = rows.at[side];
-    judged.values_size = c->raw[side].codes_size;
-    judged.is_new = tqkv__buffer_within(c, memory, c->is_new);
+    judged.values_size = p->c->raw[side].codes_size;
+    judged.is_new = tqkv__buffer_within(p, p->c->is_new);
     judged.strides = rows.strides[side];
-    judged.value_dim = c->raw[side].head_dim;
-    judged.n_exact = c->exact_first < rows.n_tokens ? c->exact_first : rows.n_tokens;
+    judged.value_dim = p->c->raw[side].head_dim;
+    judged.n_exact = p->c->exact_first < rows.n_tokens ? p->c->exact_first : rows.n_tokens;
     judged.least_rest = TQKV__LEAST_POSITIONS;
-    judged.least_new = tqkv__least_new(c);
-    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, c->pairs, &judged, results,
-                                 plan);
+    judged.least_new = tqkv__least_new(p->c);
+    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, p->c->pairs, &judged, results,
+                                 p->plan);
 }
 
 /* Encodes the raw halves, and of the newest those that their rings hold at `end`: as tqkv__settle. */
-static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer memory, int64_t end,
-                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+static tqkv_result tqkv__add_settling(const tqkv__cache_plan *p, int64_t end, tqkv_metal_buffer not_finite)
 {
-    const tqkv__rows_in_buffers rows = tqkv__raw_rows(c, memory, not_finite);
-    const int64_t oldest = end - tqkv__newest_room(c);
-    tqkv_metal_dispatch *learns = &plan->d[plan->n];
-    tqkv_result r = tqkv__add_learning(c, memory, plan);
-    if (r == TQKV_OK) learns->barrier = memory.buffer;
-    tqkv_metal_dispatch *reads = &plan->d[plan->n];
-    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &rows, TQKV__KEYS, TQKV__VALUES, plan);
+    const tqkv__rows_in_buffers rows = tqkv__raw_rows(p, not_finite);
+    const int64_t oldest = end - tqkv__newest_room(p->c);
+    tqkv_metal_dispatch *learns = &p->plan->d[p->plan->n];
+    tqkv_result r = tqkv__add_learning(p);
+    if (r == TQKV_OK) learns->barrier = p->memory.buffer;
+    tqkv_metal_dispatch *reads = &p->plan->d[p->plan->n];
+    if (r == TQKV_OK) r = tqkv__add_rows(p, &rows, TQKV__KEYS, TQKV__VALUES);
     if (r != TQKV_OK) return r;
-    reads->barrier = memory.buffer;
-    r = tqkv__add_first(c, memory, &rows, false, plan);
+    reads->barrier = p->memory.buffer;
+    r = tqkv__add_first(p, &rows, false);
     if (r != TQKV_OK || oldest >= rows.n_tokens) return r;
-    const tqkv__rows_in_buffers newest = tqkv__rows_after(c, &rows, oldest > 0 ? (int)oldest : 0);
-    return tqkv__add_rows(c, memory, &newest, TQKV__LAST_KEYS, TQKV__LAST_VALUES, plan);
+    const tqkv__rows_in_buffers newest = tqkv__rows_after(p->c, &rows, oldest > 0 ? (int)oldest : 0);
+    return tqkv__add_rows(p, &newest, TQKV__LAST_KEYS, TQKV__LAST_VALUES);
 }
 
 /* Does what a cache that learns does with rows: those before its last raw position become halves, and their tails what
    they will be. When it has that position it learns, encodes the halves and goes on. */
-static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
-                                 tqkv_metal_plan *plan)
+static tqkv_result tqkv__add_raw(const tqkv__cache_plan *p, const tqkv__rows_in_buffers *rows)
 {
-    const int left = (int)(c->learn_from - rows->position);
+    const int left = (int)(p->c->learn_from - rows->position);
     const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left),
                                 raw = tqkv__rows_until(rows, left + TQKV__TILE); /* see tqkv__learn_from */
-    tqkv_result r = tqkv__add_streams(c, memory, &raw, TQKV__RAW, plan);
-    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &now, TQKV__TAIL, TQKV__TAIL, plan);
-    if (r == TQKV_OK) r = tqkv__add_first(c, memory, &now, true, plan);
+    tqkv_result r = tqkv__add_streams(p, &raw, TQKV__RAW);
+    if (r == TQKV_OK) r = tqkv__add_rows(p, &now, TQKV__TAIL, TQKV__TAIL);
+    if (r == TQKV_OK) r = tqkv__add_first(p, &now, true);
     if (r != TQKV_OK || now.n_tokens < left) return r;
-    r = tqkv__add_settling(c, memory, rows->position + rows->n_tokens, rows->not_finite, plan);
+    r = tqkv__add_settling(p, rows->position + rows->n_tokens, rows->not_finite);
     if (r != TQKV_OK || rows->n_tokens == left) return r;
-    tqkv__rows_in_buffers rest = tqkv__rows_after(c, rows, left);
+    tqkv__rows_in_buffers rest = tqkv__rows_after(p->c, rows, left);
     rest.learnt = true;
-    return tqkv__add_coded(c, memory, &rest, plan);
+    return tqkv__add_coded(p, &rest);
 }
 
 /* Whether a GPU can append n_tokens to a cache in its memory, or attend with n_raw queries that read rows as they came:
@@ -3162,13 +3162,14 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqk
                                                         tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                         tqkv_metal_plan *plan)
 {
+    const tqkv__cache_plan p = {c, memory, plan};
     tqkv__rows_in_buffers rows;
     if (!tqkv__open_plan(plan, "cache_append")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c) return tqkv__close_plan(plan, TQKV__INVALID("the cache is NULL"));
     tqkv_result r = tqkv__check_on_gpu(c, n_tokens, 0);
     if (r == TQKV_OK) r = tqkv__check_room(c, n_tokens);
     if (r == TQKV_OK) r = tqkv__open_rows(c, layout, k, v, n_tokens, not_finite, &rows);
-    if (r == TQKV_OK) r = c->learning ? tqkv__add_raw(c, memory, &rows, plan) : tqkv__add_coded(c, memory, &rows, plan);
+    if (r == TQKV_OK) r = c->learning ? tqkv__add_raw(&p, &rows) : tqkv__add_coded(&p, &rows);
     return tqkv__close_plan(plan, r);
 }
 
@@ -3212,42 +3213,41 @@ static void tqkv__take_some_buffers(const tqkv_metal_attention *some, int first,
 }
 
 /* Opens a call of one query, over the cache's streams (0), or over what is raw of them (TQKV__RAW). */
-static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_attention *view, int first,
+static void tqkv__open_cache_call(const tqkv__cache_plan *p, const tqkv_attention *view, int first,
                                   tqkv__cache_call *call)
 {
     tqkv_metal_attention *a = &call->attention;
     memset(call, 0, sizeof *call);
     for (int i = 0; i < TQKV__CACHE_STORES; i++)
-        if (tqkv__store_of(c, i)) call->stores[i] = tqkv__store_in_buffer(c, memory, tqkv__store_of(c, i));
+        if (tqkv__store_of(p->c, i)) call->stores[i] = tqkv__store_in_buffer(p, tqkv__store_of(p->c, i));
     a->attention = *view;
     if (!a->attention.kv_len) a->attention.end = 0; /* nothing is resident; kv_len alone would be its default */
     a->keys = &call->stores[first + TQKV__KEYS];
-    a->values = &call->stores[first + (c->shared ? TQKV__KEYS : TQKV__VALUES)];
-    a->tail = tqkv__store_of_call(c, call, first + TQKV__TAIL);
-    a->matrix_group = c->matrix_group;
-    if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
+    a->values = &call->stores[first + (p->c->shared ? TQKV__KEYS : TQKV__VALUES)];
+    a->tail = tqkv__store_of_call(p->c, call, first + TQKV__TAIL);
+    a->matrix_group = p->c->matrix_group;
+    if (p->c->attention.sinks) a->sinks = tqkv__buffer_within(p, p->c->attention.sinks);
 }
 
 /* Opens a call over codes and what is kept besides. */
-static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv__cache_call *call)
+static void tqkv__open_coded_call(const tqkv__cache_plan *p, tqkv__cache_call *call)
 {
-    const tqkv_attention view = tqkv__view_codes(c);
-    const int values = c->shared ? TQKV__KEYS : TQKV__VALUES;
+    const tqkv_attention view = tqkv__view_codes(p->c);
+    const int values = p->c->shared ? TQKV__KEYS : TQKV__VALUES;
     tqkv_metal_attention *a = &call->attention;
-    tqkv__open_cache_call(c, memory, &view, 0, call);
-    a->first.keys = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS);
-    a->first.tail = tqkv__store_of_call(c, call, TQKV__FIRST_TAIL);
-    a->first.values = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS + values);
-    a->last.keys = tqkv__store_of_call(c, call, TQKV__LAST_KEYS);
-    a->last.values = tqkv__store_of_call(c, call, TQKV__LAST_KEYS + values);
+    tqkv__open_cache_call(p, &view, 0, call);
+    a->first.keys = tqkv__store_of_call(p->c, call, TQKV__FIRST_KEYS);
+    a->first.tail = tqkv__store_of_call(p->c, call, TQKV__FIRST_TAIL);
+    a->first.values = tqkv__store_of_call(p->c, call, TQKV__FIRST_KEYS + values);
+    a->last.keys = tqkv__store_of_call(p->c, call, TQKV__LAST_KEYS);
+    a->last.values = tqkv__store_of_call(p->c, call, TQKV__LAST_KEYS + values);
 }
 
 /* Opens a call over what is raw: of n_queries queries, the last of which stands before `end`. */
-static void tqkv__open_raw_call(const tqkv_cache *c, tqkv_metal_buffer memory, int64_t end, int n_queries,
-                                tqkv__cache_call *call)
+static void tqkv__open_raw_call(const tqkv__cache_plan *p, int64_t end, int n_queries, tqkv__cache_call *call)
 {
-    const tqkv_attention view = tqkv__raw_attention(c, end, n_queries);
-    tqkv__open_cache_call(c, memory, &view, TQKV__RAW, call);
+    const tqkv_attention view = tqkv__raw_attention(p->c, end, n_queries);
+    tqkv__open_cache_call(p, &view, TQKV__RAW, call);
 }
 
 /* Finds the scratch of both kinds of queries; they may run at the same time. coded: the bytes of those that read
@@ -3255,10 +3255,10 @@ static void tqkv__open_raw_call(const tqkv_cache *c, tqkv_metal_buffer memory, i
 static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                           size_t *coded, size_t *bytes)
 {
-    const tqkv_metal_buffer none = {NULL, 0};
+    const tqkv__cache_plan p = {c, {NULL, 0}, NULL};
     tqkv__cache_call call;
     size_t raw = 0;
-    tqkv__open_coded_call(c, none, &call);
+    tqkv__open_coded_call(&p, &call);
     if (some) tqkv__take_some_buffers(some, 0, &call.attention);
     call.attention.attention.n_queries = n_queries;
     call.attention.attention.first.n = c->exact_first; /* as many as there will ever be */
@@ -3266,7 +3266,7 @@ static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_
     tqkv_result r = tqkv__plan_scratch_within(&call.attention, TQKV__MOST_SUMS, coded);
     *coded = (*coded + 15) / 16 * 16;
     if (r == TQKV_OK && c->raw_below && c->raw[0].codes && c->metal) {
-        tqkv__open_raw_call(c, none, 0, n_queries, &call);
+        tqkv__open_raw_call(&p, 0, n_queries, &call);
         if (some) tqkv__take_some_buffers(some, 0, &call.attention);
         r = tqkv__plan_scratch_within(&call.attention, TQKV__MOST_SUMS, &raw);
     }
@@ -3308,14 +3308,13 @@ static tqkv_result tqkv__add_cache_call(const tqkv__queries_in_buffers *from, in
 }
 
 /* Checks the rows of all queries together: a dispatch shows its own alone. */
-static tqkv_result tqkv__check_cut_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                        const tqkv__queries_in_buffers *from)
+static tqkv_result tqkv__check_cut_rows(const tqkv__cache_plan *p, const tqkv__queries_in_buffers *from)
 {
-    const tqkv_attention *a = &c->attention;
-    const int n = from->n_queries, key_dim = c->keys.head_dim + c->tail.head_dim, value_dim = a->values->head_dim;
+    const tqkv_attention *a = &p->c->attention;
+    const int n = from->n_queries, key_dim = p->c->keys.head_dim + p->c->tail.head_dim, value_dim = a->values->head_dim;
     const tqkv_strides of_q = tqkv__strides_of(from->layout.q, a->n_heads, key_dim),
                        of_out = tqkv__strides_of(from->layout.out, a->n_heads, value_dim);
-    const tqkv_metal_binding cache = {"memory", 0, memory, c->size, 1, false};
+    const tqkv_metal_binding cache = {"memory", 0, p->memory, p->c->size, 1, false};
     tqkv_metal_binding q = {"q", 0, from->q, 0, 1, false}, out = {"out", 0, from->out, 0, 1, true};
     if (!tqkv__rows_extent(of_q, n, a->n_heads, key_dim, tqkv__type_size(a->query_type), &q.size) ||
         !tqkv__rows_extent(of_out, n, a->n_heads, value_dim, tqkv__type_size(a->output_type), &out.size))
@@ -3327,28 +3326,27 @@ static tqkv_result tqkv__check_cut_rows(const tqkv_cache *c, tqkv_metal_buffer m
 
 /* Attends for all queries. The first n_raw queries stand where rows are read raw. With a tree, which counts from the
    first query of a call, all the others' call has them, too, and theirs comes after it. */
-static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                      const tqkv__queries_in_buffers *from, int n_raw, tqkv_metal_plan *plan)
+static tqkv_result tqkv__add_cut_call(const tqkv__cache_plan *p, const tqkv__queries_in_buffers *from, int n_raw)
 {
     tqkv__cache_call call;
     tqkv__queries_in_buffers raw = *from;
     size_t coded = 0, bytes;
     const int n = from->n_queries;
     const bool whole = n_raw && n_raw < n && from->some && from->some->tree.buffer;
-    tqkv_result r = tqkv__check_cut_rows(c, memory, from);
+    tqkv_result r = tqkv__check_cut_rows(p, from);
     if (r != TQKV_OK) return r;
     if (n_raw < n) {
         const int first = whole ? 0 : n_raw;
-        tqkv__open_coded_call(c, memory, &call);
-        r = tqkv__add_cache_call(from, first, n - first, &call, plan);
-        if (r == TQKV_OK && n_raw) r = tqkv__scratch_of_cache(c, from->some, n, &coded, &bytes);
+        tqkv__open_coded_call(p, &call);
+        r = tqkv__add_cache_call(from, first, n - first, &call, p->plan);
+        if (r == TQKV_OK && n_raw) r = tqkv__scratch_of_cache(p->c, from->some, n, &coded, &bytes);
     }
     if (r != TQKV_OK || !n_raw) return r;
-    const int before = plan->n;
+    const int before = p->plan->n;
     raw.scratch = tqkv__buffer_after(from->scratch, coded);
-    tqkv__open_raw_call(c, memory, c->attention.end - (n - n_raw), n_raw, &call);
-    r = tqkv__add_cache_call(&raw, 0, n_raw, &call, plan);
-    if (r == TQKV_OK && whole) plan->d[before].barrier = from->out.buffer;
+    tqkv__open_raw_call(p, p->c->attention.end - (n - n_raw), n_raw, &call);
+    r = tqkv__add_cache_call(&raw, 0, n_raw, &call, p->plan);
+    if (r == TQKV_OK && whole) p->plan->d[before].barrier = from->out.buffer;
     return r;
 }
 
@@ -3358,6 +3356,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqk
                                                         int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
                                                         tqkv_metal_plan *plan)
 {
+    const tqkv__cache_plan p = {c, memory, plan};
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c || n_queries < 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
     if (!n_queries) return tqkv__close_plan(plan, TQKV_OK);
@@ -3366,7 +3365,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqk
     tqkv_result r = tqkv__check_on_gpu(c, 0, n_raw);
     if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     const tqkv__queries_in_buffers from = {some, q, scratch, out, tqkv__layout_of_call(c, layout), n_queries};
-    r = tqkv__add_cut_call(c, memory, &from, n_raw, plan);
+    r = tqkv__add_cut_call(&p, &from, n_raw);
     if (r == TQKV_OK && !scratch.buffer) r = tqkv__scratch_of_cache(c, some, n_queries, &coded, &plan->scratch_size);
     return tqkv__close_plan(plan, r);
 }

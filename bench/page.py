@@ -383,7 +383,7 @@ Made by `make bench-page` from `bench/results`; `bench/page.py` has the words.
 ## Make it anew
 
     make bench-results NAME=zen4          # six minutes; GGML_PREFIX=... GGML_AVX2_PREFIX=... IK_PREFIX=...: peers
-    make bench-results-gpu NAME=h100      # on a machine with an NVIDIA GPU
+    make bench-results-gpu NAME=h200      # on a machine with an NVIDIA GPU
     make bench-page                       # this page, and the tables of README, formats.md and building.md
 
 A prefix is a folder with `include` and `lib` of ggml, built as Release without OpenMP, with `GGML_LLAMAFILE=ON`: for this processor, and

@@ -47,7 +47,7 @@ lint-clang:
 
 # clang's analyzer is among its checks.
 lint-tidy:
-	clang-tidy --quiet src/tqkv.h -- -x c -DTQKV_IMPLEMENTATION $(LINT_FLAGS)
+	clang-tidy --quiet src/tqkv_metal.m -- -x c $(LINT_FLAGS)
 	clang-tidy --quiet $(LINT_IMPLEMENTATION) -- $(LINT_FLAGS)
 	clang-tidy --quiet $(LINT_OTHERS) -- $(LINT_FLAGS) $(IMPLEMENTED)
 

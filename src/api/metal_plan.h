@@ -16,22 +16,6 @@ enum {
     TQKV_METAL_ONLY_CHECKED = -1 /* in place of a binding's index */
 };
 
-typedef enum tqkv_metal_family {
-    TQKV_METAL_TABLES,
-    TQKV_METAL_ENCODE,
-    TQKV_METAL_ENCODE_KV,
-    TQKV_METAL_PROBE,
-    TQKV_METAL_DECODE,
-    TQKV_METAL_ROTATE,
-    TQKV_METAL_ATTEND,
-    TQKV_METAL_ATTEND_MERGE,
-    TQKV_METAL_ATTEND_MATRIX,
-    TQKV_METAL_INDEX_CHOICE,
-    TQKV_METAL_ATTEND_LIST,
-    TQKV_METAL_INDEX_SCORES,
-    TQKV_METAL_CALIBRATE
-} tqkv_metal_family;
-
 /* Identifies a pipeline. Only bytes, without padding: a program keeps its pipelines by them and compares with
    memcmp. */
 typedef struct tqkv_metal_kernel {
@@ -90,12 +74,11 @@ typedef struct tqkv_metal_plan {
 /* Writes a plan into an encoder: checked, with pipelines and barriers. A plan that was refused is refused again, with a
    text. Where the context multiplies no matrices it takes tqkv_metal_plan_lanes. */
 TQKV_METAL_API tqkv_result tqkv_metal_record(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_plan *plan);
-/* Builds the pipelines of a plan now, which its first recording would do, each in up to a second. Nothing else of the
-   plan is looked at: it needs no buffers, and its context need not be there yet. What a call needs depends on the number
-   of queries (1, and each power of two), on whether the context is short or long, and on whether there are a window's
-   halves, a list, a tree, pages, sinks, centres: plan those that will come. For a cache plan an append and attention of
-   another one of the same desc, whose appends tqkv_metal_cache_appended counts, though none has run. Any thread may
-   call it while others record; those do not wait. */
+/* Builds the pipelines of a plan now, which its first recording would do, each in up to a second; any thread may, while
+   others record. Of buffers only those count that say what there is, as centres and the memory of a cache. Pipelines
+   depend on the number of queries (1, and each power of two), on whether the context is short or long, and on what there
+   is of halves, lists, trees, pages, sinks and centres: plan those that will come. For a cache plan an append and
+   attention of another one of the same desc, whose appends tqkv_metal_cache_appended counts, though none has run. */
 TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, tqkv_metal_plan *plan);
 
 /* What a pipeline runs. max_threads: the most that it allows a threadgroup, at least 32 */
@@ -149,10 +132,9 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *a,
                                                   tqkv_metal_buffer scratch, tqkv_metal_buffer out,
                                                   tqkv_metal_plan *plan);
 /* As tqkv_attend_partial, tqkv_attend_merge and tqkv_attend_finish, for contexts in several stores or on several devices;
-   slices of GPU and processor may be merged. But max is only within 8 of the largest score, and finish reads src_out,
-   src_max and src_sum and writes out, another buffer, in output_type and with output_strides. Sinks and the values'
-   centre are read by finish alone; a merge sees whether stores have scales and centres, but not whether these are the
-   same numbers. Merges look at no buffers of the stores.
+   slices of GPU and processor may be merged. But max is only within 8 of the largest score, and finish writes out,
+   another buffer, in output_type and with output_strides. Sinks and the values' centre are read by finish alone; a merge
+   looks at no buffers of the stores, and so not at the numbers of scales and centres.
    Merged in order, slices of linear or paged stores of rotated values, and keys without a centre, have the bits of
    tqkv_metal_plan_attend if each but the first is one section of the context: [0, 8192), then 32,768 positions each,
    under a window 8,192; in place of the first section also its stretches of 512. The last may be shorter. */
@@ -173,11 +155,10 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attent
    head_dim, formats, types, bases, sinks and matrix_group, in which of the stores of halves they have, and all or none
    have a softcap, centres, lists and pages; window, scale, softcap's size, tree, blocks of the lists, first.n, last.n,
    n_queries and what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one
-   buffer, at any offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise. arguments:
-   memory that the processor can write, at a multiple of 256, for this call alone until it has completed; contents: where
-   the processor sees them, or NULL for a plan that only tells sizes and pipelines. The outputs are compared in memory of
-   malloc. Where the context multiplies no matrices tqkv_metal_record says TQKV_UNSUPPORTED: set matrix_group to
-   INT_MAX. */
+   buffer, at any offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise, or where the
+   context multiplies no matrices: then with a matrix_group of INT_MAX. arguments: memory that the processor can write,
+   at a multiple of 256, for this call alone until it has completed; contents: where the processor sees them, or NULL for
+   a plan that only tells sizes and pipelines. */
 TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
                                                         const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                                         void *contents, tqkv_metal_buffer scratch,
@@ -195,8 +176,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *
 
 /* Of a cache at the beginning of `memory`. layout: strides of the rows, or NULL: those of the cache. Rows of a tail lie
    apart from those of the keys: a shared cache takes them as v, and nothing without a tail, others behind all rows of
-   the keys. At most 512 tokens where positions are kept as halves (exact_last), or 64 in a cache without a context. An append counts when
-   tqkv_metal_cache_appended is called. */
+   the keys. At most 512 tokens where positions are kept as halves (exact_last), 64 in a cache without a context. An
+   append counts when tqkv_metal_cache_appended is called. */
 TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
                                                         const tqkv_cache_strides *layout, tqkv_metal_buffer k,
                                                         tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,

@@ -7,21 +7,20 @@ typedef struct tqkv__slice_buffers {
 } tqkv__slice_buffers;
 
 typedef struct tqkv__attend_buffers {
-    const tqkv_metal_store *keys, *values, *tail; /* tail: NULL without one */
-    tqkv_metal_buffer sinks, tree, q, scratch, out;
-    tqkv__slice_buffers slice;                       /* zero: attends to all positions */
-    int64_t slice_end;                               /* of the positions to attend to */
-    int halves;                                      /* TQKV_FC_HALVES */
-    const tqkv_metal_store *ends[2][2], *first_tail; /* of tqkv__attention */
-    tqkv_metal_buffer list, list_rows;               /* the caller's, and what attend_list makes of them */
+    tqkv_metal_attention of; /* of a region: with the stores that it reads */
+    tqkv_metal_buffer q, scratch, out;
+    tqkv__slice_buffers slice;   /* zero: attends to all positions */
+    int64_t slice_end;           /* of the positions to attend to */
+    int halves;                  /* TQKV_FC_HALVES */
+    tqkv_metal_buffer list_rows; /* what attend_list makes of the caller's list */
 } tqkv__attend_buffers;
 
 /* Whether keys and values look up the same entries of one table. */
 static bool tqkv__same_pages(const tqkv__attend_args *args, const tqkv__attend_buffers *b)
 {
-    return b->keys->pages.buffer == b->values->pages.buffer && b->keys->pages.offset == b->values->pages.offset &&
-           args->key_page_size == args->value_page_size && args->key_last_page == args->value_last_page &&
-           args->key_capacity == args->value_capacity;
+    return b->of.keys->pages.buffer == b->of.values->pages.buffer &&
+           b->of.keys->pages.offset == b->of.values->pages.offset && args->key_page_size == args->value_page_size &&
+           args->key_last_page == args->value_last_page && args->key_capacity == args->value_capacity;
 }
 
 static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tqkv__attend_args *args)
@@ -79,7 +78,7 @@ static void tqkv__plan_boundary(const tqkv__attention *a, tqkv__attend_args *arg
 static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv__split *split,
                                    tqkv__attend_args *args)
 {
-    tqkv__plan_key_args(a, b->keys->shape.capacity, args);
+    tqkv__plan_key_args(a, b->of.keys->shape.capacity, args);
     tqkv__plan_seen(a, &args->first_newest, &args->window);
     args->slice_end = (int)(b->slice_end - a->first);
     tqkv__plan_boundary(a, args);
@@ -94,10 +93,10 @@ static void tqkv__plan_attend_args(const tqkv__attention *a, const tqkv__attend_
     args->softcap = a->call.softcap;
     args->value_block_scale = a->values.block_scale;
     args->first_of_tree = a->call.tree ? args->kv_len - a->call.n_queries : INT_MAX;
-    args->value_slots = b->values->shape.capacity;
-    if (b->tail) args->tail_slots = b->tail->shape.capacity;
+    args->value_slots = b->of.values->shape.capacity;
+    if (b->of.tail) args->tail_slots = b->of.tail->shape.capacity;
     args->tail_capacity = a->tail.capacity;
-    args->tail_oldest_slot = b->tail && args->kv_len ? tqkv__slot(&a->tail, a->first) : 0;
+    args->tail_oldest_slot = b->of.tail && args->kv_len ? tqkv__slot(&a->tail, a->first) : 0;
     if (a->call.list.rows) tqkv__plan_list_args(a, b->slice_end, args);
     if (!a->keys.n_pages) return;
     args->value_page_size = a->values.page_size;
@@ -146,7 +145,7 @@ static void tqkv__plan_slot_constants(tqkv_metal_dispatch *d, const tqkv__attent
                tail = args->key_capacity == args->tail_capacity && args->key_oldest_slot == args->tail_oldest_slot;
     tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, a->keys.n_pages ? tqkv__same_pages(args, b) : values);
     tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, args->key_capacity < TQKV__SIMD_WIDTH);
-    tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE, b->tail && !a->keys.n_pages && !tail);
+    tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE, b->of.tail && !a->keys.n_pages && !tail);
 }
 
 /* Binds partial results: sums at `index`, their states behind it. */
@@ -167,7 +166,7 @@ static int tqkv__planned_tail(const tqkv_metal_dispatch *d)
    softcap, beside sinks and in a slice. */
 static bool tqkv__center_counts(const tqkv__attention *a, const tqkv__attend_buffers *b, const tqkv_metal_store *keys)
 {
-    return keys && keys->center.buffer && (a->call.softcap > 0.0f || b->sinks.buffer || b->slice.to);
+    return keys && keys->center.buffer && (a->call.softcap > 0.0f || b->of.sinks.buffer || b->slice.to);
 }
 
 /* Binds slices of attend_merge, from index 7 on, and of attend, which does not use them. */
@@ -283,8 +282,8 @@ static void tqkv__plan_bind_key_scales(tqkv_metal_dispatch *d, const tqkv__atten
 static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                      const tqkv__split *split)
 {
-    const bool center = tqkv__center_counts(a, b, b->keys), tail_center = tqkv__center_counts(a, b, b->tail);
-    const tqkv_metal_store *tail = b->tail ? b->tail : b->keys; /* then nothing of it is bound */
+    const bool center = tqkv__center_counts(a, b, b->of.keys), tail_center = tqkv__center_counts(a, b, b->of.tail);
+    const tqkv_metal_store *tail = b->of.tail ? b->of.tail : b->of.keys; /* then nothing of it is bound */
     tqkv__plan_begin(d, TQKV_METAL_ATTEND, a->keys.head_dim, a->value_dim);
     tqkv__attend_args args;
     tqkv__plan_attend_args(a, b, split, &args);
@@ -293,22 +292,22 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_slot_constants(d, a, b, &args);
     tqkv__plan_constant(d, TQKV_FC_LIST, a->call.list.rows != NULL);
     tqkv__plan_bind_rows(d, "q", 1, b->q, TQKV_FC_TYPE, a->call.query_type, a->q_size, false);
-    tqkv__plan_bind_store(d, "keys' codes", "keys' norms", 2, b->keys, &a->keys, false);
-    tqkv__plan_bind_store(d, "values' codes", "values' norms", 4, b->values, &a->values, false);
-    tqkv__plan_bind(d, "sinks", TQKV_METAL_ONLY_CHECKED, b->sinks,
-                    b->sinks.buffer ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
+    tqkv__plan_bind_store(d, "keys' codes", "keys' norms", 2, b->of.keys, &a->keys, false);
+    tqkv__plan_bind_store(d, "values' codes", "values' norms", 4, b->of.values, &a->values, false);
+    tqkv__plan_bind(d, "sinks", TQKV_METAL_ONLY_CHECKED, b->of.sinks,
+                    b->of.sinks.buffer ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
     tqkv__plan_bind_partials(d, 6, b->scratch, split, true);
-    tqkv__plan_bind_channels(d, "keys' center", 8, b->keys->center, &a->keys, center);
-    tqkv__plan_bind_channels(d, "values' center", TQKV_METAL_ONLY_CHECKED, b->values->center, &a->values, true);
-    tqkv__plan_bind_channels(d, "values' channel_scale", TQKV_METAL_ONLY_CHECKED, b->values->channel_scale, &a->values,
-                             true);
-    tqkv__plan_bind_pages(d, "keys' pages", 9, b->keys->pages, &a->keys, TQKV_FC_PAGES);
-    tqkv__plan_bind_pages(d, "values' pages", 10, b->values->pages, &a->values, TQKV_FC_PAGES);
-    tqkv__plan_bind(d, "tree", 11, b->tree, a->call.tree ? (size_t)a->call.n_queries * sizeof(uint64_t) : 0, false);
-    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->tree, 0, false);
+    tqkv__plan_bind_channels(d, "keys' center", 8, b->of.keys->center, &a->keys, center);
+    tqkv__plan_bind_channels(d, "values' center", TQKV_METAL_ONLY_CHECKED, b->of.values->center, &a->values, true);
+    tqkv__plan_bind_channels(d, "values' channel_scale", TQKV_METAL_ONLY_CHECKED, b->of.values->channel_scale,
+                             &a->values, true);
+    tqkv__plan_bind_pages(d, "keys' pages", 9, b->of.keys->pages, &a->keys, TQKV_FC_PAGES);
+    tqkv__plan_bind_pages(d, "values' pages", 10, b->of.values->pages, &a->values, TQKV_FC_PAGES);
+    tqkv__plan_bind(d, "tree", 11, b->of.tree, a->call.tree ? (size_t)a->call.n_queries * sizeof(uint64_t) : 0, false);
+    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->of.tree, 0, false);
     tqkv__plan_bind_store(d, "tail's codes", "tail's norms", 13, tail, &a->tail, false);
     tqkv__plan_bind_channels(d, "tail's center", 15, tail->center, &a->tail, tail_center);
-    tqkv__plan_bind_key_scales(d, a, b->keys, tail, center, tail_center);
+    tqkv__plan_bind_key_scales(d, a, b->of.keys, tail, center, tail_center);
     tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     tqkv__plan_constant(d, TQKV_FC_STRANDS, split->strands > 1);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
@@ -330,10 +329,10 @@ static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, co
                  length = (size_t)a->call.list.length;
     tqkv__plan_begin(d, TQKV_METAL_ATTEND_LIST, 0, 0);
     tqkv__plan_args(d, attend->arguments[0].bytes, attend->arguments[0].size);
-    tqkv__plan_bind(d, "list", 1, b->list, n_rows * length * sizeof(int32_t), false);
+    tqkv__plan_bind(d, "list", 1, b->of.list, n_rows * length * sizeof(int32_t), false);
     tqkv__plan_bind(d, "scratch", 2, b->list_rows, tqkv__list_rows_size(a), true);
-    tqkv__plan_bind(d, "tree", 3, b->tree, a->call.tree ? n_queries * sizeof(uint64_t) : 0, false);
-    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_LIST, b->tree, 0, false);
+    tqkv__plan_bind(d, "tree", 3, b->of.tree, a->call.tree ? n_queries * sizeof(uint64_t) : 0, false);
+    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_LIST, b->of.tree, 0, false);
     tqkv__plan_constant(d, TQKV_FC_TREE, a->call.tree != NULL);
     tqkv__plan_constant(d, TQKV_FC_BATCH, false);
     tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
@@ -346,7 +345,7 @@ static void tqkv__plan_list(tqkv_metal_dispatch *d, const tqkv__attention *a, co
 static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                    tqkv__merge_args args, bool unrotate)
 {
-    const bool sinks = b->sinks.buffer != NULL;
+    const bool sinks = b->of.sinks.buffer != NULL;
     const size_t dim = (size_t)a->value_dim;
     args.n_rows = (int32_t)a->n_rows;
     args.n_heads = a->call.n_heads;
@@ -358,10 +357,10 @@ static void tqkv__plan_merge_begin(tqkv_metal_dispatch *d, const tqkv__attention
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, unrotate);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, false);
     tqkv__plan_constant(d, TQKV_FC_SINKS, sinks);
-    tqkv__plan_bind(d, "sinks", 3, b->sinks, sinks ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
+    tqkv__plan_bind(d, "sinks", 3, b->of.sinks, sinks ? (size_t)a->call.n_heads * sizeof(float) : 0, false);
     tqkv__plan_bind_rows(d, "out", 4, b->out, TQKV_FC_TYPE, b->slice.to ? TQKV_TYPE_F32 : a->call.output_type,
                          tqkv__plan_out_size(a, b), true);
-    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_MERGE, b->tree, 0, false);
+    tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_MERGE, b->of.tree, 0, false);
     tqkv__plan_constant(d, TQKV_FC_BATCH, false);
     tqkv__plan_bind_slices(d, a, &b->slice);
     d->memory_each[0] = TQKV__MERGE_BYTES((size_t)a->value_dim, 1);
@@ -375,9 +374,9 @@ static void tqkv__plan_bind_values(tqkv_metal_dispatch *d, const tqkv__attention
                                    bool unrotate)
 {
     const bool finish = !b->slice.to, original = a->call.output_basis == TQKV_ORIGINAL,
-               center = tqkv__plan_bind_channels(d, "values' center", 5, b->values->center, &a->values, finish),
-               scaled = tqkv__plan_bind_channels(d, "values' channel_scale", 11, b->values->channel_scale, &a->values,
-                                                 finish && (original || center));
+               center = tqkv__plan_bind_channels(d, "values' center", 5, b->of.values->center, &a->values, finish),
+               scaled = tqkv__plan_bind_channels(d, "values' channel_scale", 11, b->of.values->channel_scale,
+                                                 &a->values, finish && (original || center));
     tqkv__plan_constant(d, TQKV_FC_VALUE_SCALED, scaled && original);
     tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scaled && !original);
     tqkv__plan_constant(d, TQKV_FC_VALUE_CENTER, center);
@@ -403,7 +402,7 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
     tqkv__plan_bind_partials(d, 1, b->scratch, all, false);
     tqkv__plan_constant(d, TQKV_FC_ROTATED, slice && !a->values.rotated);
     tqkv__plan_bind_values(d, a, b, unrotate);
-    const bool shifted = tqkv__center_counts(a, b, b->keys) || tqkv__center_counts(a, b, b->tail);
+    const bool shifted = tqkv__center_counts(a, b, b->of.keys) || tqkv__center_counts(a, b, b->of.tail);
     tqkv__plan_constant(d, TQKV_FC_CENTER, shifted && !(a->call.softcap > 0.0f));
     d->n_simdgroups = most < n_sections ? most : n_sections;
     d->barrier = b->scratch.buffer;
@@ -439,6 +438,7 @@ static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffe
     const int64_t gone =
         a->first > a->kept ? a->first - a->kept : 0; /* between the first positions and the oldest resident one */
     const bool ends = a->exact[1][0] || a->exact[1][1];
+    const tqkv_metal_ends *kept = last ? &b->of.last : &b->of.first;
     *own = *a;
     *buffers = *b;
     own->first = positions.from;
@@ -447,13 +447,20 @@ static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffe
     buffers->halves = last                              ? TQKV__NEWEST_HALVES
                       : ends && i == TQKV__CODES_REGION ? TQKV__BEFORE_HALVES
                                                         : TQKV__ALL_POSITIONS;
-    if (i != TQKV__CODES_REGION && a->exact[last][0]) own->keys = a->ends[last][0];
-    if (i != TQKV__CODES_REGION && a->exact[last][0]) buffers->keys = b->ends[last][0];
-    if (i != TQKV__CODES_REGION && a->exact[last][1]) own->values = a->ends[last][1];
-    if (i != TQKV__CODES_REGION && a->exact[last][1]) buffers->values = b->ends[last][1];
-    if (i != TQKV__FIRST_REGION || !a->kept) return;
-    if (a->call.tail) own->tail = a->first_tail;
-    if (a->call.tail) buffers->tail = b->first_tail;
+    if (i == TQKV__CODES_REGION) return;
+    if (a->exact[last][0]) {
+        own->keys = a->ends[last][0];
+        buffers->of.keys = kept->keys;
+    }
+    if (a->exact[last][1]) {
+        own->values = a->ends[last][1];
+        buffers->of.values = a->shared ? kept->keys : kept->values;
+    }
+    if (last || !a->kept) return;
+    if (a->call.tail) {
+        own->tail = a->first_tail;
+        buffers->of.tail = kept->tail;
+    }
     if (a->call.list.newest) /* counts what there is */
         own->call.list.newest = gone < INT_MAX - a->call.list.newest ? a->call.list.newest + (int)gone : INT_MAX;
 }

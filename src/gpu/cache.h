@@ -1,30 +1,38 @@
 /* >>plan-cache: appending to a cache and attending to it */
 
-static tqkv_metal_buffer tqkv__buffer_within(const tqkv_cache *c, tqkv_metal_buffer memory, const void *at)
+/* A call of a cache at the beginning of `memory`. */
+typedef struct tqkv__cache_plan {
+    const tqkv_cache *c;
+    tqkv_metal_buffer memory;
+    tqkv_metal_plan *plan;
+} tqkv__cache_plan;
+
+static tqkv_metal_buffer tqkv__buffer_within(const tqkv__cache_plan *p, const void *at)
 {
-    memory.offset += (size_t)((const char *)at - (const char *)c);
-    return memory;
+    tqkv_metal_buffer found = p->memory;
+    found.offset += (size_t)((const char *)at - (const char *)p->c);
+    return found;
 }
 
-static tqkv_metal_store tqkv__store_in_buffer(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_store *s)
+static tqkv_metal_store tqkv__store_in_buffer(const tqkv__cache_plan *p, const tqkv_store *s)
 {
     tqkv_metal_store store;
     store.shape = *s;
-    store.codes = tqkv__buffer_within(c, memory, s->codes);
-    store.norms = tqkv__buffer_within(c, memory, s->norms);
+    store.codes = tqkv__buffer_within(p, s->codes);
+    store.norms = tqkv__buffer_within(p, s->norms);
     memset(&store.center, 0, sizeof store.center);
     memset(&store.channel_scale, 0, sizeof store.channel_scale);
-    if (s->center) store.center = tqkv__buffer_within(c, memory, s->center);
-    if (s->channel_scale) store.channel_scale = tqkv__buffer_within(c, memory, s->channel_scale);
+    if (s->center) store.center = tqkv__buffer_within(p, s->center);
+    if (s->channel_scale) store.channel_scale = tqkv__buffer_within(p, s->channel_scale);
     memset(&store.pages, 0, sizeof store.pages);
     return store;
 }
 
 /* Gives a store the centre and the scale that the cache learns. */
-static void tqkv__take_learnt_buffers(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_store *store)
+static void tqkv__take_learnt_buffers(const tqkv__cache_plan *p, tqkv_metal_store *store)
 {
-    store->center = tqkv__buffer_within(c, memory, tqkv__channel_room(c, TQKV__KEYS, TQKV__CENTERS));
-    store->channel_scale = tqkv__buffer_within(c, memory, tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES));
+    store->center = tqkv__buffer_within(p, tqkv__channel_room(p->c, TQKV__KEYS, TQKV__CENTERS));
+    store->channel_scale = tqkv__buffer_within(p, tqkv__channel_room(p->c, TQKV__KEYS, TQKV__SCALES));
 }
 
 /* Returns the strides of a call: those that are given, or the cache's. */
@@ -46,20 +54,18 @@ typedef struct tqkv__rows_in_buffers {
 } tqkv__rows_in_buffers;
 
 /* Returns a store of the cache, for rows of the caller's type. */
-static tqkv_metal_store tqkv__target_of_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                             const tqkv__rows_in_buffers *rows, int i)
+static tqkv_metal_store tqkv__target_of_rows(const tqkv__cache_plan *p, const tqkv__rows_in_buffers *rows, int i)
 {
     const int side = tqkv__stream_kinds[i].side;
-    tqkv_metal_store store = tqkv__store_in_buffer(c, memory, TQKV__STORE_AT(c, i));
+    tqkv_metal_store store = tqkv__store_in_buffer(p, TQKV__STORE_AT(p->c, i));
     store.shape.type = rows->type;
     store.shape.strides = rows->strides[side];
-    if (rows->learnt && side == TQKV__KEYS) tqkv__take_learnt_buffers(c, memory, &store);
+    if (rows->learnt && side == TQKV__KEYS) tqkv__take_learnt_buffers(p, &store);
     return store;
 }
 
 /* Encodes rows to stores `one` and `other` of a cache, as far as it has them. */
-static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
-                                  int one, int other, tqkv_metal_plan *plan)
+static tqkv_result tqkv__add_rows(const tqkv__cache_plan *p, const tqkv__rows_in_buffers *rows, int one, int other)
 {
     tqkv__mapping mapping = {rows->n_tokens, rows->n_tokens ? rows->position : 0, {false, false}};
     tqkv_metal_store stores[2];
@@ -68,14 +74,14 @@ static tqkv_result tqkv__add_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
     const int which[] = {one, other};
     int n = 0;
     for (int i = one == other; i < 2; i++) {
-        if (!tqkv__has_store(c, which[i])) continue;
-        stores[n] = tqkv__target_of_rows(c, memory, rows, which[i]);
+        if (!tqkv__has_store(p->c, which[i])) continue;
+        stores[n] = tqkv__target_of_rows(p, rows, which[i]);
         from[n] = rows->at[tqkv__stream_kinds[which[i]].side];
-        mapping.besides[n] = tqkv__keeps_halves(c, which[i]);
+        mapping.besides[n] = tqkv__keeps_halves(p->c, which[i]);
         to[n] = &stores[n];
         n++;
     }
-    return n ? tqkv__add_encode(to, from, &mapping, rows->not_finite, plan) : TQKV_OK;
+    return n ? tqkv__add_encode(to, from, &mapping, rows->not_finite, p->plan) : TQKV_OK;
 }
 
 /* Returns the first n tokens of rows, or as many as there are. */
@@ -103,48 +109,45 @@ static tqkv__rows_in_buffers tqkv__rows_after(const tqkv_cache *c, const tqkv__r
 
 /* Encodes rows to the cache's streams (0), or to what is raw of them (TQKV__RAW). A tail lies apart from keys that are
    not the values. */
-static tqkv_result tqkv__add_streams(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
-                                     int first, tqkv_metal_plan *plan)
+static tqkv_result tqkv__add_streams(const tqkv__cache_plan *p, const tqkv__rows_in_buffers *rows, int first)
 {
     const int keys = first + TQKV__KEYS, tail = first + TQKV__TAIL;
-    const tqkv_result r = tqkv__add_rows(c, memory, rows, keys, c->shared ? tail : first + TQKV__VALUES, plan);
-    return r == TQKV_OK && !c->shared ? tqkv__add_rows(c, memory, rows, tail, tail, plan) : r;
+    const tqkv_result r = tqkv__add_rows(p, rows, keys, p->c->shared ? tail : first + TQKV__VALUES);
+    return r == TQKV_OK && !p->c->shared ? tqkv__add_rows(p, rows, tail, tail) : r;
 }
 
 /* Encodes rows of the first positions to what is kept of them besides: of the tail, or of keys and values. None: the
    kernels of all. */
-static tqkv_result tqkv__add_first(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
-                                   bool tail, tqkv_metal_plan *plan)
+static tqkv_result tqkv__add_first(const tqkv__cache_plan *p, const tqkv__rows_in_buffers *rows, bool tail)
 {
-    const tqkv__rows_in_buffers some = tqkv__rows_until(rows, c->exact_first - rows->position);
+    const tqkv__rows_in_buffers some = tqkv__rows_until(rows, p->c->exact_first - rows->position);
     if (rows->n_tokens && !some.n_tokens) return TQKV_OK;
-    return tail ? tqkv__add_rows(c, memory, &some, TQKV__FIRST_TAIL, TQKV__FIRST_TAIL, plan)
-                : tqkv__add_rows(c, memory, &some, TQKV__FIRST_KEYS, TQKV__FIRST_VALUES, plan);
+    return tail ? tqkv__add_rows(p, &some, TQKV__FIRST_TAIL, TQKV__FIRST_TAIL)
+                : tqkv__add_rows(p, &some, TQKV__FIRST_KEYS, TQKV__FIRST_VALUES);
 }
 
 /* Encodes rows of a cache that does not learn, or no longer. */
-static tqkv_result tqkv__add_coded(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
-                                   tqkv_metal_plan *plan)
+static tqkv_result tqkv__add_coded(const tqkv__cache_plan *p, const tqkv__rows_in_buffers *rows)
 {
-    tqkv_result r = tqkv__add_streams(c, memory, rows, 0, plan);
-    if (r == TQKV_OK) r = tqkv__add_first(c, memory, rows, true, plan);
-    if (r == TQKV_OK) r = tqkv__add_first(c, memory, rows, false, plan);
-    return r == TQKV_OK ? tqkv__add_rows(c, memory, rows, TQKV__LAST_KEYS, TQKV__LAST_VALUES, plan) : r;
+    tqkv_result r = tqkv__add_streams(p, rows, 0);
+    if (r == TQKV_OK) r = tqkv__add_first(p, rows, true);
+    if (r == TQKV_OK) r = tqkv__add_first(p, rows, false);
+    return r == TQKV_OK ? tqkv__add_rows(p, rows, TQKV__LAST_KEYS, TQKV__LAST_VALUES) : r;
 }
 
 /* Returns the raw halves of keys and values as rows to encode. */
-static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_buffer not_finite)
+static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv__cache_plan *p, tqkv_metal_buffer not_finite)
 {
     tqkv__rows_in_buffers rows;
     memset(&rows, 0, sizeof rows);
     rows.not_finite = not_finite;
     rows.type = TQKV_TYPE_F16;
-    rows.n_tokens = c->learn_from;
+    rows.n_tokens = p->c->learn_from;
     rows.learnt = true;
     for (int i = TQKV__KEYS; i <= TQKV__VALUES; i++) {
-        const tqkv_store *raw = &c->raw[i];
+        const tqkv_store *raw = &p->c->raw[i];
         if (!raw->head_dim) continue;
-        rows.at[i] = tqkv__buffer_within(c, memory, raw->codes);
+        rows.at[i] = tqkv__buffer_within(p, raw->codes);
         rows.strides[i].token = (size_t)raw->head_dim;
         rows.strides[i].head = (size_t)raw->capacity * (size_t)raw->head_dim;
     }
@@ -152,62 +155,60 @@ static tqkv__rows_in_buffers tqkv__raw_rows(const tqkv_cache *c, tqkv_metal_buff
 }
 
 /* Learns centre and scale of the keys from what is raw, as tqkv__learn does. */
-static tqkv_result tqkv__add_learning(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv_metal_plan *plan)
+static tqkv_result tqkv__add_learning(const tqkv__cache_plan *p)
 {
     const tqkv_metal_buffer none = {NULL, 0};
-    const int side = c->shared ? TQKV__KEYS : TQKV__VALUES;
-    const tqkv__rows_in_buffers rows = tqkv__raw_rows(c, memory, none);
-    tqkv_metal_store keys = tqkv__target_of_rows(c, memory, &rows, TQKV__KEYS);
+    const int side = p->c->shared ? TQKV__KEYS : TQKV__VALUES;
+    const tqkv__rows_in_buffers rows = tqkv__raw_rows(p, none);
+    tqkv_metal_store keys = tqkv__target_of_rows(p, &rows, TQKV__KEYS);
     const tqkv_metal_buffer results[2] = {keys.center, keys.channel_scale};
     tqkv__judged_rows judged;
     judged.values = rows.at[side];
-    judged.values_size = c->raw[side].codes_size;
-    judged.is_new = tqkv__buffer_within(c, memory, c->is_new);
+    judged.values_size = p->c->raw[side].codes_size;
+    judged.is_new = tqkv__buffer_within(p, p->c->is_new);
     judged.strides = rows.strides[side];
-    judged.value_dim = c->raw[side].head_dim;
-    judged.n_exact = c->exact_first < rows.n_tokens ? c->exact_first : rows.n_tokens;
+    judged.value_dim = p->c->raw[side].head_dim;
+    judged.n_exact = p->c->exact_first < rows.n_tokens ? p->c->exact_first : rows.n_tokens;
     judged.least_rest = TQKV__LEAST_POSITIONS;
-    judged.least_new = tqkv__least_new(c);
-    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, c->pairs, &judged, results,
-                                 plan);
+    judged.least_new = tqkv__least_new(p->c);
+    return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, p->c->pairs, &judged, results,
+                                 p->plan);
 }
 
 /* Encodes the raw halves, and of the newest those that their rings hold at `end`: as tqkv__settle. */
-static tqkv_result tqkv__add_settling(const tqkv_cache *c, tqkv_metal_buffer memory, int64_t end,
-                                      tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
+static tqkv_result tqkv__add_settling(const tqkv__cache_plan *p, int64_t end, tqkv_metal_buffer not_finite)
 {
-    const tqkv__rows_in_buffers rows = tqkv__raw_rows(c, memory, not_finite);
-    const int64_t oldest = end - tqkv__newest_room(c);
-    tqkv_metal_dispatch *learns = &plan->d[plan->n];
-    tqkv_result r = tqkv__add_learning(c, memory, plan);
-    if (r == TQKV_OK) learns->barrier = memory.buffer;
-    tqkv_metal_dispatch *reads = &plan->d[plan->n];
-    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &rows, TQKV__KEYS, TQKV__VALUES, plan);
+    const tqkv__rows_in_buffers rows = tqkv__raw_rows(p, not_finite);
+    const int64_t oldest = end - tqkv__newest_room(p->c);
+    tqkv_metal_dispatch *learns = &p->plan->d[p->plan->n];
+    tqkv_result r = tqkv__add_learning(p);
+    if (r == TQKV_OK) learns->barrier = p->memory.buffer;
+    tqkv_metal_dispatch *reads = &p->plan->d[p->plan->n];
+    if (r == TQKV_OK) r = tqkv__add_rows(p, &rows, TQKV__KEYS, TQKV__VALUES);
     if (r != TQKV_OK) return r;
-    reads->barrier = memory.buffer;
-    r = tqkv__add_first(c, memory, &rows, false, plan);
+    reads->barrier = p->memory.buffer;
+    r = tqkv__add_first(p, &rows, false);
     if (r != TQKV_OK || oldest >= rows.n_tokens) return r;
-    const tqkv__rows_in_buffers newest = tqkv__rows_after(c, &rows, oldest > 0 ? (int)oldest : 0);
-    return tqkv__add_rows(c, memory, &newest, TQKV__LAST_KEYS, TQKV__LAST_VALUES, plan);
+    const tqkv__rows_in_buffers newest = tqkv__rows_after(p->c, &rows, oldest > 0 ? (int)oldest : 0);
+    return tqkv__add_rows(p, &newest, TQKV__LAST_KEYS, TQKV__LAST_VALUES);
 }
 
 /* Does what a cache that learns does with rows: those before its last raw position become halves, and their tails what
    they will be. When it has that position it learns, encodes the halves and goes on. */
-static tqkv_result tqkv__add_raw(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv__rows_in_buffers *rows,
-                                 tqkv_metal_plan *plan)
+static tqkv_result tqkv__add_raw(const tqkv__cache_plan *p, const tqkv__rows_in_buffers *rows)
 {
-    const int left = (int)(c->learn_from - rows->position);
+    const int left = (int)(p->c->learn_from - rows->position);
     const tqkv__rows_in_buffers now = tqkv__rows_until(rows, left),
                                 raw = tqkv__rows_until(rows, left + TQKV__TILE); /* see tqkv__learn_from */
-    tqkv_result r = tqkv__add_streams(c, memory, &raw, TQKV__RAW, plan);
-    if (r == TQKV_OK) r = tqkv__add_rows(c, memory, &now, TQKV__TAIL, TQKV__TAIL, plan);
-    if (r == TQKV_OK) r = tqkv__add_first(c, memory, &now, true, plan);
+    tqkv_result r = tqkv__add_streams(p, &raw, TQKV__RAW);
+    if (r == TQKV_OK) r = tqkv__add_rows(p, &now, TQKV__TAIL, TQKV__TAIL);
+    if (r == TQKV_OK) r = tqkv__add_first(p, &now, true);
     if (r != TQKV_OK || now.n_tokens < left) return r;
-    r = tqkv__add_settling(c, memory, rows->position + rows->n_tokens, rows->not_finite, plan);
+    r = tqkv__add_settling(p, rows->position + rows->n_tokens, rows->not_finite);
     if (r != TQKV_OK || rows->n_tokens == left) return r;
-    tqkv__rows_in_buffers rest = tqkv__rows_after(c, rows, left);
+    tqkv__rows_in_buffers rest = tqkv__rows_after(p->c, rows, left);
     rest.learnt = true;
-    return tqkv__add_coded(c, memory, &rest, plan);
+    return tqkv__add_coded(p, &rest);
 }
 
 /* Whether a GPU can append n_tokens to a cache in its memory, or attend with n_raw queries that read rows as they came:
@@ -267,13 +268,14 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqk
                                                         tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                                         tqkv_metal_plan *plan)
 {
+    const tqkv__cache_plan p = {c, memory, plan};
     tqkv__rows_in_buffers rows;
     if (!tqkv__open_plan(plan, "cache_append")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c) return tqkv__close_plan(plan, TQKV__INVALID("the cache is NULL"));
     tqkv_result r = tqkv__check_on_gpu(c, n_tokens, 0);
     if (r == TQKV_OK) r = tqkv__check_room(c, n_tokens);
     if (r == TQKV_OK) r = tqkv__open_rows(c, layout, k, v, n_tokens, not_finite, &rows);
-    if (r == TQKV_OK) r = c->learning ? tqkv__add_raw(c, memory, &rows, plan) : tqkv__add_coded(c, memory, &rows, plan);
+    if (r == TQKV_OK) r = c->learning ? tqkv__add_raw(&p, &rows) : tqkv__add_coded(&p, &rows);
     return tqkv__close_plan(plan, r);
 }
 
@@ -317,42 +319,41 @@ static void tqkv__take_some_buffers(const tqkv_metal_attention *some, int first,
 }
 
 /* Opens a call of one query, over the cache's streams (0), or over what is raw of them (TQKV__RAW). */
-static void tqkv__open_cache_call(const tqkv_cache *c, tqkv_metal_buffer memory, const tqkv_attention *view, int first,
+static void tqkv__open_cache_call(const tqkv__cache_plan *p, const tqkv_attention *view, int first,
                                   tqkv__cache_call *call)
 {
     tqkv_metal_attention *a = &call->attention;
     memset(call, 0, sizeof *call);
     for (int i = 0; i < TQKV__CACHE_STORES; i++)
-        if (tqkv__store_of(c, i)) call->stores[i] = tqkv__store_in_buffer(c, memory, tqkv__store_of(c, i));
+        if (tqkv__store_of(p->c, i)) call->stores[i] = tqkv__store_in_buffer(p, tqkv__store_of(p->c, i));
     a->attention = *view;
     if (!a->attention.kv_len) a->attention.end = 0; /* nothing is resident; kv_len alone would be its default */
     a->keys = &call->stores[first + TQKV__KEYS];
-    a->values = &call->stores[first + (c->shared ? TQKV__KEYS : TQKV__VALUES)];
-    a->tail = tqkv__store_of_call(c, call, first + TQKV__TAIL);
-    a->matrix_group = c->matrix_group;
-    if (c->attention.sinks) a->sinks = tqkv__buffer_within(c, memory, c->attention.sinks);
+    a->values = &call->stores[first + (p->c->shared ? TQKV__KEYS : TQKV__VALUES)];
+    a->tail = tqkv__store_of_call(p->c, call, first + TQKV__TAIL);
+    a->matrix_group = p->c->matrix_group;
+    if (p->c->attention.sinks) a->sinks = tqkv__buffer_within(p, p->c->attention.sinks);
 }
 
 /* Opens a call over codes and what is kept besides. */
-static void tqkv__open_coded_call(const tqkv_cache *c, tqkv_metal_buffer memory, tqkv__cache_call *call)
+static void tqkv__open_coded_call(const tqkv__cache_plan *p, tqkv__cache_call *call)
 {
-    const tqkv_attention view = tqkv__view_codes(c);
-    const int values = c->shared ? TQKV__KEYS : TQKV__VALUES;
+    const tqkv_attention view = tqkv__view_codes(p->c);
+    const int values = p->c->shared ? TQKV__KEYS : TQKV__VALUES;
     tqkv_metal_attention *a = &call->attention;
-    tqkv__open_cache_call(c, memory, &view, 0, call);
-    a->first.keys = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS);
-    a->first.tail = tqkv__store_of_call(c, call, TQKV__FIRST_TAIL);
-    a->first.values = tqkv__store_of_call(c, call, TQKV__FIRST_KEYS + values);
-    a->last.keys = tqkv__store_of_call(c, call, TQKV__LAST_KEYS);
-    a->last.values = tqkv__store_of_call(c, call, TQKV__LAST_KEYS + values);
+    tqkv__open_cache_call(p, &view, 0, call);
+    a->first.keys = tqkv__store_of_call(p->c, call, TQKV__FIRST_KEYS);
+    a->first.tail = tqkv__store_of_call(p->c, call, TQKV__FIRST_TAIL);
+    a->first.values = tqkv__store_of_call(p->c, call, TQKV__FIRST_KEYS + values);
+    a->last.keys = tqkv__store_of_call(p->c, call, TQKV__LAST_KEYS);
+    a->last.values = tqkv__store_of_call(p->c, call, TQKV__LAST_KEYS + values);
 }
 
 /* Opens a call over what is raw: of n_queries queries, the last of which stands before `end`. */
-static void tqkv__open_raw_call(const tqkv_cache *c, tqkv_metal_buffer memory, int64_t end, int n_queries,
-                                tqkv__cache_call *call)
+static void tqkv__open_raw_call(const tqkv__cache_plan *p, int64_t end, int n_queries, tqkv__cache_call *call)
 {
-    const tqkv_attention view = tqkv__raw_attention(c, end, n_queries);
-    tqkv__open_cache_call(c, memory, &view, TQKV__RAW, call);
+    const tqkv_attention view = tqkv__raw_attention(p->c, end, n_queries);
+    tqkv__open_cache_call(p, &view, TQKV__RAW, call);
 }
 
 /* Finds the scratch of both kinds of queries; they may run at the same time. coded: the bytes of those that read
@@ -360,10 +361,10 @@ static void tqkv__open_raw_call(const tqkv_cache *c, tqkv_metal_buffer memory, i
 static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                           size_t *coded, size_t *bytes)
 {
-    const tqkv_metal_buffer none = {NULL, 0};
+    const tqkv__cache_plan p = {c, {NULL, 0}, NULL};
     tqkv__cache_call call;
     size_t raw = 0;
-    tqkv__open_coded_call(c, none, &call);
+    tqkv__open_coded_call(&p, &call);
     if (some) tqkv__take_some_buffers(some, 0, &call.attention);
     call.attention.attention.n_queries = n_queries;
     call.attention.attention.first.n = c->exact_first; /* as many as there will ever be */
@@ -371,7 +372,7 @@ static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_
     tqkv_result r = tqkv__plan_scratch_within(&call.attention, TQKV__MOST_SUMS, coded);
     *coded = (*coded + 15) / 16 * 16;
     if (r == TQKV_OK && c->raw_below && c->raw[0].codes && c->metal) {
-        tqkv__open_raw_call(c, none, 0, n_queries, &call);
+        tqkv__open_raw_call(&p, 0, n_queries, &call);
         if (some) tqkv__take_some_buffers(some, 0, &call.attention);
         r = tqkv__plan_scratch_within(&call.attention, TQKV__MOST_SUMS, &raw);
     }
@@ -413,14 +414,13 @@ static tqkv_result tqkv__add_cache_call(const tqkv__queries_in_buffers *from, in
 }
 
 /* Checks the rows of all queries together: a dispatch shows its own alone. */
-static tqkv_result tqkv__check_cut_rows(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                        const tqkv__queries_in_buffers *from)
+static tqkv_result tqkv__check_cut_rows(const tqkv__cache_plan *p, const tqkv__queries_in_buffers *from)
 {
-    const tqkv_attention *a = &c->attention;
-    const int n = from->n_queries, key_dim = c->keys.head_dim + c->tail.head_dim, value_dim = a->values->head_dim;
+    const tqkv_attention *a = &p->c->attention;
+    const int n = from->n_queries, key_dim = p->c->keys.head_dim + p->c->tail.head_dim, value_dim = a->values->head_dim;
     const tqkv_strides of_q = tqkv__strides_of(from->layout.q, a->n_heads, key_dim),
                        of_out = tqkv__strides_of(from->layout.out, a->n_heads, value_dim);
-    const tqkv_metal_binding cache = {"memory", 0, memory, c->size, 1, false};
+    const tqkv_metal_binding cache = {"memory", 0, p->memory, p->c->size, 1, false};
     tqkv_metal_binding q = {"q", 0, from->q, 0, 1, false}, out = {"out", 0, from->out, 0, 1, true};
     if (!tqkv__rows_extent(of_q, n, a->n_heads, key_dim, tqkv__type_size(a->query_type), &q.size) ||
         !tqkv__rows_extent(of_out, n, a->n_heads, value_dim, tqkv__type_size(a->output_type), &out.size))
@@ -432,28 +432,27 @@ static tqkv_result tqkv__check_cut_rows(const tqkv_cache *c, tqkv_metal_buffer m
 
 /* Attends for all queries. The first n_raw queries stand where rows are read raw. With a tree, which counts from the
    first query of a call, all the others' call has them, too, and theirs comes after it. */
-static tqkv_result tqkv__add_cut_call(const tqkv_cache *c, tqkv_metal_buffer memory,
-                                      const tqkv__queries_in_buffers *from, int n_raw, tqkv_metal_plan *plan)
+static tqkv_result tqkv__add_cut_call(const tqkv__cache_plan *p, const tqkv__queries_in_buffers *from, int n_raw)
 {
     tqkv__cache_call call;
     tqkv__queries_in_buffers raw = *from;
     size_t coded = 0, bytes;
     const int n = from->n_queries;
     const bool whole = n_raw && n_raw < n && from->some && from->some->tree.buffer;
-    tqkv_result r = tqkv__check_cut_rows(c, memory, from);
+    tqkv_result r = tqkv__check_cut_rows(p, from);
     if (r != TQKV_OK) return r;
     if (n_raw < n) {
         const int first = whole ? 0 : n_raw;
-        tqkv__open_coded_call(c, memory, &call);
-        r = tqkv__add_cache_call(from, first, n - first, &call, plan);
-        if (r == TQKV_OK && n_raw) r = tqkv__scratch_of_cache(c, from->some, n, &coded, &bytes);
+        tqkv__open_coded_call(p, &call);
+        r = tqkv__add_cache_call(from, first, n - first, &call, p->plan);
+        if (r == TQKV_OK && n_raw) r = tqkv__scratch_of_cache(p->c, from->some, n, &coded, &bytes);
     }
     if (r != TQKV_OK || !n_raw) return r;
-    const int before = plan->n;
+    const int before = p->plan->n;
     raw.scratch = tqkv__buffer_after(from->scratch, coded);
-    tqkv__open_raw_call(c, memory, c->attention.end - (n - n_raw), n_raw, &call);
-    r = tqkv__add_cache_call(&raw, 0, n_raw, &call, plan);
-    if (r == TQKV_OK && whole) plan->d[before].barrier = from->out.buffer;
+    tqkv__open_raw_call(p, p->c->attention.end - (n - n_raw), n_raw, &call);
+    r = tqkv__add_cache_call(&raw, 0, n_raw, &call, p->plan);
+    if (r == TQKV_OK && whole) p->plan->d[before].barrier = from->out.buffer;
     return r;
 }
 
@@ -463,6 +462,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqk
                                                         int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
                                                         tqkv_metal_plan *plan)
 {
+    const tqkv__cache_plan p = {c, memory, plan};
     if (!tqkv__open_plan(plan, "attend")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c || n_queries < 0) return tqkv__close_plan(plan, TQKV__INVALID(TQKV__NO_CACHE_QUERIES));
     if (!n_queries) return tqkv__close_plan(plan, TQKV_OK);
@@ -471,7 +471,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqk
     tqkv_result r = tqkv__check_on_gpu(c, 0, n_raw);
     if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     const tqkv__queries_in_buffers from = {some, q, scratch, out, tqkv__layout_of_call(c, layout), n_queries};
-    r = tqkv__add_cut_call(c, memory, &from, n_raw, plan);
+    r = tqkv__add_cut_call(&p, &from, n_raw);
     if (r == TQKV_OK && !scratch.buffer) r = tqkv__scratch_of_cache(c, some, n_queries, &coded, &plan->scratch_size);
     return tqkv__close_plan(plan, r);
 }

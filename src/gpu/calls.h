@@ -128,7 +128,8 @@ static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_
     if (tqkv__channels_differ(from->values->channel_scale, src->values->channel_scale) ||
         tqkv__channels_differ(from->values->center, src->values->center))
         return TQKV__INVALID("slices of values with and without a scale of their channels, or a centre");
-    b->values = from->values;
+    b->of = *from;
+    memset(&b->of.sinks, 0, sizeof b->of.sinks); /* which finish reads */
     if (a.call.n_queries) tqkv__plan_slice(tqkv__add_dispatch(plan), &a, b, src_out);
     return TQKV_OK;
 }
@@ -157,8 +158,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attent
     if (!tqkv__open_plan(plan, "attend_finish")) return TQKV__INVALID(TQKV__NO_PLAN);
     const tqkv_result r = tqkv__plan_shape(from, &call, &a);
     if (r != TQKV_OK) return tqkv__close_plan(plan, r);
-    b.sinks = from->sinks;
-    b.values = from->values;
+    b.of = *from;
     b.slice.from = true;
     b.slice.src_max = src_max;
     b.slice.src_sum = src_sum;

@@ -1,4 +1,21 @@
 /* >>plan-numbers: numbers that plans, contexts and tests share */
+/* tqkv_metal_kernel.family */
+typedef enum tqkv__family {
+    TQKV_METAL_TABLES,
+    TQKV_METAL_ENCODE,
+    TQKV_METAL_ENCODE_KV,
+    TQKV_METAL_PROBE,
+    TQKV_METAL_DECODE,
+    TQKV_METAL_ROTATE,
+    TQKV_METAL_ATTEND,
+    TQKV_METAL_ATTEND_MERGE,
+    TQKV_METAL_ATTEND_MATRIX,
+    TQKV_METAL_INDEX_CHOICE,
+    TQKV_METAL_ATTEND_LIST,
+    TQKV_METAL_INDEX_SCORES,
+    TQKV_METAL_CALIBRATE
+} tqkv__family;
+
 enum {
     TQKV__SIMD_WIDTH = 32,
     TQKV__ITEMS_OF_ATTEND = 12, /* index of a batch's items */

@@ -46,7 +46,7 @@ static void tqkv__name_kernel(tqkv_metal_kernel *kernel)
     static const char *const families[] = {"tables",        "encode",       "encode_kv",   "probe",
                                            "decode",        "rotate",       "attend",      "attend_merge",
                                            "attend_matrix", "index_choice", "attend_list", "index_scores",
-                                           "learn_scales"}; /* tqkv_metal_family */
+                                           "learn_scales"}; /* tqkv__family */
     const int dims[] = {kernel->head_dim * TQKV__DIM_UNIT, kernel->value_dim * TQKV__DIM_UNIT};
     const char *const texts[] = {"tqkv_", families[kernel->family]};
     char *at = kernel->name;
@@ -82,7 +82,7 @@ static int tqkv__most_simdgroups(const tqkv_metal_kernel *kernel)
 }
 
 /* Gives a dispatch its kernel, for rows of its sizes. */
-static void tqkv__plan_family(tqkv_metal_dispatch *d, tqkv_metal_family family)
+static void tqkv__plan_family(tqkv_metal_dispatch *d, tqkv__family family)
 {
     d->kernel.family = (uint8_t)family;
     d->kernel.most_simdgroups = (uint8_t)tqkv__most_simdgroups(&d->kernel);
@@ -166,8 +166,7 @@ static TQKV__NOINLINE void tqkv__plan_args(tqkv_metal_dispatch *d, const void *a
     memcpy(to->bytes, args, size);
 }
 
-static TQKV__NOINLINE void tqkv__plan_begin(tqkv_metal_dispatch *d, tqkv_metal_family family, int head_dim,
-                                            int value_dim)
+static TQKV__NOINLINE void tqkv__plan_begin(tqkv_metal_dispatch *d, tqkv__family family, int head_dim, int value_dim)
 {
     memset(d, 0, sizeof *d);
     d->kernel.head_dim = (uint8_t)(head_dim / TQKV__DIM_UNIT);

@@ -3,7 +3,7 @@
 /* An attention over buffers as one over stores. */
 typedef struct tqkv__plan_call {
     tqkv_attention attention;
-    tqkv_store keys, values, tail, ends[2][2], first_tail;
+    tqkv_store keys, values, tail, ends[2][3];
 } tqkv__plan_call;
 
 static bool tqkv__same_buffer(tqkv_metal_buffer a, tqkv_metal_buffer b)
@@ -68,44 +68,30 @@ static tqkv_result tqkv__plan_check_streams(const tqkv_metal_attention *from, co
     return TQKV__INVALID("tail: overlaps the keys or the values");
 }
 
-/* Takes the stores of the positions that are kept as halves. Their centres are buffers, too. */
+/* Takes the stores of the positions that are kept besides. Their centres are buffers, too. */
 static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv__plan_call *call)
 {
-    const tqkv_metal_store *const ends[2][2] = {{from->first.keys, from->first.values},
-                                                {from->last.keys, from->last.values}};
-    tqkv_attention *to = &call->attention;
-    const tqkv_store **const shapes[2][2] = {{&to->first.keys, &to->first.values}, {&to->last.keys, &to->last.values}};
+    const tqkv_metal_ends *const ends[2] = {&from->first, &from->last};
+    const tqkv_metal_store *const streams[3] = {from->keys, from->values, from->tail};
+    tqkv_ends *const to[2] = {&call->attention.first, &call->attention.last};
+    to[0]->tail = NULL;
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
         const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
-        if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__plan_first_tail */
-        const tqkv_metal_store *end = ends[last][side], *codes = side == TQKV__VALUES ? from->values : from->keys;
+        const tqkv_metal_store *const stores[3] = {ends[last]->keys, ends[last]->values, ends[last]->tail},
+                                      *end = stores[side], *codes = streams[side];
+        const tqkv_store **const shapes[3] = {&to[last]->keys, &to[last]->values, &to[last]->tail};
         tqkv_store *shape = &call->ends[last][side];
-        *shapes[last][side] = end ? shape : NULL;
-        if (!end || !(last ? to->last.n : to->first.n)) continue;
+        *shapes[side] = end && codes && (to[last]->n || side != TQKV__TAIL) ? shape : NULL;
+        if (!*shapes[side] || !to[last]->n) continue;
         tqkv__plan_store(end, shape);
         shape->center = codes->shape.center;
+        shape->channel_scale = codes->shape.channel_scale;
         if (!tqkv__same_buffer(end->center, codes->center) ||
             !tqkv__same_buffer(end->channel_scale, codes->channel_scale))
             return TQKV__INVALID("first or last: a store with another centre or scale than the codes");
         if (end->pages.buffer || shape->n_pages)
             return TQKV__REFUSE(UNSUPPORTED, "first or last with pages of their own: not on a GPU");
     }
-    return TQKV_OK;
-}
-
-/* Takes the store of a tail's first positions; follows what takes the tail. */
-static tqkv_result tqkv__plan_first_tail(const tqkv_metal_attention *from, tqkv__plan_call *call)
-{
-    tqkv_attention *to = &call->attention;
-    to->first.tail = NULL;
-    if (!from->tail || !from->first.tail || !to->first.n) return TQKV_OK;
-    if (!tqkv__same_buffer(from->first.tail->center, from->tail->center) ||
-        !tqkv__same_buffer(from->first.tail->channel_scale, from->tail->channel_scale))
-        return TQKV__INVALID("first.tail: a store with another centre or scale than the tail");
-    tqkv__plan_store(from->first.tail, &call->first_tail);
-    call->first_tail.center = call->tail.center;
-    call->first_tail.channel_scale = call->tail.channel_scale;
-    to->first.tail = &call->first_tail;
     return TQKV_OK;
 }
 
@@ -130,7 +116,6 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     to->keys = &call->keys;
     to->values = &call->values;
     to->tail = from->tail ? &call->tail : NULL;
-    if ((r = tqkv__plan_first_tail(from, call)) != TQKV_OK) return r;
     if ((r = tqkv__plan_end_shapes(from, call)) != TQKV_OK) return r;
     if (from->tree.buffer && !to->tree) to->tree = tqkv__unknown_tree;
     if (from->list.buffer && !to->list.rows) to->list.rows = tqkv__unknown_list;
@@ -159,7 +144,7 @@ static tqkv_result tqkv__plan_attention_positions(tqkv__attention *a)
 }
 
 /* Takes the positions that are kept as halves; slots of positions follow. */
-static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__attention *a, tqkv__attend_buffers *b)
+static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__attention *a)
 {
     if (!a->call.first.n && !a->call.last.n) return TQKV_OK;
     a->shared = tqkv__plan_shared(from, a);
@@ -168,11 +153,6 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
     if (r != TQKV_OK) return r;
     if (a->kept && a->call.window && a->call.end > 1 << 30)
         return TQKV__REFUSE(UNSUPPORTED, "first, of a ring behind 2^30 positions, and a window: not on a GPU");
-    b->first_tail = from->first.tail;
-    b->ends[0][0] = from->first.keys;
-    b->ends[0][1] = a->shared ? from->first.keys : from->first.values;
-    b->ends[1][0] = from->last.keys;
-    b->ends[1][1] = a->shared ? from->last.keys : from->last.values;
     for (int last = 0; last < 2; last++) {
         if (a->keys.page_size && a->exact[last][0] != a->exact[last][1])
             return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
@@ -192,7 +172,7 @@ static tqkv_result tqkv__plan_range(const tqkv_metal_attention *from, int64_t fi
     const bool known = !a->call.list.rows || from->attention.list.rows, slice = b->slice.to;
     tqkv_result r = slice ? tqkv__check_slice_range(a, first, count) : TQKV_OK;
     if (r != TQKV_OK) return r;
-    if (!slice) b->sinks = from->sinks;
+    if (slice) memset(&b->of.sinks, 0, sizeof b->of.sinks);
     const tqkv__range range = {slice ? first : a->first, slice ? first + count : a->call.end};
     const bool begins = range.from == a->first && (range.from < range.to || range.to == a->call.end);
     if (known) r = tqkv__check_seen(a, range);
@@ -209,19 +189,15 @@ static tqkv_result tqkv__plan_call_of(const tqkv_metal_attention *from, int64_t 
     tqkv__plan_call call;
     tqkv__attention a;
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
+    if (r == TQKV_OK) b->of = *from;
     if (r == TQKV_OK) r = tqkv__plan_check_streams(from, &a);
     if (r == TQKV_OK) r = tqkv__attention_range(&call.attention, &a);
-    if (r == TQKV_OK) r = tqkv__plan_ends(from, &a, b);
+    if (r == TQKV_OK) r = tqkv__plan_ends(from, &a);
     if (r == TQKV_OK) r = tqkv__check_window(&a);
     plan->empty = r == TQKV_OK && !a.call.n_queries;
     if (plan->empty) return b->slice.to ? tqkv__check_slice_range(&a, first, count) : r;
     if (r == TQKV_OK) r = tqkv__plan_range(from, first, count, &a, b);
     if (r == TQKV_OK) r = tqkv__plan_attention_positions(&a);
     if (r != TQKV_OK) return r;
-    b->keys = from->keys;
-    b->values = from->values;
-    b->tail = from->tail;
-    b->tree = from->tree;
-    b->list = from->list;
     return tqkv__plan_attention(&a, b, most_sums, plan);
 }

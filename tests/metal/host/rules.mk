@@ -179,7 +179,7 @@ $(HOST_BUILD)/runner-embedded: $(HOST_BUILD)/embedded.o $(filter-out %/tqkv_meta
 # As on a Mac: the example, and tqkv_metal.m as it ships, which is all else.
 $(HOST_BUILD)/whole/tqkv_metal.o: tqkv_metal.m tqkv.h $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
 	@mkdir -p $(@D)
-	@clang $(filter-out -I% -fsanitize%,$(HOST_FLAGS)) $(HOST_GNUSTEP) -DTQKV_NO_AVX512 -c $< -o $@
+	@clang $(filter-out -fsanitize%,$(HOST_FLAGS)) $(HOST_GNUSTEP) -DTQKV_NO_AVX512 -c $< -o $@
 
 $(HOST_BUILD)/metal_encode_attend: $(HOST_BUILD)/examples/metal_encode_attend.o $(HOST_BUILD)/whole/tqkv_metal.o \
 		$(filter %/standin.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
