@@ -730,8 +730,8 @@ typedef struct tqkv_metal_desc {
 
 /* Runs one small kernel and waits for it. TQKV_UNSUPPORTED: no Metal device, or one without family Apple7 or
    simdgroups of 32. TQKV_TABLE_MISMATCH: the library is of another version; the text names the table. *out is NULL on
-   failure. Texts beside TQKV_OK: "library refused: ...; compiled from source", now or at a kernel's first use, and "...;
-   attention without matrices", if Metal refuses only the kernels that multiply them. */
+   failure. Texts beside TQKV_OK: "library refused: ...; compiled from source", now or at a kernel's first use, and
+   "...; attention without matrices", if Metal refuses only the kernels that multiply them. */
 TQKV_METAL_API tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out);
 /* Call it after all calls have returned, recorded work has completed, and the context's caches and memory are gone. */
 TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
@@ -739,9 +739,9 @@ TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 
 /* Whether the GPU computes what the processor does, for such caches: of desc all but the capacity and ring count.
-   Codes, norms and decoded rows must have the processor's bits, attention and an index its values, but for what integers
-   change. Each version of the system has its own compiler of shaders: call it once after an update. TQKV_METAL_ERROR:
-   something differs; the text says what, and by how much. */
+   Codes, norms and decoded rows must have the processor's bits, attention and an index its values, but for what
+   integers change. Each version of the system has its own compiler of shaders: call it once after an update.
+   TQKV_METAL_ERROR: something differs; the text says what, and by how much. */
 TQKV_METAL_API tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc);
 
 /* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4, of halves and bfloat16s
@@ -888,8 +888,9 @@ typedef struct tqkv_metal_dispatch {
 typedef struct tqkv_metal_plan {
     const char *call;   /* its name, for error texts */
     tqkv_result result; /* of the function that made the plan. After a failure there are no dispatches. */
-    /* Of a call that takes scratch, planned with none (NULL): the bytes that it needs at most, wherever the context then
-       stands (`end` and kv_len may be 0). Of a batch that is planned without contents: those of its arguments, too. */
+    /* Of a call that takes scratch, planned with none (NULL): the bytes that it needs at most, wherever the context
+       then stands (`end` and kv_len may be 0). Of a batch that is planned without contents: those of its arguments,
+       too. */
     size_t scratch_size, arguments_size;
     int n;
     tqkv_metal_dispatch d[TQKV_METAL_DISPATCHES];
@@ -900,8 +901,8 @@ typedef struct tqkv_metal_plan {
 TQKV_METAL_API tqkv_result tqkv_metal_record(tqkv_metal *m, tqkv_metal_object encoder, tqkv_metal_plan *plan);
 /* Builds the pipelines of a plan now, which its first recording would do, each in up to a second; any thread may, while
    others record. Of buffers only those count that say what there is, as centres and the memory of a cache. Pipelines
-   depend on the number of queries (1, and each power of two), on whether the context is short or long, and on what there
-   is of halves, lists, trees, pages, sinks and centres: plan those that will come. For a cache plan an append and
+   depend on the number of queries (1, and each power of two), on whether the context is short or long, and on what
+   there is of halves, lists, trees, pages, sinks and centres: plan those that will come. For a cache plan an append and
    attention of another one of the same desc, whose appends tqkv_metal_cache_appended counts, though none has run. */
 TQKV_METAL_API tqkv_result tqkv_metal_prepare(tqkv_metal *m, tqkv_metal_plan *plan);
 
@@ -916,16 +917,16 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_launch(const tqkv_metal_dispatch *d, 
 /* A binding before binding i that overlaps it while one of the two is written, or NULL. Such a call must not run. */
 TQKV_METAL_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i);
 
-/* Once a library: whether it was built from this header. Both dispatches write `report`, zero before. The first holds the
-   tables, the second the product of two matrices, which a system may refuse. */
+/* Once a library: whether it was built from this header. Both dispatches write `report`, zero before. The first holds
+   the tables, the second the product of two matrices, which a system may refuse. */
 TQKV_METAL_API tqkv_result tqkv_metal_plan_tables(tqkv_metal_buffer report, tqkv_metal_plan *plan);
 /* The first difference between the library's tables and sizes and this header's; NULL if there is none. */
 TQKV_METAL_API const char *tqkv_metal_stale_table(const void *report);
 /* Whether the GPU's matrices lie as attend_matrix needs them. If not, or if the system refuses that kernel:
    tqkv_metal_plan_lanes. */
 TQKV_METAL_API bool tqkv_metal_has_matrices(const void *report);
-/* Puts attend in the place of attend_matrix; buffers and arguments stay. False for a batch, which has to be planned with
-   a matrix_group of INT_MAX. */
+/* Puts attend in the place of attend_matrix; buffers and arguments stay. False for a batch, which has to be planned
+   with a matrix_group of INT_MAX. */
 TQKV_METAL_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan);
 
 /* As tqkv_encode, of keys and values, or of keys and their tail, in one dispatch; stores of the same n_kv_heads.
@@ -955,10 +956,10 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *sha
 TQKV_METAL_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *a, tqkv_metal_buffer q,
                                                   tqkv_metal_buffer scratch, tqkv_metal_buffer out,
                                                   tqkv_metal_plan *plan);
-/* As tqkv_attend_partial, tqkv_attend_merge and tqkv_attend_finish, for contexts in several stores or on several devices;
-   slices of GPU and processor may be merged. But max is only within 8 of the largest score, and finish writes out,
-   another buffer, in output_type and with output_strides. Sinks and the values' centre are read by finish alone; a merge
-   looks at no buffers of the stores, and so not at the numbers of scales and centres.
+/* As tqkv_attend_partial, tqkv_attend_merge and tqkv_attend_finish, for contexts in several stores or on several
+   devices; slices of GPU and processor may be merged. But max is only within 8 of the largest score, and finish writes
+   out, another buffer, in output_type and with output_strides. Sinks and the values' centre are read by finish alone; a
+   merge looks at no buffers of the stores, and so not at the numbers of scales and centres.
    Merged in order, slices of linear or paged stores of rotated values, and keys without a centre, have the bits of
    tqkv_metal_plan_attend if each but the first is one section of the context: [0, 8192), then 32,768 positions each,
    under a window 8,192; in place of the first section also its stretches of 512. The last may be shorter. */
@@ -979,10 +980,10 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attent
    head_dim, formats, types, bases, sinks and matrix_group, in which of the stores of halves they have, and all or none
    have a softcap, centres, lists and pages; window, scale, softcap's size, tree, blocks of the lists, first.n, last.n,
    n_queries and what is resident may differ. Each array of all items (their keys' codes, their q and so on) lies in one
-   buffer, at any offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise, or where the
-   context multiplies no matrices: then with a matrix_group of INT_MAX. arguments: memory that the processor can write,
-   at a multiple of 256, for this call alone until it has completed; contents: where the processor sees them, or NULL for
-   a plan that only tells sizes and pipelines. */
+   buffer, at any offsets; nothing that the call reads lies between the outputs. TQKV_UNSUPPORTED otherwise, or where
+   the context multiplies no matrices: then with a matrix_group of INT_MAX. arguments: memory that the processor can
+   write, at a multiple of 256, for this call alone until it has completed; contents: where the processor sees them, or
+   NULL for a plan that only tells sizes and pipelines. */
 TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attention *items, int n_items,
                                                         const tqkv_metal_buffer *q, tqkv_metal_buffer arguments,
                                                         void *contents, tqkv_metal_buffer scratch,

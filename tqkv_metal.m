@@ -1119,10 +1119,10 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *sha
    stretches     512 slots up to slot 8192, 2048 beyond, so that float sums do not lose digits at any length. The bounds
                  depend on slots alone: what stands beside a query changes no bit of its result. A window sees few
                  stretches wherever it stands, so there all are short.
-   strands       Threadgroups that share a stretch: where there are at most TQKV__FEW threadgroups, each simdgroup's part
+   strands       Threadgroups that share a stretch: where they are at most TQKV__FEW otherwise, a simdgroup's part
                  of a stretch has one of its own, whose simdgroups share its four tiles. The bits are the same.
    splits        Threadgroups along the context, each with one stretch until the stretches' sums take 32 MiB of scratch,
-                 with one section of 16 stretches beyond that, or with everything if heads and rows make 256 threadgroups
+                 with one section of 16 stretches beyond that, or with everything if heads and rows make 256 of them
                  already. All three do the same additions in the same order. */
 enum {
     TQKV__STRETCH_TILES = 16,
@@ -1608,7 +1608,8 @@ static void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
     const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
     const tqkv__attend_args args = tqkv__attend_args_of(d);
     if (columns > most) columns = most;
-    tqkv__plan_family(d, matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND);
+    if (matrix != (d->kernel.family == TQKV_METAL_ATTEND_MATRIX))
+        tqkv__plan_family(d, matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND);
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
     if (matrix)
         tqkv__plan_matrix_memory(d, (size_t)head_dim, columns);

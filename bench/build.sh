@@ -13,7 +13,7 @@ printf '#define TQKV_IMPLEMENTATION\n#include "tqkv.h"\n' >"$folder/tqkv.c"
 builds='default
 TQKV_NO_AVX512 -DTQKV_NO_AVX512
 TQKV_NO_AVX2 -DTQKV_NO_AVX2
-TQKV_METAL -DTQKV_METAL
+TQKV_METAL -include tqkv_metal.m
 debug -O0'
 
 rm -f "$folder"/*.seconds

@@ -234,7 +234,7 @@ def sparse_table(result):
 
 
 def build_table(result):
-    names = {"default": "all sets", "TQKV_NO_AVX512": "`TQKV_NO_AVX512`", "TQKV_METAL": "`TQKV_METAL`",
+    names = {"default": "all sets", "TQKV_NO_AVX512": "`TQKV_NO_AVX512`", "TQKV_METAL": "`tqkv_metal.m` as C",
              "TQKV_NO_AVX2": "`TQKV_NO_AVX2`: plain C alone", "debug": "all sets, -O0"}
     rows = [[names[n], f"{size / 1e3:.0f}", f"{seconds:.1f}"] for n, size, seconds in result.builds]
     return table(["build", "KB of code", "seconds of processor time"], rows)

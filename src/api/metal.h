@@ -42,8 +42,8 @@ typedef struct tqkv_metal_desc {
 
 /* Runs one small kernel and waits for it. TQKV_UNSUPPORTED: no Metal device, or one without family Apple7 or
    simdgroups of 32. TQKV_TABLE_MISMATCH: the library is of another version; the text names the table. *out is NULL on
-   failure. Texts beside TQKV_OK: "library refused: ...; compiled from source", now or at a kernel's first use, and "...;
-   attention without matrices", if Metal refuses only the kernels that multiply them. */
+   failure. Texts beside TQKV_OK: "library refused: ...; compiled from source", now or at a kernel's first use, and
+   "...; attention without matrices", if Metal refuses only the kernels that multiply them. */
 TQKV_METAL_API tqkv_result tqkv_metal_create(const tqkv_metal_desc *desc, tqkv_metal **out);
 /* Call it after all calls have returned, recorded work has completed, and the context's caches and memory are gone. */
 TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
@@ -51,9 +51,9 @@ TQKV_METAL_API void tqkv_metal_destroy(tqkv_metal *m); /* NULL is fine */
 TQKV_METAL_API void tqkv_metal_error(tqkv_metal *m, char *text, size_t size);
 
 /* Whether the GPU computes what the processor does, for such caches: of desc all but the capacity and ring count.
-   Codes, norms and decoded rows must have the processor's bits, attention and an index its values, but for what integers
-   change. Each version of the system has its own compiler of shaders: call it once after an update. TQKV_METAL_ERROR:
-   something differs; the text says what, and by how much. */
+   Codes, norms and decoded rows must have the processor's bits, attention and an index its values, but for what
+   integers change. Each version of the system has its own compiler of shaders: call it once after an update.
+   TQKV_METAL_ERROR: something differs; the text says what, and by how much. */
 TQKV_METAL_API tqkv_result tqkv_metal_self_test(tqkv_metal *m, const tqkv_cache_desc *desc);
 
 /* The bytes of a buffer from an offset on. Offsets of codes are multiples of 16, others of 4, of halves and bfloat16s

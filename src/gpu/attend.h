@@ -248,7 +248,8 @@ static void tqkv__plan_columns(tqkv_metal_dispatch *d, bool matrix, int columns)
     const int most = matrix ? TQKV__MOST_MATRIX_COLUMNS(head_dim) : TQKV__MAX_COLUMNS(head_dim);
     const tqkv__attend_args args = tqkv__attend_args_of(d);
     if (columns > most) columns = most;
-    tqkv__plan_family(d, matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND);
+    if (matrix != (d->kernel.family == TQKV_METAL_ATTEND_MATRIX))
+        tqkv__plan_family(d, matrix ? TQKV_METAL_ATTEND_MATRIX : TQKV_METAL_ATTEND);
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
     if (matrix)
         tqkv__plan_matrix_memory(d, (size_t)head_dim, columns);
