@@ -170,7 +170,7 @@ def long_text():
     rows = [[ROWS[name]] + [cell for run in runs.values() for s in [run.scores.get(name)]
                             for cell in ((number(s.kl), number(s.p999)) if s else ("-", "-"))] for name in names]
     head = ["cache"] + [f"{what}, {ALL_MODELS[m]}, {run.tokens:,}" for m, run in runs.items() for what in ("KL", "99.9th")]
-    return "\n## Longer contexts\n\nEnglish prose, by the model and the tokens.\n\n" + table(head, rows)
+    return "\n## Longer contexts\n\nEnglish prose, by the model and the tokens; promises hold for 4,096.\n\n" + table(head, rows)
 
 
 # ---- Speed ----

@@ -126,10 +126,11 @@ quality-runs: $(QUALITY_RUNS:%=quality-run-%) ## measure what docs/quality.md sh
 
 quality-run-%: run_parts = $(subst -, ,$*)
 quality-run-%: $(MODELS_BUILD)/tqkv.so $(TEXT_NAMES:%=$(TEXTS)/%.txt)
+	@git log -1 --format='commit %h' >$(MODELS_BUILD)/$*.commit
 	@$(MAKE) --no-print-directory models MODEL=$(word 1,$(run_parts)) TEXT=$(word 2,$(run_parts)) TOKENS=4096 \
 		CACHES=$(call commas,$(CACHES_OF_$(word 3,$(run_parts)))) MODELS_FLAGS="$(FLAGS_OF_$(word 3,$(run_parts)))" \
 		>$(MODELS_BUILD)/$*.txt
-	@{ sed 's/^/text /' $(TEXTS)/packages; git log -1 --format='commit %h'; echo "flags $(FLAGS_OF_$(word 3,$(run_parts)))"; \
+	@{ sed 's/^/text /' $(TEXTS)/packages; cat $(MODELS_BUILD)/$*.commit; echo "flags $(FLAGS_OF_$(word 3,$(run_parts)))"; \
 		grep -E '^(model|cache|layer) |^plan bits' $(MODELS_BUILD)/$*.txt; } >$(RESULTS)/$*.txt
 
 $(BUILD)/bytes: bench/models/bytes.c $(BUILD)/tqkv.o
