@@ -237,22 +237,22 @@ typedef struct tqkv_cache_desc {
        queries of one call; an append of more tokens makes more room, for as many. On a GPU
        there is room for 512, and none is made for more at once. After truncate, remove and keep the
        newest may be left as codes until new ones come.
-       Halves hold no value beyond 65504, and of a row that is all below 2^-17 less than codes do: here and while a cache
-       learns (see calibrate) an append of such a row is TQKV_NOT_FINITE, and nothing is appended. */
+       Halves hold no value beyond 65504, and of a row that is all below 2^-17 less than codes do: here and while a
+       cache learns (see calibrate) an append of such a row is TQKV_NOT_FINITE, and nothing is appended. */
     int exact_first, exact_last;
-    /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from so many of
-       its first positions, without the exact_first. 0: not; else at least 16. It takes no more than a quarter of the
-       capacity, or 16, and a ring refuses to be asked for more. Only new positions count, whose values (of a shared
-       stream the row) differ from those of the position before by more than a quarter of their squared length: one
-       token again and again, padding and blanks would teach scales that ruin what follows. With fewer than 64 new ones
-       (of a `calibrate` below 128, fewer than half, or 16) all positions count, and no scale is below 1/2.
-       Until the append that learns keys and values are halves as they came, and attention is exact. That append
-       encodes them; queries at the positions before the point of learning still read the halves, until the next append
-       gives their memory back (with non_causal, until this one). What it has learned counts from that append on:
-       tqkv_cache_truncate, or tqkv_cache_keep with no more than 64 positions behind that point, to a position before it
-       brings the halves back, as if what is taken had never come. The same codes however positions came.
-       What it has learned is in the stores of tqkv_cache_view. On a GPU the halves' memory stays as long as the cache, because work
-       under way may read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
+    /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from so many
+       of its first positions, without the exact_first. 0: not; else at least 16. It takes no more than a quarter of
+       the capacity, or 16, and a ring refuses to be asked for more. Only new positions count, whose values (of a
+       shared stream the row) differ from those of the position before by more than a quarter of their squared length:
+       one token again and again, padding and blanks would teach scales that ruin what follows. With fewer than 64 new
+       ones (of a `calibrate` below 128, fewer than half, or 16) all positions count, and no scale is below 1/2. Until
+       the append that learns keys and values are halves as they came, and attention is exact. That append encodes
+       them; queries at the positions before the point of learning still read the halves, until the next append gives
+       their memory back (with non_causal, until this one). What it has learned counts from that append on:
+       tqkv_cache_truncate, or tqkv_cache_keep with no more than 64 positions behind that point, to a position before
+       it brings the halves back, as if what is taken had never come. The same codes however positions came. What it
+       has learned is in the stores of tqkv_cache_view. On a GPU the halves' memory stays as long as the cache,
+       because work under way may read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
     int calibrate;
     tqkv_pairs pairs; /* of the rotary embedding: share a scale in what it learns */
     int rotary_dim;   /* as tqkv_store's */
@@ -328,9 +328,9 @@ TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int 
    refuses queries that need the halves (TQKV_OUT_OF_RANGE), as a snapshot does. One that still learns does so from no
    fewer positions than the cache. desc: NULL, or nonzero fields for what the copy has otherwise: capacity
    (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
-   threads), type (not back to TQKV_TYPE_F32, which is 0), strides, sinks, parallel, allocator, metal, matrix_group, non_causal,
-   a tag. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as
-   a ring, and one that needs less memory goes on in fewer bits. *out is NULL on failure. */
+   threads), type (not back to TQKV_TYPE_F32, which is 0), strides, sinks, parallel, allocator, metal, matrix_group,
+   non_causal, a tag. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on
+   as a ring, and one that needs less memory goes on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 
 /* Both return the bytes moved, fewer at the end of a file or on failure; tqkv calls again until all or 0 bytes move. */
@@ -356,8 +356,8 @@ TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqkv_read read
 /* Whether rows are rotated before they are stored. */
 typedef enum tqkv_rotation {
     TQKV_ROTATION_DEFAULT = 0, /* as the format has it: F16 is not rotated, all other formats are */
-    /* For caches written without the rotation: TQ5, TQ6, TQ8, their _BYTES forms and F16. The rotation spreads the heavy
-       tails of real values: without it the error of codes grows by up to four digits. */
+    /* For caches written without the rotation: TQ5, TQ6, TQ8, their _BYTES forms and F16. The rotation spreads the
+       heavy tails of real values: without it the error of codes grows by up to four digits. */
     TQKV_ROTATION_OFF,
     TQKV_ROTATION_ON /* of F16: halves of the rotated row, less the centre, in the basis of other formats' codes */
 } tqkv_rotation;
@@ -381,8 +381,8 @@ struct tqkv_store {
     float *norms;      /* may be NULL for F16 */
     size_t norms_size; /* bytes */
 
-    /* Rows given to encode, probe, measure and calibrate, and written by decode. The codes of a half or a bfloat16 are those
-       of the same value as a float. Attention looks at neither. */
+    /* Rows given to encode, probe, measure and calibrate, and written by decode. The codes of a half or a bfloat16
+       are those of the same value as a float. Attention looks at neither. */
     tqkv_type type;
     tqkv_strides strides;
     tqkv_parallel parallel; /* for encode and convert, of many rows; zero = the calling thread alone */
@@ -399,7 +399,7 @@ struct tqkv_store {
        queries and outputs are those of the scaled basis. */
     const float *channel_scale;
     float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
-    int rotary_dim; /* channels [0, rotary_dim) are turned by the rotary embedding; for tqkv_pairs alone; 0 = head_dim */
+    int rotary_dim;    /* the rotary embedding turns channels [0, rotary_dim); for tqkv_pairs alone; 0 = head_dim */
     tqkv_rotation rotation;
 };
 
@@ -410,8 +410,9 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
    `capacity` tokens. A page may not occur twice among those written; a page of -1 leaves its tokens out. So tokens of
    many sequences go by one call to slots of a common pool: pages = the slot of each token, page_size 1, position 0.
-   TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that are left out. Values near 1e19, whose squared length overflows, give an infinite norm. What shares a norm
-   becomes zeros where all is at most 1e-10: the length of a row, or of I8 its largest value. */
+   TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that are left out. Values near 1e19, whose squared length
+   overflows, give an infinite norm. What shares a norm becomes zeros where all is at most 1e-10: the length of a row,
+   or of I8 its largest value. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
 
 /* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries, rotated,
@@ -434,15 +435,14 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
 /* Writes the positions [position, position + n_positions) of `from` into `to`, which may have another format,
    block_scale, capacity and page table: decoded in the basis of the codes and encoded there, the same bytes on every
    machine. Rows of F16 that are not rotated are on the way, rows of the same format and block_scale are copied.
-   TQKV_INVALID_ARGUMENT unless n_kv_heads, head_dim, the rotation (F16 goes with either), the centre and the scale are the
-   same. A page may not occur twice among those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a
-   norm of 1e30 or more. Many rows go to tasks of to->parallel.
-   Two page tables of one pool, with rows of as many bytes: a copy of a sequence, if the pages that have these positions
-   are others in `to` than in `from`.
+   TQKV_INVALID_ARGUMENT unless n_kv_heads, head_dim, the rotation (F16 goes with either), the centre and the scale
+   are the same. A page may not occur twice among those written. TQKV_NOT_FINITE if a row to encode holds NaN,
+   infinity or a norm of 1e30 or more. Many rows go to tasks of to->parallel. Two page tables of one pool, with rows
+   of as many bytes: a copy of a sequence, if the pages that have these positions are others in `to` than in `from`.
    In place: codes, norms or both may begin where those of `from` begin, if capacity and ring are the same, neither
-   store has pages, and the row of `to` (row_bytes, norms_per_row) is no longer. Rows move down in ascending order, each
-   after it was read; what these stores held at other positions is lost. Memory that overlaps otherwise is refused. All
-   checks come before the first write: a conversion never ends halfway. */
+   store has pages, and the row of `to` (row_bytes, norms_per_row) is no longer. Rows move down in ascending order,
+   each after it was read; what these stores held at other positions is lost. Memory that overlaps otherwise is
+   refused. All checks come before the first write: a conversion never ends halfway. */
 TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *from, int64_t position,
                                         int n_positions);
 
@@ -1871,7 +1871,6 @@ static tqkv_result tqkv__table_shape(const tqkv_store *store, tqkv__stream *s)
     return TQKV_OK;
 }
 
-/* Takes the format's row in TQKV__FORMATS, and its tables. */
 static void tqkv__take_format(tqkv_format format, tqkv__stream *s)
 {
     const tqkv__format *row = tqkv__format_of(format);
@@ -1971,7 +1970,6 @@ static const float *tqkv__scale_of(const tqkv__stream *s, int kv_head)
     return tqkv__of_head(s, s->channel_scale, kv_head);
 }
 
-/* Returns the bytes of a page table. */
 static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_pages * sizeof(int32_t); }
 
 /* TQ8 has more centroids than registers hold, but they are symmetric: centroid 255 - c is -centroid c, and the lower
@@ -1982,7 +1980,6 @@ static void tqkv__fill_planes(tqkv__stream *s)
         for (int p = 0; p < 4; p++) s->planes[p][i] = (uint8_t)(tqkv__bits(s->codebook[i]) >> (8 * p));
 }
 
-/* Whether encoding into a stream overwrites memory at p. */
 static bool tqkv__encoding_overlaps(const tqkv__stream *s, const void *p, size_t size)
 {
     return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size);
@@ -2022,7 +2019,6 @@ static bool tqkv__channels_overlap(const tqkv__stream *s, const void *p, size_t 
            tqkv__overlap(s->channel_scale, tqkv__center_size(s), p, size);
 }
 
-/* Whether memory at p is any of a stream's, read or written. */
 static bool tqkv__stream_overlaps(const tqkv__stream *s, const void *p, size_t size)
 {
     return tqkv__encoding_overlaps(s, p, size) || tqkv__channels_overlap(s, p, size) ||
@@ -2180,7 +2176,6 @@ static size_t tqkv__row_offset(const tqkv__stream *s, size_t token, size_t head)
     return (token * s->strides.token + head * s->strides.head) * tqkv__type_size(s->type);
 }
 
-/* Returns the caller's row of a token and a head. */
 static const void *tqkv__source_row(const tqkv__stream *s, const void *src, size_t token, size_t head)
 {
     return (const uint8_t *)src + tqkv__row_offset(s, token, head);
@@ -2200,7 +2195,6 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV_OK;
 }
 
-/* Returns the bytes of the caller's rows of so many tokens. */
 static size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
 {
     size_t bytes;
@@ -2902,7 +2896,6 @@ typedef struct tqkv__tokens {
     int64_t position, end;
 } tqkv__tokens;
 
-/* Encodes tokens of some heads. */
 static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__heads *heads,
                                const tqkv__tokens *tokens)
 {
@@ -2962,8 +2955,8 @@ static bool tqkv__in_halves(const float *row, int n, bool centered)
            (centered || largest == 0 || largest >= tqkv__bits(TQKV__LEAST_HALF));
 }
 
-/* Whether halves hold what they keep of n tokens: in any rotation if the largest value is not near their ends, since the
-   rotation of 1024 values makes it at most 32 times as large or small. False for NaN and infinity. */
+/* Whether halves hold what they keep of n tokens: in any rotation if the largest value is not near their ends, since
+   the rotation of 1024 values makes it at most 32 times as large or small. False for NaN and infinity. */
 static TQKV__NOINLINE bool tqkv__rows_in_halves(const tqkv__stream *s, int halves, const void *src, int n)
 {
     TQKV__ALIGNED float own[TQKV_MAX_HEAD_DIM];
@@ -3059,7 +3052,8 @@ static void tqkv__run_encode_tasks(tqkv__encode_job *job)
         tqkv__run_serial(NULL, job->n_streams, tqkv__encode_task, job);
 }
 
-/* Refuses sources that hold NaN or infinity, or what halves do not hold. Rows that are left out or dropped count, too. */
+/* Refuses sources that hold NaN or infinity, or what halves do not hold. Rows that are left out or dropped count,
+   too. */
 static tqkv_result tqkv__check_sources(tqkv__encode_job *job)
 {
     bool bad = false, unfit = false;
@@ -3499,7 +3493,6 @@ typedef struct tqkv__tied {
     int dim;
 } tqkv__tied;
 
-/* Takes the rotary dimension of a store. */
 static tqkv_result tqkv__take_pairs(tqkv_pairs pairs, int rotary_dim, int head_dim, tqkv__tied *tied)
 {
     if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
@@ -3613,7 +3606,6 @@ static bool tqkv__may_write(const float *to, size_t size, const void *src, size_
            (tqkv__floats_at(to) && !tqkv__overlap(to, size, src, src_bytes) && !tqkv__overlap(to, size, q, q_bytes));
 }
 
-/* Checks the arguments of tqkv_calibrate. */
 static tqkv_result tqkv__check_calibration(const tqkv__stream *s, const void *src, int n_tokens,
                                            const tqkv__queries *queries, size_t q_bytes, const float *center,
                                            const float *scale)
@@ -5539,7 +5531,6 @@ TQKV__OP TQKV__VECTOR TQKV__I(sum_of_row)(const TQKV__I(product) * p, int r, TQK
     return TQKV__S(to_floats)(TQKV__CODE_OFFSET ? TQKV__S(add_codes)(sum, TQKV__S(set_codes)(offset)) : sum);
 }
 
-/* Writes the scores of row r and the positions from j on */
 TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV__(codes) sum)
 {
     float *to = p->results + r * p->result_floats + j;
@@ -5600,7 +5591,6 @@ static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int,
 /* Sixteens of dimensions whose integers registers keep for so many rows */
 #define TQKV__KEPT(rows) (TQKV__INTEGER_LANES == 16 && (rows) > 2 ? 2 : 4)
 
-/* Loads the integers of a pass. */
 TQKV__OP void TQKV__I(load_rows)(const tqkv_format format, const int rows, const TQKV__I(product) * p, int dim, int d,
                                  TQKV__I(row) (*q)[4])
 {
@@ -5949,7 +5939,6 @@ TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const 
 
 /* -- A tile -- */
 
-/* Finds the scores of a panel. */
 TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
 {
     TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
@@ -5989,7 +5978,6 @@ TQKV__TARGET static void TQKV__I(score_tile)(const tqkv__stream *s, int kv_head,
     }
 }
 
-/* Adds to the sums of a panel. */
 TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
 {
     enum { STEP = 16 * TQKV__MANY_SIXTEENS, PLANE = TQKV__TILE / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES };
@@ -6151,8 +6139,9 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
-/* Loads centroids of TQ8, eight at a time, and multiplies them by a factor. The asm keeps the codes in a register of which x86 reads the two lowest bytes
-   (Q), and each shift a shift of 16, where compilers shift once for each code. */
+/* Loads centroids of TQ8, eight at a time, and multiplies them by a factor. The asm keeps the codes in a register of
+   which x86 reads the two lowest bytes (Q), and each shift a shift of 16, where compilers shift once for each code.
+   */
 TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float factor, float *to)
 {
     const float *centroids = s->codebook;
@@ -6203,7 +6192,6 @@ TQKV__OP void tqkv__store_two_avx2(float *low, float *high, __m256 x)
     _mm_storeu_ps(low, _mm256_castps256_ps128(x));
     _mm_storeu_ps(high, _mm256_extractf128_ps(x, 1));
 }
-/* Widens bytes to words. */
 TQKV__OP __m256i tqkv__widen_bytes_avx2(const uint8_t *p) { return _mm256_cvtepu8_epi32(tqkv__load_64(p)); }
 TQKV__OP __m256 tqkv__swap_avx2(const int distance, __m256 x)
 {
@@ -6379,8 +6367,8 @@ TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
 }
 TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p) { return _mm512_cvtph_ps(tqkv__load_256_avx512(p)); }
 
-/* Looks up n centroids of TQ8 times a factor, 64 at a time: those of the lower half, for a code c of the upper half that of ~c with
-   its sign flipped. Unpacks of bytes undo the order of dwords. n: a multiple of 16 */
+/* Looks up n centroids of TQ8 times a factor, 64 at a time: those of the lower half, for a code c of the upper half
+   that of ~c with its sign flipped. Unpacks of bytes undo the order of dwords. n: a multiple of 16 */
 TQKV__OP void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, int n, float factor, float *to)
 {
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
@@ -6421,7 +6409,8 @@ TQKV__OP __m512 tqkv__rounded_avx512(__m512 x)
     return x;
 }
 
-/* The tables of a codebook: positive boundaries, then infinity, the centroids above 0, and what >>k-search says of cells */
+/* The tables of a codebook: positive boundaries, then infinity, the centroids above 0, and what >>k-search says of
+   cells */
 typedef struct tqkv__book_avx512 {
     __m512 bounds[2], centroids[2], top;
     __m512i n_below;
@@ -6768,7 +6757,6 @@ typedef struct tqkv__i_bytes_avx512 {
 } tqkv__i_sum_avx512, tqkv__i_lane_sum_avx512, tqkv__i_row_avx512, tqkv__i_repeated_avx512;
 typedef __m512i tqkv__i_unit_avx512, tqkv__i_lanes_avx512;
 
-/* Returns so many bits, the lowest, set. */
 TQKV__OP uint64_t tqkv__i_lowest_avx512(int bits) { return ((uint64_t)1 << bits) - 1; }
 TQKV__OP tqkv__i_chunk_avx512 tqkv__i_open_chunk_avx512(const tqkv_format format, int left, const int8_t *centroids)
 {
@@ -7012,7 +7000,6 @@ typedef struct tqkv__i_row_avx2 {
 } tqkv__i_row_avx2;
 typedef __m256i tqkv__i_lanes_avx2, tqkv__i_repeated_avx2, tqkv__i_lane_sum_avx2;
 
-/* Returns the mask of lanes for so many bytes of codes. */
 TQKV__OP __m128i tqkv__i_lanes_left_avx2(int bytes)
 {
     return _mm_cmpgt_epi32(_mm_set1_epi32(bytes), _mm_set_epi32(12, 8, 4, 0));
@@ -7787,7 +7774,6 @@ static const tqkv__kernels *tqkv__kernels_of_neon(void)
 }
 #endif
 
-/* Returns the functions of attention of a set. */
 static const tqkv__kernels *tqkv__kernels_for(const tqkv__isa *isa)
 {
     if (isa == &tqkv__isa_scalar) return &tqkv__kernels_scalar;
@@ -7842,7 +7828,6 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
 }
 
-/* Takes the functions of the set, and what they look up. */
 static void tqkv__take_kernels(tqkv__attention *a)
 {
     a->kernels = tqkv__kernels_for(a->isa);
@@ -7851,7 +7836,6 @@ static void tqkv__take_kernels(tqkv__attention *a)
     if (a->call.tail) tqkv__fill_integers(&a->tail);
 }
 
-/* Takes the tail, which lies in the slots of the keys. */
 static tqkv_result tqkv__take_tail(tqkv__attention *a)
 {
     const tqkv__stream *keys = &a->keys, *tail = &a->tail;
@@ -7881,7 +7865,6 @@ static float tqkv__inverse_root(int n)
     return (float)root;
 }
 
-/* Resolves the strides of q and out, and finds their sizes. */
 static tqkv_result tqkv__take_strides(tqkv__attention *a)
 {
     tqkv_attention *call = &a->call;
@@ -7896,7 +7879,6 @@ static tqkv_result tqkv__take_strides(tqkv__attention *a)
     return TQKV__INVALID(TQKV__ROWS_SHARED);
 }
 
-/* Checks what does not depend on other fields. */
 static tqkv_result tqkv__check_options(const tqkv_attention *a)
 {
     if (a->first.n < 0 || a->last.n < 0 || a->last.from < 0)
@@ -8060,7 +8042,6 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
     return TQKV_OK;
 }
 
-/* Checks the store that keeps the first positions of a tail. */
 static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__stream *s)
 {
     const tqkv__stream *tail = &a->tail;
@@ -8110,7 +8091,6 @@ typedef struct tqkv__region {
     int64_t end; /* the first position behind them */
 } tqkv__region;
 
-/* Returns the keys or values (side) of a region. */
 static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int number)
 {
     if (number % 2 && a->exact[0][side]) return &a->ends[0][side];
@@ -8258,7 +8238,6 @@ static tqkv_result tqkv__attention_streams(const tqkv_attention *a, tqkv__attent
     return result == TQKV_OK ? tqkv__check_list(r) : result;
 }
 
-/* Opens the rest, and checks the windows. */
 static tqkv_result tqkv__attention_ends(tqkv__attention *a)
 {
     tqkv_result r = TQKV_OK;
@@ -8275,7 +8254,6 @@ static tqkv_result tqkv__attention_open(const tqkv_attention *a, tqkv__attention
 
 /* >>visible: which positions a query sees: windows, trees, lists */
 
-/* Returns the positions of a range that a query sees. */
 static tqkv__range tqkv__visible(const tqkv__attention *a, int query, tqkv__range range)
 {
     const int64_t position = a->call.end - a->call.n_queries + query;
@@ -8295,7 +8273,6 @@ static tqkv__range tqkv__visible_to(const tqkv__attention *a, int first, int las
     return seen;
 }
 
-/* Whether a query sees position j of the newest n_queries. */
 static bool tqkv__tree_has(const tqkv__attention *a, int j)
 {
     for (int i = j; i < a->call.n_queries; i++)
@@ -8335,7 +8312,6 @@ static int64_t tqkv__entry_at(const int32_t *entries, int64_t n, int64_t block)
     return low;
 }
 
-/* Returns the number of ranks before a position. */
 static int64_t tqkv__rank_of(const tqkv__list *l, int64_t position)
 {
     const int64_t block = position >> l->shift, inside = position & (((int64_t)1 << l->shift) - 1);
@@ -8353,7 +8329,6 @@ static int64_t tqkv__position_of(const tqkv__list *l, int64_t rank)
     return (block << l->shift) + (rank & (((int64_t)1 << l->shift) - 1));
 }
 
-/* Whether a tree hides a position from a query. */
 static bool tqkv__tree_hides(const tqkv__attention *a, int query, int64_t position)
 {
     const int64_t j = position - (a->call.end - a->call.n_queries);
@@ -8387,7 +8362,6 @@ static int64_t tqkv__row_length(const int32_t *row, int length)
     return n;
 }
 
-/* Opens the list of a query, as far as it looks at a range of positions. */
 static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, tqkv__range range)
 {
     tqkv__list l;
@@ -8431,7 +8405,6 @@ static uint64_t tqkv__hidden_ranks(const tqkv__attention *a, int query, const tq
     return hidden;
 }
 
-/* Returns the ranks that some query sees of a range of positions. */
 static tqkv__range tqkv__listed_to(const tqkv__attention *a, tqkv__range range)
 {
     tqkv__range all = {INT64_MAX, 0};
@@ -8473,7 +8446,6 @@ static tqkv_result tqkv__check_lists_seen(const tqkv__attention *a, tqkv__range 
     return r;
 }
 
-/* Checks the entries of the pages that hold a range of positions, in all streams. */
 static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, int64_t end)
 {
     tqkv_result r = TQKV_OK;
@@ -8533,13 +8505,11 @@ static bool tqkv__odd_rings(const tqkv__attention *a)
     return false;
 }
 
-/* Returns the positions from this one on that a tile may take. */
 static int tqkv__tile_room(const tqkv__stream *s, int64_t position)
 {
     return s->page_size % TQKV__TILE || s->ring ? TQKV__TILE : tqkv__slots_left(s, position);
 }
 
-/* Whether a ring wraps within n positions. */
 static bool tqkv__wraps(const tqkv__stream *s, int64_t position, int64_t n)
 {
     return s->ring && tqkv__slots_left(s, position) < n;
@@ -8669,7 +8639,6 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 /* Returns the numbers below n, at most 64, as bits. */
 static uint64_t tqkv__bits_below(int n) { return n < 64 ? ((uint64_t)1 << n) - 1 : UINT64_MAX; }
 
-/* Returns what a query sees of a tile's scores, when it looks at a range. */
 static tqkv__span tqkv__span_of(const tqkv__attention *a, int query, const tqkv__tile *tile, tqkv__range range)
 {
     const tqkv__range seen = tqkv__visible(a, query, range);
@@ -8795,7 +8764,6 @@ static tqkv__range tqkv__range_of_rows(const tqkv__work *w, tqkv__range range)
     return range;
 }
 
-/* Returns what every row sees all of, in a range of positions. */
 static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
 {
     const tqkv__item *item = w->item;
@@ -8833,7 +8801,6 @@ static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
     if (newest->from < high) newest->from = high;
 }
 
-/* Returns what a query reads of a range in a pass. */
 static tqkv__range tqkv__range_in_pass(const tqkv__work *w, int pass, int query, tqkv__range range)
 {
     const int64_t exact = tqkv__exact_at(w->a, query);
@@ -8975,7 +8942,6 @@ static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__
     if (!a->shared && ranks->n) tqkv__ask(ranks->region.values, kv_head, ranks, ranks->values);
 }
 
-/* Returns the tile that is free. */
 static tqkv__tile *tqkv__next_tile(const tqkv__work *w, int64_t position, int n)
 {
     tqkv__tile *tile = &w->tiles[w->before == &w->tiles[0]];
@@ -9080,7 +9046,6 @@ static size_t tqkv__gathered_size(const tqkv__stream *s)
     return tqkv__gathered_codes(s) + 2 * TQKV__TILE * (size_t)s->norms_per_row * sizeof(float);
 }
 
-/* Returns the scratch for the scattered rows of an attention, in floats. */
 static size_t tqkv__gathered_floats(const tqkv__attention *a)
 {
     size_t size = 64;
@@ -9153,7 +9118,6 @@ static bool tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const t
     return tqkv__has_gaps(slot_list, ranks->n);
 }
 
-/* Finds the slots of all streams of a tile. */
 static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, tqkv__ranks *ranks)
 {
     const tqkv__stream *k = ranks->region.keys, *v = ranks->region.values;
@@ -9224,7 +9188,6 @@ static void tqkv__find_ranks(const tqkv__work *w, int pass, int64_t rank, tqkv__
     }
 }
 
-/* Finds the first tile of ranks of a stretch. */
 static void tqkv__find_first_ranks(const tqkv__work *w, tqkv__ranks *ranks)
 {
     tqkv__find_ranks(w, 0, w->passes[0].from, ranks);
@@ -9278,7 +9241,6 @@ static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int pass, int64_t position)
     return tqkv__tile_of_ranks(w, ranks, &w->ranks[2]);
 }
 
-/* Adds a pass through a range of positions to the sums of an item's rows. */
 static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
 {
     const tqkv__attention *a = w->a;
@@ -9357,14 +9319,12 @@ typedef struct tqkv__request {
     float *total, *now;   /* spread: sums of all earlier waves; [n_wave]: of the stretches in this wave */
 } tqkv__request;
 
-/* Returns the caller's row that is row i of an item. */
 static size_t tqkv__caller_row(const tqkv__attention *a, const tqkv__item *item, int i)
 {
     const int row = item->first_row + i;
     return (size_t)(row / a->group) * (size_t)a->call.n_heads + (size_t)(item->kv_head * a->group + row % a->group);
 }
 
-/* Returns the value at which a row of the caller begins. */
 static size_t tqkv__row_begin(const tqkv__attention *a, tqkv_strides strides, size_t row)
 {
     const size_t n_heads = (size_t)a->call.n_heads;
@@ -9422,7 +9382,6 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
     return digits;
 }
 
-/* Returns the floats of an arranged query with its second digits. */
 static size_t tqkv__query_floats(const tqkv__attention *a) { return tqkv__first_floats(a) + (size_t)a->key_dim; }
 
 /* Returns which parts have second digits: 1 for the keys, 2 for the tail. arranged: [n_rows][head_dim] of the keys, of
@@ -9646,7 +9605,6 @@ static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, in
     w->a->kernels->end_piece(n_rows, w->a->value_dim, &w->piece, sums);
 }
 
-/* Returns the sums of n_rows rows in memory. */
 static tqkv__sums tqkv__sums_at(float *memory, size_t n_rows, int value_dim)
 {
     const size_t elements = n_rows * (size_t)value_dim;
@@ -9825,7 +9783,6 @@ static void tqkv__next_wave(tqkv__job *job)
     }
 }
 
-/* Adds the stretches of this wave to the total of a request. */
 static void tqkv__merge_wave(const tqkv__request *request)
 {
     const size_t n_rows = request->a->n_rows;
@@ -9859,7 +9816,6 @@ static void tqkv__run_waves(tqkv__job *job, const tqkv_parallel *parallel, float
     tqkv__fp_restore(mode);
 }
 
-/* Attends all requests after all checks, with the hooks of the first. */
 static tqkv_result tqkv__run_job(tqkv__request *requests, int n_requests)
 {
     tqkv__job job;
@@ -9938,14 +9894,12 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
     return TQKV_OK;
 }
 
-/* Returns the bytes of a list. */
 static size_t tqkv__list_size(const tqkv__attention *a)
 {
     if (!a->call.list.rows) return 0;
     return (size_t)a->call.n_queries * (size_t)a->call.list.heads * (size_t)a->call.list.length * sizeof(int32_t);
 }
 
-/* Whether an attention reads memory at p. */
 static bool tqkv__reads(const tqkv__attention *a, const void *q, const void *p, size_t size)
 {
     for (int i = 0; i < TQKV__STREAMS; i++) {
@@ -10041,7 +9995,6 @@ static void tqkv__add_output(tqkv__writes *writes, tqkv__output output)
     }
 }
 
-/* Gets memory for the extents counted so far, of *size bytes. */
 static bool tqkv__open_writes(tqkv__writes *writes, const tqkv_allocator *allocator, size_t *size)
 {
     if (!tqkv__size_multiply(writes->n, sizeof *writes->extents, size)) return false;
@@ -10088,7 +10041,6 @@ static bool tqkv__reads_extent(const tqkv__request *request, const tqkv__extent 
            tqkv__reads_extent(request, extents + n / 2, n - n / 2);
 }
 
-/* Checks that no item writes what another one reads or writes. */
 static tqkv_result tqkv__check_outputs(const tqkv__request *requests, int n_requests, const tqkv_allocator *allocator)
 {
     size_t size;
@@ -10821,7 +10773,6 @@ static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     return TQKV_OK;
 }
 
-/* Takes the shapes of the streams. */
 static tqkv_result tqkv__cache_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
     c->keys.format = desc->key_format ? desc->key_format : TQKV_I8;
@@ -10848,7 +10799,6 @@ static tqkv_result tqkv__cache_shapes(const tqkv_cache_desc *desc, tqkv_cache *c
     return TQKV_OK;
 }
 
-/* Points the attention at the streams. */
 static void tqkv__cache_attach(tqkv_attention *a, const tqkv_cache *c)
 {
     a->keys = &c->keys;
@@ -10923,7 +10873,6 @@ static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__ca
 static void tqkv__learn_from(tqkv_cache *c, int n);
 static bool tqkv__raw_fits(const tqkv_cache *c);
 
-/* Returns where the channels of stream i lie. */
 static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
 {
     size_t before = 0, all = 0; /* of a cache that exists */
@@ -10960,7 +10909,6 @@ static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, cons
     tqkv__name_channels(c, i, kind, values != NULL);
 }
 
-/* Whether n values may be centres or scales. */
 static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values, size_t n)
 {
     if ((uintptr_t)values % sizeof(float)) return TQKV__INVALID("a centre or a scale is not aligned as floats");
@@ -10977,7 +10925,6 @@ static bool tqkv__gives_channels(const tqkv_cache_desc *desc)
     return desc->key_center || desc->key_scale || desc->value_center || desc->value_scale;
 }
 
-/* Checks the centres and scales of a desc. */
 static tqkv_result tqkv__check_given(const tqkv_cache_desc *desc, const tqkv_cache *c)
 {
     const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
@@ -11001,7 +10948,6 @@ static const float *tqkv__given(const tqkv_cache_desc *desc, const tqkv_cache *c
     return keys && i == TQKV__TAIL ? keys + c->keys.head_dim : keys;
 }
 
-/* Takes the centres and scales of a desc. */
 static void tqkv__take_given(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
     size_t stride;
@@ -11060,7 +11006,6 @@ TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
     memory.free(memory.user, c, c->size);
 }
 
-/* Returns the oldest resident position of a cache appended up to `end`. */
 static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
 {
     return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
@@ -11075,7 +11020,6 @@ static void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
     c->first = tqkv__oldest(c, end);
 }
 
-/* Whether memory lies in that of a cache. */
 static bool tqkv__in_cache(const tqkv_cache *c, const void *p, size_t size)
 {
     return tqkv__overlap(c, c->size, p, size) || tqkv__overlap(c->grown, c->grown_size, p, size) ||
@@ -11126,7 +11070,6 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
     return r;
 }
 
-/* Copies the newest halves from position `from` on to a ring of another size. */
 static void tqkv__copy_newest(const tqkv_cache *c, int side, int64_t from, const tqkv_store *to)
 {
     const tqkv_store *old = &c->ends[1][side];
@@ -11188,7 +11131,6 @@ static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
     return TQKV_OK;
 }
 
-/* Encodes after all checks. */
 static void tqkv__append_rows(const tqkv_cache *c, tqkv__append *append)
 {
     for (int side = 0; side < 2; side++) {
@@ -11230,7 +11172,6 @@ TQKV_API tqkv_result tqkv_cache_append(tqkv_cache *c, const void *k, const void 
     return r;
 }
 
-/* Counts what is kept as halves. */
 static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
 {
     const tqkv__range newest = tqkv__range_of(c, TQKV__LAST_KEYS);
@@ -11252,7 +11193,6 @@ static tqkv_attention tqkv__view_codes(const tqkv_cache *c)
 
 #define TQKV__NO_RAW "a copy has no halves for queries at positions that its cache has learned from"
 
-/* Whether the cache has the halves of the newest that these queries read. */
 static tqkv_result tqkv__check_newest(const tqkv_cache *c, const tqkv_attention *call)
 {
     if (!tqkv__newest_room(c) || tqkv__exact_oldest(call, c->first) >= c->exact_held) return TQKV_OK;
@@ -11276,7 +11216,6 @@ TQKV_API tqkv_result tqkv_cache_view(const tqkv_cache *c, int n_queries, tqkv_at
     return r;
 }
 
-/* Opens the attention of a cache to its codes. */
 static tqkv_result tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqkv__attention *a)
 {
     tqkv_attention attention = c->attention;
@@ -11319,14 +11258,15 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
 }
 
 /* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then
-   keys and values are halves of the rows as they came, `raw`; the append that brings the last of these positions encodes
-   all. It learns from positions that tell something: `new` is one whose values differ from those of the position before.
-   A text whose positions are all alike, padding or one token again and again, would teach scales that ruin any other. */
+   keys and values are halves of the rows as they came, `raw`; the append that brings the last of these positions
+   encodes all. It learns from positions that tell something: `new` is one whose values differ from those of the
+   position before. A text whose positions are all alike, padding or one token again and again, would teach scales
+   that ruin any other. */
 
 /* Positions from which a scale can be learned, and the new ones that are enough of any number. */
 #define TQKV__LEAST_POSITIONS 16
 #define TQKV__LEAST_NEW       64
-/* The least scale that fewer teach: on Qwen2.5-Coder behind padding `small` then loses what it does with known scales. */
+/* The least scale that fewer teach: it costs the keys of Qwen2.5-Coder behind padding as much as known scales do. */
 #define TQKV__LEAST_OF_FEW 0.5f
 
 /* Returns the new positions without which a cache learns from all. */
@@ -11388,7 +11328,6 @@ static bool tqkv__divide_raw(const tqkv_cache *c, tqkv__raw_room *room)
     return fits;
 }
 
-/* Whether there can be memory for all that a cache may keep raw. */
 static bool tqkv__raw_fits(const tqkv_cache *c)
 {
     tqkv__raw_room room;
@@ -11438,8 +11377,8 @@ static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float 
         codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, raw->head_dim, row);
 }
 
-/* Whether |v - v'|^2 > |v|^2 / 4, for the values v of a position and v' of the one before, over all heads. Both sums are
-   16, value d of a head in number d mod 16, then added by halves. */
+/* Whether |v - v'|^2 > |v|^2 / 4, for the values v of a position and v' of the one before, over all heads. Both sums
+   are 16, value d of a head in number d mod 16, then added by halves. */
 static TQKV__NOINLINE bool tqkv__judge(const tqkv__stream *raw, int slot)
 {
     enum { LANES = 16 };
@@ -11463,7 +11402,6 @@ static TQKV__NOINLINE bool tqkv__judge(const tqkv__stream *raw, int slot)
     return sums[0][0] > sums[1][0] * 0.25f;
 }
 
-/* Finds which of the raw positions that the cache learns from are new. */
 static void tqkv__judge_positions(const tqkv_cache *c)
 {
     tqkv__stream values;
@@ -11613,7 +11551,6 @@ static void tqkv__open_raw_side(const tqkv_cache *c, const tqkv_store *raw, int 
     job->has_newest[side] = newest && tqkv__stream_open(newest, &job->newest[side]) == TQKV_OK;
 }
 
-/* Brings the raw rows of a tail to its stores. */
 static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw, int n)
 {
     const tqkv_store *const stores[2] = {tqkv__store_of(c, TQKV__TAIL), tqkv__store_of(c, TQKV__FIRST_TAIL)};
@@ -11662,7 +11599,6 @@ static void tqkv__settle_edited(tqkv_cache *c)
 
 /* -- Appending -- */
 
-/* Leaves the first n tokens of a job out. */
 static void tqkv__skip_tokens(tqkv__encode_job *job, int n)
 {
     if (n > job->n_tokens) n = job->n_tokens < 0 ? 0 : job->n_tokens;
@@ -11672,7 +11608,6 @@ static void tqkv__skip_tokens(tqkv__encode_job *job, int n)
     if (job->n_tokens <= 0) job->n_streams = 0;
 }
 
-/* Keeps the first n tokens of an append raw. */
 static void tqkv__append_raw(const tqkv_cache *c, const tqkv__append *append, int n)
 {
     tqkv__stream raw[TQKV__CACHE_STREAMS];
@@ -11688,7 +11623,6 @@ static void tqkv__append_raw(const tqkv_cache *c, const tqkv__append *append, in
     tqkv__run_encode_tasks(&job);
 }
 
-/* Takes over what the cache has learned. */
 static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
 {
     tqkv__stream *const streams[2] = {&append->streams[0], &append->first[0]};
@@ -11699,7 +11633,6 @@ static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
     }
 }
 
-/* Appends the first n tokens of a job as raw halves, and leaves them out of it. */
 static void tqkv__take_raw(const tqkv_cache *c, tqkv__append *append, int n)
 {
     tqkv__append_raw(c, append, n);
@@ -11707,8 +11640,8 @@ static void tqkv__take_raw(const tqkv_cache *c, tqkv__append *append, int n)
     tqkv__skip_tokens(&append->first_job, n);
 }
 
-/* Appends to a cache that learns: raw halves as far as it learns from them, then codes. A failure leaves the cache as it
-   was. */
+/* Appends to a cache that learns: raw halves as far as it learns from them, then codes. A failure leaves the cache as
+   it was. */
 static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
 {
     const int64_t end = c->attention.end + append->job.n_tokens, at = end < c->learn_from ? end : c->learn_from;
@@ -11793,7 +11726,6 @@ static TQKV__NOINLINE tqkv_result tqkv__check_whole(const tqkv_cache *c, const v
     return r;
 }
 
-/* Opens the request whose queries read what is raw. */
 static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const void *q, int n_queries, void *out, tqkv__cut_call *cut)
 {
     tqkv__attention *a = &cut->a[0];
@@ -11806,7 +11738,6 @@ static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const void *q, int n_queri
     return r;
 }
 
-/* Opens the request whose queries, from number n_raw on, read codes. */
 static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const void *q, int n_queries, void *out, tqkv__cut_call *cut)
 {
     tqkv__attention *a = &cut->a[1];
@@ -12019,7 +11950,6 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     row(tag,          tag)
 // clang-format on
 
-/* The desc that makes a cache like c. */
 static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
 {
 #define TQKV__FIELD_OF(field, member) desc.field = c->member;
@@ -12034,7 +11964,6 @@ static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
     return desc;
 }
 
-/* Takes over the nonzero fields that another desc may bring. */
 static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
 {
     if (from->type) to->type = from->type;
@@ -12051,7 +11980,6 @@ static void tqkv__take_use(const tqkv_cache_desc *from, tqkv_cache_desc *to)
     if (has) to->strides = from->strides;
 }
 
-/* Checks that the centres and scales of a desc are those that a cache has. */
 static tqkv_result tqkv__check_same_given(const tqkv_cache_desc *desc, const tqkv_cache *c)
 {
     tqkv_result r = tqkv__check_given(desc, c);
@@ -12070,7 +11998,6 @@ static tqkv_result tqkv__check_same_given(const tqkv_cache_desc *desc, const tqk
     return r;
 }
 
-/* Checks that the nonzero fields of the shape of `wanted` are those of `found`. */
 static tqkv_result tqkv__check_match(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
 {
 #define TQKV__FIELD_MATCHES(field, member)                                                                             \
@@ -12097,7 +12024,6 @@ static tqkv_result tqkv__fork_store(const tqkv_cache *c, int i, const tqkv_cache
     return tqkv__convert(to, from, range.from, (int)(range.to - range.from), parallel);
 }
 
-/* Copies what a cache holds to a new one of its shape. */
 static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const tqkv_parallel *parallel)
 {
     tqkv_result r = c->learning && c->attention.end ? tqkv__get_raw(copy) : TQKV_OK;
@@ -12272,7 +12198,6 @@ static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, const float *from, float 
     return TQKV_OK;
 }
 
-/* Moves the codes of a range of positions, then their norms, then the hash. */
 static tqkv_result tqkv__move_stored(tqkv__pipe *pipe, const tqkv__stream *s, tqkv__range range)
 {
     tqkv_result r = TQKV_OK;
@@ -12355,7 +12280,6 @@ static tqkv_result tqkv__read_header(tqkv__pipe *pipe, const char *magic, size_t
     return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
 }
 
-/* Returns a bit for each stream with a centre, or with a scale. */
 static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
 {
     uint32_t bits = 0;
@@ -12496,7 +12420,6 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
     return tqkv__check_positions_of(h);
 }
 
-/* Makes a cache hold what a header says. */
 static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
 {
     c->first = h->first;

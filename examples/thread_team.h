@@ -13,9 +13,9 @@
  *     }
  *
  * Thread 0 begins at once; its team_end, and team_begin in the others, wait until all n_threads threads have come to
- * team_begin. The next begin may follow at once; another number of threads only after all have returned. Waiting threads
- * spin, and after a while give way to others. One team serves all layers; two operations at once need two. A team begins
- * as zeros, or with an allocator in `memory`. */
+ * team_begin. The next begin may follow at once; another number of threads only after all have returned. Waiting
+ * threads spin, and after a while give way to others. One team serves all layers; two operations at once need two. A
+ * team begins as zeros, or with an allocator in `memory`. */
 #ifndef THREAD_TEAM_H
 #define THREAD_TEAM_H
 

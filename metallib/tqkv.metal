@@ -6786,7 +6786,8 @@ DECODE(1024)
 inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
 
 // A lane takes 16 values, or 32 from head_dim 256 on: most stages of the transform then stay in the lane. In pieces of
-// four values the loads are dense. With a matrix a piece is all that threadgroup memory gives a lane after the rotation.
+// four values the loads are dense. With a matrix a piece is all that threadgroup memory gives a lane after the
+// rotation.
 #define ENCODE_LANES(D)  (TQKV__HAS_MATRIX(D) ? TQKV__ROW_LANES(D) : (D) <= 128 ? (D) / 16 : (D) / 32)
 #define ENCODE_PIECE(D)  (TQKV__HAS_MATRIX(D) ? TQKV__MATRIX_ORDER(D) : 4)
 #define ENCODE_VALUES(D) ((D) / ENCODE_LANES(D))
@@ -6843,7 +6844,8 @@ inline bool beyond_halves(bool centered, thread const float *x)
 #define SUM_VALUES(D)  (NORM_BLOCK(D) / 16)
 #define LANE_BLOCKS(D) (ENCODE_VALUES(D) / (ENCODE_SUMS(D) * SUM_VALUES(D)))
 
-// Which value of the lane is number t of sum s of block b. Lanes of D=1024 trade once more after the rotation, 16 apart.
+// Which value of the lane is number t of sum s of block b. Lanes of D=1024 trade once more after the rotation, 16
+// apart.
 template <int D>
 inline int value_of_sum(int b, int t, int s)
 {
@@ -8584,6 +8586,23 @@ struct channel_rows {
     uint n; // tokens that count
 };
 
+inline channel_rows open_rows(device const uchar *rows, uint type, uint n_tokens, uint n_heads, uint token_stride,
+                              uint head_stride, uint kv_head)
+{
+    channel_rows from;
+    from.rows = rows;
+    from.type = type;
+    from.n_tokens = from.n = n_tokens;
+    from.n_heads = n_heads;
+    from.token_stride = token_stride;
+    from.head_stride = head_stride;
+    from.first = row_offset(kv_head * n_heads, head_stride);
+    from.begin = 0;
+    from.judged = false;
+    from.is_new = rows; // not read before rows are judged
+    return from;
+}
+
 inline float value_of_row(thread const channel_rows &from, uint row, uint channel)
 {
     ulong at = from.first + row_offset(row / from.n_heads, from.token_stride) +
@@ -8593,8 +8612,8 @@ inline float value_of_row(thread const channel_rows &from, uint row, uint channe
     return widened(from.type, uint(((device const ushort *)rows)[at]));
 }
 
-// Whether the values of a position, of all KV heads, differ from those of the one before by more than a quarter of their
-// squared length: the sums are those of tqkv_cache_append.
+// Whether the values of a position, of all KV heads, differ from those of the one before by more than a quarter of
+// their squared length: the sums are those of tqkv_cache_append.
 inline bool is_new_position(constant tqkv__calibrate_args &args, device const ushort *values, uint position)
 {
     float apart[16], length[16];
@@ -8647,6 +8666,7 @@ inline bool choose_rows(constant tqkv__calibrate_args &args, device const uchar 
     rows.begin = rest >= uint(args.least_rest) ? uint(args.n_exact) : 0u;
     rows.n = rest >= uint(args.least_rest) ? rest : all;
     rows.judged = !few;
+    rows.is_new = is_new;
     return few;
 }
 
@@ -8741,9 +8761,8 @@ inline void enlarge_scales(threadgroup const float *factors, uint thread_index, 
 }
 
 // rows: [n_tokens][n_kv_heads][head_dim] and q: [n_queries][n_kv_heads * group][head_dim], with strides;
-// center, channel_scale:
-// [n_kv_heads][head_dim]; value_rows: halves [n_tokens][n_kv_heads][value_dim], with strides; is_new:
-// [n_kv_heads][n_tokens]; values: [2][head_dim]
+// center, channel_scale: [n_kv_heads][head_dim]; value_rows: halves [n_tokens][n_kv_heads][value_dim], with strides;
+// is_new: [n_kv_heads][n_tokens]; values: [2][head_dim]
 #if !defined(TQKV_ONLY) || defined(TQKV_ONLY_tqkv_learn_scales)
 kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]], device const uchar *rows [[buffer(1)]],
                               device const uchar *q [[buffer(2)]], device float *center [[buffer(3)]],
@@ -8754,30 +8773,12 @@ kernel void tqkv_learn_scales(constant tqkv__calibrate_args &args [[buffer(0)]],
                               uint n_simdgroups [[simdgroups_per_threadgroup]])
 {
     uint n = uint(args.head_dim), n_threads = n_simdgroups * 32u, heads = uint(args.group);
-    channel_rows keys = {rows,
-                         row_type,
-                         uint(args.n_tokens),
-                         1u,
-                         args.token_stride,
-                         args.head_stride,
-                         row_offset(group.x, args.head_stride),
-                         0u,
-                         false,
-                         is_new + row_offset(group.x, uint(args.n_tokens)),
-                         uint(args.n_tokens)};
-    channel_rows queries = {q,
-                            query_type,
-                            uint(args.n_queries),
-                            heads,
-                            args.query_token_stride,
-                            args.query_head_stride,
-                            row_offset(group.x * heads, args.query_head_stride),
-                            0u,
-                            false,
-                            is_new,
-                            uint(args.n_queries)};
-    bool few =
-        choose_rows(args, value_rows, is_new + row_offset(group.x, uint(args.n_tokens)), thread_index, n_threads, keys);
+    device uchar *own_new = is_new + row_offset(group.x, uint(args.n_tokens));
+    channel_rows keys =
+        open_rows(rows, row_type, uint(args.n_tokens), 1u, args.token_stride, args.head_stride, group.x);
+    channel_rows queries =
+        open_rows(q, query_type, uint(args.n_queries), heads, args.query_token_stride, args.query_head_stride, group.x);
+    bool few = choose_rows(args, value_rows, own_new, thread_index, n_threads, keys);
     center += row_offset(group.x, n);
     for (uint d = thread_index; d < n; d += n_threads) {
         float mean = mean_of_channel(keys, d, false, 0.0f);

@@ -25,7 +25,8 @@
 inline bool is_finite(float x) { return (as_type<uint>(x) & 0x7f800000u) != 0x7f800000u; }
 
 // A lane takes 16 values, or 32 from head_dim 256 on: most stages of the transform then stay in the lane. In pieces of
-// four values the loads are dense. With a matrix a piece is all that threadgroup memory gives a lane after the rotation.
+// four values the loads are dense. With a matrix a piece is all that threadgroup memory gives a lane after the
+// rotation.
 #define ENCODE_LANES(D)  (TQKV__HAS_MATRIX(D) ? TQKV__ROW_LANES(D) : (D) <= 128 ? (D) / 16 : (D) / 32)
 #define ENCODE_PIECE(D)  (TQKV__HAS_MATRIX(D) ? TQKV__MATRIX_ORDER(D) : 4)
 #define ENCODE_VALUES(D) ((D) / ENCODE_LANES(D))
@@ -82,7 +83,8 @@ inline bool beyond_halves(bool centered, thread const float *x)
 #define SUM_VALUES(D)  (NORM_BLOCK(D) / 16)
 #define LANE_BLOCKS(D) (ENCODE_VALUES(D) / (ENCODE_SUMS(D) * SUM_VALUES(D)))
 
-// Which value of the lane is number t of sum s of block b. Lanes of D=1024 trade once more after the rotation, 16 apart.
+// Which value of the lane is number t of sum s of block b. Lanes of D=1024 trade once more after the rotation, 16
+// apart.
 template <int D>
 inline int value_of_sum(int b, int t, int s)
 {

@@ -1,6 +1,6 @@
-/* Histories: random bytes that a fuzzer's harness reads as calls. Each case runs those of some seeds in a process of its
- * own. What fails, ends the program or takes too long is shrunk to few bytes, which are printed with the seed: keep them
- * as an input of the fuzzer. */
+/* Histories: random bytes that a fuzzer's harness reads as calls. Each case runs those of some seeds in a process of
+ * its own. What fails, ends the program or takes too long is shrunk to few bytes, which are printed with the seed:
+ * keep them as an input of the fuzzer. */
 #ifndef TQKV_TESTS_HISTORY_H
 #define TQKV_TESTS_HISTORY_H
 

@@ -1,4 +1,5 @@
-/* The thread rules of tqkv.h, with examples/thread_pool.h and examples/thread_team.h as hooks. `make test-tsan` runs this with ThreadSanitizer. */
+/* The thread rules of tqkv.h, with examples/thread_pool.h and examples/thread_team.h as hooks. `make test-tsan` runs
+ * this with ThreadSanitizer. */
 #include "attend_fixture.h"
 #include "cache_fixture.h"
 #include "examples/thread_pool.h"

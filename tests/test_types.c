@@ -86,12 +86,8 @@ static void check_codec(const void *parameters)
     }
     check_rounded(row->type, decoded[1], decoded[0], n, "decoded, rotated");
     CHECK(!memcmp(scaled[0], scaled[1], (size_t)(HEADS * row->head_dim) * sizeof(float)), "means differ");
-    for (int i = 0; i < 2; i++) free(scaled[i]);
-    for (int i = 0; i < 2; i++) free(decoded[i]);
-    free(floats);
-    free(center);
-    free(scales);
-    free(typed);
+    void *const memory[] = {scaled[0], scaled[1], decoded[0], decoded[1], floats, center, scales, typed};
+    for (int i = 0; i < 8; i++) free(memory[i]);
 }
 
 /* What decode writes of a zero is its centre: floats of any bits, rounded. floats: [n], finite;

@@ -41,8 +41,8 @@ static tqkv_cache_desc models_desc(const char *keys, const char *values)
 }
 
 /* window: 0 = none; scale: of the scores. exact: positions at both ends that are kept as halves; calibrate: those from
-   which the cache learns; -1: as the preset says, else 0. halves: 1 keeps the keys as halves, 2 the values. center, channel_scale:
-   [n_kv_heads][head_dim], of the keys, or NULL; with one of them the cache learns nothing. */
+   which the cache learns; -1: as the preset says, else 0. halves: 1 keeps the keys as halves, 2 the values. center,
+   channel_scale: [n_kv_heads][head_dim], of the keys, or NULL; with one of them the cache learns nothing. */
 const char *models_cache_create(const char *keys, const char *values, int head_dim, int value_dim, int n_kv_heads,
                                 int n_heads, int capacity, int window, float scale, int exact_first, int exact_last,
                                 int calibrate, int halves, const float *center, const float *channel_scale,

@@ -22,22 +22,22 @@ typedef struct tqkv_cache_desc {
        queries of one call; an append of more tokens makes more room, for as many. On a GPU
        there is room for 512, and none is made for more at once. After truncate, remove and keep the
        newest may be left as codes until new ones come.
-       Halves hold no value beyond 65504, and of a row that is all below 2^-17 less than codes do: here and while a cache
-       learns (see calibrate) an append of such a row is TQKV_NOT_FINITE, and nothing is appended. */
+       Halves hold no value beyond 65504, and of a row that is all below 2^-17 less than codes do: here and while a
+       cache learns (see calibrate) an append of such a row is TQKV_NOT_FINITE, and nothing is appended. */
     int exact_first, exact_last;
-    /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from so many of
-       its first positions, without the exact_first. 0: not; else at least 16. It takes no more than a quarter of the
-       capacity, or 16, and a ring refuses to be asked for more. Only new positions count, whose values (of a shared
-       stream the row) differ from those of the position before by more than a quarter of their squared length: one
-       token again and again, padding and blanks would teach scales that ruin what follows. With fewer than 64 new ones
-       (of a `calibrate` below 128, fewer than half, or 16) all positions count, and no scale is below 1/2.
-       Until the append that learns keys and values are halves as they came, and attention is exact. That append
-       encodes them; queries at the positions before the point of learning still read the halves, until the next append
-       gives their memory back (with non_causal, until this one). What it has learned counts from that append on:
-       tqkv_cache_truncate, or tqkv_cache_keep with no more than 64 positions behind that point, to a position before it
-       brings the halves back, as if what is taken had never come. The same codes however positions came.
-       What it has learned is in the stores of tqkv_cache_view. On a GPU the halves' memory stays as long as the cache, because work
-       under way may read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
+    /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from so many
+       of its first positions, without the exact_first. 0: not; else at least 16. It takes no more than a quarter of
+       the capacity, or 16, and a ring refuses to be asked for more. Only new positions count, whose values (of a
+       shared stream the row) differ from those of the position before by more than a quarter of their squared length:
+       one token again and again, padding and blanks would teach scales that ruin what follows. With fewer than 64 new
+       ones (of a `calibrate` below 128, fewer than half, or 16) all positions count, and no scale is below 1/2. Until
+       the append that learns keys and values are halves as they came, and attention is exact. That append encodes
+       them; queries at the positions before the point of learning still read the halves, until the next append gives
+       their memory back (with non_causal, until this one). What it has learned counts from that append on:
+       tqkv_cache_truncate, or tqkv_cache_keep with no more than 64 positions behind that point, to a position before
+       it brings the halves back, as if what is taken had never come. The same codes however positions came. What it
+       has learned is in the stores of tqkv_cache_view. On a GPU the halves' memory stays as long as the cache,
+       because work under way may read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
     int calibrate;
     tqkv_pairs pairs; /* of the rotary embedding: share a scale in what it learns */
     int rotary_dim;   /* as tqkv_store's */
@@ -113,9 +113,9 @@ TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int 
    refuses queries that need the halves (TQKV_OUT_OF_RANGE), as a snapshot does. One that still learns does so from no
    fewer positions than the cache. desc: NULL, or nonzero fields for what the copy has otherwise: capacity
    (TQKV_OUT_OF_RANGE if too small for them), ring, formats of the streams (as tqkv_store_convert, on the hook's
-   threads), type (not back to TQKV_TYPE_F32, which is 0), strides, sinks, parallel, allocator, metal, matrix_group, non_causal,
-   a tag. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on as
-   a ring, and one that needs less memory goes on in fewer bits. *out is NULL on failure. */
+   threads), type (not back to TQKV_TYPE_F32, which is 0), strides, sinks, parallel, allocator, metal, matrix_group,
+   non_causal, a tag. Its other nonzero fields must match. So a full linear cache grows, or with ring = true goes on
+   as a ring, and one that needs less memory goes on in fewer bits. *out is NULL on failure. */
 TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out);
 
 /* Both return the bytes moved, fewer at the end of a file or on failure; tqkv calls again until all or 0 bytes move. */

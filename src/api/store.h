@@ -8,8 +8,8 @@
 /* Whether rows are rotated before they are stored. */
 typedef enum tqkv_rotation {
     TQKV_ROTATION_DEFAULT = 0, /* as the format has it: F16 is not rotated, all other formats are */
-    /* For caches written without the rotation: TQ5, TQ6, TQ8, their _BYTES forms and F16. The rotation spreads the heavy
-       tails of real values: without it the error of codes grows by up to four digits. */
+    /* For caches written without the rotation: TQ5, TQ6, TQ8, their _BYTES forms and F16. The rotation spreads the
+       heavy tails of real values: without it the error of codes grows by up to four digits. */
     TQKV_ROTATION_OFF,
     TQKV_ROTATION_ON /* of F16: halves of the rotated row, less the centre, in the basis of other formats' codes */
 } tqkv_rotation;
@@ -33,8 +33,8 @@ struct tqkv_store {
     float *norms;      /* may be NULL for F16 */
     size_t norms_size; /* bytes */
 
-    /* Rows given to encode, probe, measure and calibrate, and written by decode. The codes of a half or a bfloat16 are those
-       of the same value as a float. Attention looks at neither. */
+    /* Rows given to encode, probe, measure and calibrate, and written by decode. The codes of a half or a bfloat16
+       are those of the same value as a float. Attention looks at neither. */
     tqkv_type type;
     tqkv_strides strides;
     tqkv_parallel parallel; /* for encode and convert, of many rows; zero = the calling thread alone */
@@ -51,7 +51,7 @@ struct tqkv_store {
        queries and outputs are those of the scaled basis. */
     const float *channel_scale;
     float block_scale; /* TQ formats, head_dim 512 and 1024: a factor of encoded values; 0 = 1 */
-    int rotary_dim; /* channels [0, rotary_dim) are turned by the rotary embedding; for tqkv_pairs alone; 0 = head_dim */
+    int rotary_dim;    /* the rotary embedding turns channels [0, rotary_dim); for tqkv_pairs alone; 0 = head_dim */
     tqkv_rotation rotation;
 };
 
@@ -62,8 +62,9 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
    `capacity` tokens. A page may not occur twice among those written; a page of -1 leaves its tokens out. So tokens of
    many sequences go by one call to slots of a common pool: pages = the slot of each token, page_size 1, position 0.
-   TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that are left out. Values near 1e19, whose squared length overflows, give an infinite norm. What shares a norm
-   becomes zeros where all is at most 1e-10: the length of a row, or of I8 its largest value. */
+   TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that are left out. Values near 1e19, whose squared length
+   overflows, give an infinite norm. What shares a norm becomes zeros where all is at most 1e-10: the length of a row,
+   or of I8 its largest value. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
 
 /* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries, rotated,
@@ -86,15 +87,14 @@ TQKV_API tqkv_result tqkv_decode(const tqkv_store *s, int64_t position, int n_po
 /* Writes the positions [position, position + n_positions) of `from` into `to`, which may have another format,
    block_scale, capacity and page table: decoded in the basis of the codes and encoded there, the same bytes on every
    machine. Rows of F16 that are not rotated are on the way, rows of the same format and block_scale are copied.
-   TQKV_INVALID_ARGUMENT unless n_kv_heads, head_dim, the rotation (F16 goes with either), the centre and the scale are the
-   same. A page may not occur twice among those written. TQKV_NOT_FINITE if a row to encode holds NaN, infinity or a
-   norm of 1e30 or more. Many rows go to tasks of to->parallel.
-   Two page tables of one pool, with rows of as many bytes: a copy of a sequence, if the pages that have these positions
-   are others in `to` than in `from`.
+   TQKV_INVALID_ARGUMENT unless n_kv_heads, head_dim, the rotation (F16 goes with either), the centre and the scale
+   are the same. A page may not occur twice among those written. TQKV_NOT_FINITE if a row to encode holds NaN,
+   infinity or a norm of 1e30 or more. Many rows go to tasks of to->parallel. Two page tables of one pool, with rows
+   of as many bytes: a copy of a sequence, if the pages that have these positions are others in `to` than in `from`.
    In place: codes, norms or both may begin where those of `from` begin, if capacity and ring are the same, neither
-   store has pages, and the row of `to` (row_bytes, norms_per_row) is no longer. Rows move down in ascending order, each
-   after it was read; what these stores held at other positions is lost. Memory that overlaps otherwise is refused. All
-   checks come before the first write: a conversion never ends halfway. */
+   store has pages, and the row of `to` (row_bytes, norms_per_row) is no longer. Rows move down in ascending order,
+   each after it was read; what these stores held at other positions is lost. Memory that overlaps otherwise is
+   refused. All checks come before the first write: a conversion never ends halfway. */
 TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *from, int64_t position,
                                         int n_positions);
 

@@ -1,12 +1,13 @@
 /* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then
-   keys and values are halves of the rows as they came, `raw`; the append that brings the last of these positions encodes
-   all. It learns from positions that tell something: `new` is one whose values differ from those of the position before.
-   A text whose positions are all alike, padding or one token again and again, would teach scales that ruin any other. */
+   keys and values are halves of the rows as they came, `raw`; the append that brings the last of these positions
+   encodes all. It learns from positions that tell something: `new` is one whose values differ from those of the
+   position before. A text whose positions are all alike, padding or one token again and again, would teach scales
+   that ruin any other. */
 
 /* Positions from which a scale can be learned, and the new ones that are enough of any number. */
 #define TQKV__LEAST_POSITIONS 16
 #define TQKV__LEAST_NEW       64
-/* The least scale that fewer teach: on Qwen2.5-Coder behind padding `small` then loses what it does with known scales. */
+/* The least scale that fewer teach: it costs the keys of Qwen2.5-Coder behind padding as much as known scales do. */
 #define TQKV__LEAST_OF_FEW 0.5f
 
 /* Returns the new positions without which a cache learns from all. */
@@ -117,8 +118,8 @@ static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float 
         codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, raw->head_dim, row);
 }
 
-/* Whether |v - v'|^2 > |v|^2 / 4, for the values v of a position and v' of the one before, over all heads. Both sums are
-   16, value d of a head in number d mod 16, then added by halves. */
+/* Whether |v - v'|^2 > |v|^2 / 4, for the values v of a position and v' of the one before, over all heads. Both sums
+   are 16, value d of a head in number d mod 16, then added by halves. */
 static TQKV__NOINLINE bool tqkv__judge(const tqkv__stream *raw, int slot)
 {
     enum { LANES = 16 };
@@ -380,8 +381,8 @@ static void tqkv__take_raw(const tqkv_cache *c, tqkv__append *append, int n)
     tqkv__skip_tokens(&append->first_job, n);
 }
 
-/* Appends to a cache that learns: raw halves as far as it learns from them, then codes. A failure leaves the cache as it
-   was. */
+/* Appends to a cache that learns: raw halves as far as it learns from them, then codes. A failure leaves the cache as
+   it was. */
 static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
 {
     const int64_t end = c->attention.end + append->job.n_tokens, at = end < c->learn_from ? end : c->learn_from;

@@ -128,8 +128,8 @@ static bool tqkv__in_halves(const float *row, int n, bool centered)
            (centered || largest == 0 || largest >= tqkv__bits(TQKV__LEAST_HALF));
 }
 
-/* Whether halves hold what they keep of n tokens: in any rotation if the largest value is not near their ends, since the
-   rotation of 1024 values makes it at most 32 times as large or small. False for NaN and infinity. */
+/* Whether halves hold what they keep of n tokens: in any rotation if the largest value is not near their ends, since
+   the rotation of 1024 values makes it at most 32 times as large or small. False for NaN and infinity. */
 static TQKV__NOINLINE bool tqkv__rows_in_halves(const tqkv__stream *s, int halves, const void *src, int n)
 {
     TQKV__ALIGNED float own[TQKV_MAX_HEAD_DIM];
@@ -225,7 +225,8 @@ static void tqkv__run_encode_tasks(tqkv__encode_job *job)
         tqkv__run_serial(NULL, job->n_streams, tqkv__encode_task, job);
 }
 
-/* Refuses sources that hold NaN or infinity, or what halves do not hold. Rows that are left out or dropped count, too. */
+/* Refuses sources that hold NaN or infinity, or what halves do not hold. Rows that are left out or dropped count,
+   too. */
 static tqkv_result tqkv__check_sources(tqkv__encode_job *job)
 {
     bool bad = false, unfit = false;

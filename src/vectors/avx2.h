@@ -51,8 +51,9 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
-/* Loads centroids of TQ8, eight at a time, and multiplies them by a factor. The asm keeps the codes in a register of which x86 reads the two lowest bytes
-   (Q), and each shift a shift of 16, where compilers shift once for each code. */
+/* Loads centroids of TQ8, eight at a time, and multiplies them by a factor. The asm keeps the codes in a register of
+   which x86 reads the two lowest bytes (Q), and each shift a shift of 16, where compilers shift once for each code.
+   */
 TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float factor, float *to)
 {
     const float *centroids = s->codebook;

@@ -61,8 +61,8 @@ TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
 }
 TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p) { return _mm512_cvtph_ps(tqkv__load_256_avx512(p)); }
 
-/* Looks up n centroids of TQ8 times a factor, 64 at a time: those of the lower half, for a code c of the upper half that of ~c with
-   its sign flipped. Unpacks of bytes undo the order of dwords. n: a multiple of 16 */
+/* Looks up n centroids of TQ8 times a factor, 64 at a time: those of the lower half, for a code c of the upper half
+   that of ~c with its sign flipped. Unpacks of bytes undo the order of dwords. n: a multiple of 16 */
 TQKV__OP void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, int n, float factor, float *to)
 {
     const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
@@ -103,7 +103,8 @@ TQKV__OP __m512 tqkv__rounded_avx512(__m512 x)
     return x;
 }
 
-/* The tables of a codebook: positive boundaries, then infinity, the centroids above 0, and what >>k-search says of cells */
+/* The tables of a codebook: positive boundaries, then infinity, the centroids above 0, and what >>k-search says of
+   cells */
 typedef struct tqkv__book_avx512 {
     __m512 bounds[2], centroids[2], top;
     __m512i n_below;

@@ -264,6 +264,23 @@ static void check_slices(const void *row)
     CHECK(!strcmp(overlapping(d), "max") && constant(d, TQKV_FC_ROTATED) == 0, "src_sum in max: %s", overlapping(d));
 }
 
+/* Without queries there is nothing to do; NULL is refused. a: of two slices */
+static void check_no_queries(tqkv_metal_attention *a)
+{
+    tqkv_metal_plan plan;
+    a[0].attention.n_queries = a[1].attention.n_queries = 0;
+    CHECK_RESULT(tqkv_metal_plan_attend(a, none, none, none, &plan), TQKV_OK);
+    CHECK(!plan.n, "attend: %d dispatches", plan.n);
+    CHECK_RESULT(tqkv_metal_plan_attend_partial(a, none, 0, 0, none, none, none, none, &plan), TQKV_OK);
+    CHECK(!plan.n, "partial: %d dispatches", plan.n);
+    CHECK_RESULT(tqkv_metal_plan_attend_merge(a, none, none, none, a, none, none, none, &plan), TQKV_OK);
+    CHECK(!plan.n, "merge: %d dispatches", plan.n);
+    CHECK_RESULT(tqkv_metal_plan_attend_finish(a, none, none, none, none, &plan), TQKV_OK);
+    CHECK(!plan.n, "finish: %d dispatches", plan.n);
+    CHECK_RESULT(tqkv_metal_plan_attend_finish(NULL, none, none, none, none, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend_finish(a, none, none, none, none, NULL), TQKV_INVALID_ARGUMENT);
+}
+
 /* The end of slices: of values that are not rotated, the sums are. */
 static void check_slice_ends(const void *row)
 {
@@ -305,17 +322,7 @@ static void check_slice_ends(const void *row)
                  TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_attend_merge(a, none, none, none, NULL, none, none, none, &plan),
                  TQKV_INVALID_ARGUMENT);
-    a[0].attention.n_queries = a[1].attention.n_queries = 0; /* nothing to do */
-    CHECK_RESULT(tqkv_metal_plan_attend(a, none, none, none, &plan), TQKV_OK);
-    CHECK(!plan.n, "attend: %d dispatches", plan.n);
-    CHECK_RESULT(tqkv_metal_plan_attend_partial(a, none, 0, 0, none, none, none, none, &plan), TQKV_OK);
-    CHECK(!plan.n, "partial: %d dispatches", plan.n);
-    CHECK_RESULT(tqkv_metal_plan_attend_merge(a, none, none, none, a, none, none, none, &plan), TQKV_OK);
-    CHECK(!plan.n, "merge: %d dispatches", plan.n);
-    CHECK_RESULT(tqkv_metal_plan_attend_finish(a, none, none, none, none, &plan), TQKV_OK);
-    CHECK(!plan.n, "finish: %d dispatches", plan.n);
-    CHECK_RESULT(tqkv_metal_plan_attend_finish(NULL, none, none, none, none, &plan), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_attend_finish(a, none, none, none, none, NULL), TQKV_INVALID_ARGUMENT);
+    check_no_queries(a);
 }
 
 /* Keys and values with 20 first and 700 newest positions as halves. */

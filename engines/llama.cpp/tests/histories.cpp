@@ -1,5 +1,5 @@
-/* What a sequence loses on a real text after it was copied, restored or shifted, beside one that was left alone: the mean
- * divergence of the next tokens from the same calls on llama.cpp's own cache.
+/* What a sequence loses on a real text after it was copied, restored or shifted, beside one that was left alone: the
+ * mean divergence of the next tokens from the same calls on llama.cpp's own cache.
  *
  * usage: histories BACKEND MODEL TEXT [N_PROMPT N_NEXT]    TQKV chooses the formats */
 #include "drive.h"

@@ -397,6 +397,26 @@ static void spread_rows(const float *packed, int n_tokens, int n_heads, size_t d
                packed + (size_t)i * dim, dim * sizeof *to);
 }
 
+/* Appends k, which are the values, too, and attends with q, recorded. k, q, expected: all floats between their rows,
+   too */
+static void check_recorded_strides(tqkv_cache *cache, int n, const float *k, size_t k_size, const float *q,
+                                   size_t q_size, const float *expected)
+{
+    size_t scratch_size = 0;
+    CHECK_RESULT(
+        HOST_SCRATCH(&scratch_size, cache_attend, cache, host_none, NULL, NULL, host_none, n, host_none, host_none),
+        TQKV_OK);
+    tqkv_metal_buffer kb = host_buffer(k, k_size * sizeof *k), qb = host_buffer(q, q_size * sizeof *q),
+                      ob = host_zeros(q_size * sizeof *q), scratch = host_zeros(scratch_size), flag = host_zeros(4);
+    host_work work = host_begin(false);
+    CHECK_RESULT(tqkv_metal_cache_append(test_host.metal, work.encoder, cache, kb, kb, n, flag), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_cache_attend(test_host.metal, work.encoder, cache, qb, n, scratch, ob), TQKV_OK);
+    host_end(&work);
+    CHECK(!memcmp(host_contents(ob), expected, q_size * sizeof *expected), "other bits, recorded");
+    const tqkv_metal_buffer buffers[] = {kb, qb, ob, scratch, flag};
+    for (int i = 0; i < 5; i++) host_release(buffers[i]);
+}
+
 /* Rows head by head, in both directions, and one behind the other: the same bits. In the call that waits and in one
    that is recorded; nothing is written between the rows. */
 static void run_strides(const void *parameters)
@@ -426,21 +446,9 @@ static void run_strides(const void *parameters)
     CHECK_RESULT(tqkv_cache_append(caches[0], k, k, N), TQKV_OK);
     CHECK_RESULT(tqkv_cache_attend(caches[0], q, N, out), TQKV_OK);
     CHECK(!memcmp(out, expected, q_size * sizeof *out), "other bits");
-    size_t scratch_size = 0;
-    CHECK_RESULT(
-        HOST_SCRATCH(&scratch_size, cache_attend, caches[1], host_none, NULL, NULL, host_none, N, host_none, host_none),
-        TQKV_OK);
     memset(out, 0, q_size * sizeof *out);
-    tqkv_metal_buffer kb = host_buffer(k, kv_size * sizeof *k), qb = host_buffer(q, q_size * sizeof *q),
-                      ob = host_zeros(q_size * sizeof *q), scratch = host_zeros(scratch_size), flag = host_zeros(4);
-    host_work work = host_begin(false);
-    CHECK_RESULT(tqkv_metal_cache_append(test_host.metal, work.encoder, caches[1], kb, kb, N, flag), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_cache_attend(test_host.metal, work.encoder, caches[1], qb, N, scratch, ob), TQKV_OK);
-    host_end(&work);
     spread_rows(packed_out, N, Q, D, by_heads, out);
-    CHECK(!memcmp(host_contents(ob), out, q_size * sizeof *out), "other bits, recorded");
-    const tqkv_metal_buffer buffers[] = {kb, qb, ob, scratch, flag};
-    for (int i = 0; i < 5; i++) host_release(buffers[i]);
+    check_recorded_strides(caches[1], N, k, kv_size, q, q_size, out);
     for (int i = 0; i < 3; i++) tqkv_cache_destroy(caches[i]);
     float *const memory[] = {k, q, packed_k, packed_q, out, expected};
     for (int i = 0; i < 6; i++) free(memory[i]);

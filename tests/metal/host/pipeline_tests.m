@@ -244,6 +244,13 @@ static void run_prepared_ends(const void *parameters)
     tqkv_metal_destroy(m);
 }
 
+/* One query chooses in several dispatches, three in one. */
+static void set_index_queries(tqkv_metal_index *x, tqkv_metal_attention *a, int n)
+{
+    x->index.n_queries = a->attention.n_queries = n;
+    x->index.end = a->attention.end = n == 1 ? 40000 : 3;
+}
+
 /* An index and the list that it chooses. */
 static void run_prepared_index(const void *parameters)
 {
@@ -257,18 +264,15 @@ static void run_prepared_index(const void *parameters)
     a.attention.list.length = 2;
     a.attention.list.block = 1;
     REQUIRE(m, "no context");
-    const tqkv_metal_buffer none = {nil, 0};
-    CHECK_RESULT(HOST_PREPARE(m, encode, &s, NULL, none, none, 3, 0, none), TQKV_OK);
+    CHECK_RESULT(HOST_PREPARE(m, encode, &s, NULL, host_none, host_none, 3, 0, host_none), TQKV_OK);
     for (int n = 1; n <= 3; n += 2) {
-        x.index.n_queries = a.attention.n_queries = n;
-        x.index.end = a.attention.end = n == 1 ? 40000 : 3;
-        CHECK_RESULT(HOST_PREPARE(m, index_scores, &x, none, none), TQKV_OK);
-        CHECK_RESULT(HOST_PREPARE(m, index_choose, &x, none, 2, none, none), TQKV_OK);
-        CHECK_RESULT(HOST_PREPARE(m, attend, &a, none, none, none), TQKV_OK);
+        set_index_queries(&x, &a, n);
+        CHECK_RESULT(HOST_PREPARE(m, index_scores, &x, host_none, host_none), TQKV_OK);
+        CHECK_RESULT(HOST_PREPARE(m, index_choose, &x, host_none, 2, host_none, host_none), TQKV_OK);
+        CHECK_RESULT(HOST_PREPARE(m, attend, &a, host_none, host_none, host_none), TQKV_OK);
     }
     size_t sizes[2];
     x.index.n_queries = 1; /* which has more dispatches than 3 */
-    a.attention.n_queries = 3;
     CHECK_RESULT(HOST_SCRATCH(&sizes[0], attend, &a, host_none, host_none, host_none), TQKV_OK);
     CHECK_RESULT(HOST_SCRATCH(&sizes[1], index_choose, &x, host_none, 1, host_none, host_none), TQKV_OK);
     const tqkv_metal_buffer q = host_zeros(3 * 2 * 256), out = host_zeros(3 * 256),
@@ -276,18 +280,17 @@ static void run_prepared_index(const void *parameters)
                             second = host_zeros(sizes[1]);
     host_work work = host_begin(false);
     standin_fail_at(0);
-    CHECK_RESULT(HOST(m, work.encoder, encode, &s, NULL, q, host_none, 3, 0, none), TQKV_OK);
+    CHECK_RESULT(HOST(m, work.encoder, encode, &s, NULL, q, host_none, 3, 0, host_none), TQKV_OK);
     for (int n = 1; n <= 3; n += 2) {
-        x.index.n_queries = a.attention.n_queries = n;
-        x.index.end = a.attention.end = n == 1 ? 40000 : 3; /* a choice in several dispatches, and in one */
+        set_index_queries(&x, &a, n);
         CHECK_RESULT(HOST(m, work.encoder, index_scores, &x, q, scores), TQKV_OK);
         CHECK_RESULT(HOST(m, work.encoder, index_choose, &x, scores, 2, second, a.list), TQKV_OK);
         CHECK_RESULT(HOST(m, work.encoder, attend, &a, q, first, out), TQKV_OK);
     }
     CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls());
     [work.encoder endEncoding]; /* nothing has to run */
-    const tqkv_metal_buffer all[] = {q, out, scores, first, second, a.list};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) host_release(all[i]);
+    const tqkv_metal_buffer all[6] = {q, out, scores, first, second, a.list};
+    for (int i = 0; i < 6; i++) host_release(all[i]);
     host_store_release(&s);
     test_store_free(&store);
     tqkv_metal_destroy(m);
