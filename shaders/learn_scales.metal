@@ -178,7 +178,7 @@ inline void store_scales(constant tqkv__calibrate_args &args, threadgroup float 
     float root = precise::sqrt(sum / float(n));
     for (uint d = thread_index; d < n; d += n_threads) {
         float g = values[d] / root;
-        scale[d] = max(few ? 0.5f : 1.0f / 1024.0f, min(g, 1024.0f));
+        scale[d] = few ? max(0.5f, min(g, 1.5f)) : max(1.0f / 1024.0f, min(g, 1024.0f));
     }
 }
 

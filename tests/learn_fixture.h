@@ -20,7 +20,7 @@ typedef struct learn_model {
     const learn_row *row;
     int key_dim, value_dim;
     float *k, *v, *q;            /* [MOST][heads][dim]; as the type holds them */
-    bool few;                    /* positions are new: all count, and no scale is below 1/2 */
+    bool few;                    /* positions are new: all count, for scales in [1/2, 3/2] */
     void *typed[3];              /* the same in the type, or NULL */
     float *halves[2], *channels; /* of the first rows as halves hold them; centre and scale, or NULL */
     float *expected;             /* [MOST][HEADS][value_dim]: of each position's query, alone */
@@ -139,7 +139,7 @@ static inline void learn(learn_model *m)
     CHECK_RESULT(tqkv_calibrate(&shape, kept, gather_rows(m, kept, key_row, first, n), NULL, 0, 0, row->pairs,
                                 m->channels, m->channels + each),
                  TQKV_OK);
-    for (int i = each; m->few && i < 2 * each; i++) m->channels[i] = m->channels[i] > 0.5f ? m->channels[i] : 0.5f;
+    for (int i = each; m->few && i < 2 * each; i++) m->channels[i] = fmaxf(0.5f, fminf(m->channels[i], 1.5f));
     free(kept);
     test_store_free(&shape);
 }

@@ -151,6 +151,58 @@ static void check_warm_up(const void *parameters)
     captured_free(&layer);
 }
 
+/* ---- One key, again and again ---- */
+
+/* n keys of a model, with channels of deviations 0.3 to 3 and a few large constant ones, turned by a rotary embedding
+ * of base theta from position `first` on; one: the same key before it is turned */
+static float *model_keys(int n, int first, bool one, double theta)
+{
+    enum { D = 128, HALF = D / 2 };
+    float *keys = test_rows(one ? 7 : 8, DATA_GAUSSIAN, n, D), *sizes = test_rows(9, DATA_GAUSSIAN, 1, D);
+    for (int t = 0; t < n; t++)
+        for (int i = 0; i < D; i++)
+            keys[t * D + i] = one && t ? keys[i]
+                                       : keys[t * D + i] * (float)exp(0.6 * (double)sizes[i]) +
+                                             (i * 37 % D < 6 ? 8.0f * (float)(i % 2 * 2 - 1) : 0.0f);
+    for (int t = n - 1; t >= 0; t--) /* row 0 last: the others are its copies */
+        for (int i = 0; i < HALF && theta > 0.0; i++) {
+            const double angle = (first + t) * pow(theta, -(double)i / HALF), a = keys[t * D + i],
+                         b = keys[t * D + i + HALF];
+            keys[t * D + i] = (float)(a * cos(angle) - b * sin(angle));
+            keys[t * D + i + HALF] = (float)(a * sin(angle) + b * cos(angle));
+        }
+    free(sizes);
+    return keys;
+}
+
+/* What a preset learns from one key adds at most twice as much noise to the scores of other keys as its format alone.
+   */
+static void check_repeated_key(const void *parameters)
+{
+    enum { D = 128, N = 512, M = 600 };
+    static const double thetas[] = {0.0, 1e4, 1e6};
+    const int *which = (const int *)parameters; /* preset, theta */
+    float *once = model_keys(N, 0, true, thetas[which[1]]), *keys = model_keys(M, N, false, thetas[which[1]]);
+    float *values = test_rows(1, DATA_GAUSSIAN, 1, D), *q = model_keys(64, N + M, false, thetas[which[1]]);
+    double noise[2] = {0.0, 0.0};
+    tqkv_cache_desc desc = tqkv_cache_preset((tqkv_preset)which[0]);
+    tqkv_cache *cache = NULL;
+    desc.head_dim = D;
+    desc.n_kv_heads = desc.n_heads = 1;
+    desc.capacity = 8192;
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
+    for (int t = 0; t < N; t++) CHECK_RESULT(tqkv_cache_append(cache, once + t * D, values, 1), TQKV_OK);
+    tqkv_store learned = *test_keys(cache), plain = test_store(desc.key_format, D, 1, 1, false);
+    CHECK(learned.channel_scale, "nothing was learned");
+    CHECK_RESULT(tqkv_logit_noise(&plain, keys, M, q, 1, 64, &noise[0]), TQKV_OK);
+    CHECK_RESULT(tqkv_logit_noise(&learned, keys, M, q, 1, 64, &noise[1]), TQKV_OK);
+    CHECK(noise[1] <= 2.0 * noise[0], "%.3g times the noise of the format alone", noise[1] / noise[0]);
+    tqkv_cache_destroy(cache);
+    test_store_free(&plain);
+    float *const memory[] = {once, keys, values, q};
+    for (int i = 0; i < 4; i++) free(memory[i]);
+}
+
 /* ---- A prompt that sequences share ---- */
 
 typedef struct shared_row {
@@ -245,6 +297,10 @@ void test_presets_cases(void)
     for (int i = 0; i < 3 * CAPTURED_LAYERS; i++) {
         const int which[2] = {i / CAPTURED_LAYERS, i % CAPTURED_LAYERS};
         test_add(check_warm_up, which, sizeof which, "presets/warm_up/preset%d/layer%d", which[0], which[1]);
+    }
+    for (int i = 0; i < 9; i++) {
+        const int which[2] = {i / 3, i % 3};
+        test_add(check_repeated_key, which, sizeof which, "presets/repeated_key/preset%d/theta%d", which[0], which[1]);
     }
     add_shared_prompts();
 }

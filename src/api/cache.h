@@ -30,7 +30,7 @@ typedef struct tqkv_cache_desc {
        the capacity, or 16, and a ring refuses to be asked for more. Only new positions count, whose values (of a
        shared stream the row) differ from those of the position before by more than a quarter of their squared length:
        one token again and again, padding and blanks would teach scales that ruin what follows. With fewer than 64 new
-       ones (of a `calibrate` below 128, fewer than half, or 16) all positions count, and no scale is below 1/2. Until
+       ones (of a `calibrate` below 128, fewer than half, or 16) all positions count, for scales in [1/2, 3/2]. Until
        the append that learns keys and values are halves as they came, and attention is exact. That append encodes
        them; queries at the positions before the point of learning still read the halves, until the next append gives
        their memory back (with non_causal, until this one). What it has learned counts from that append on:

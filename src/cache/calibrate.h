@@ -7,8 +7,9 @@
 /* Positions from which a scale can be learned, and the new ones that are enough of any number. */
 #define TQKV__LEAST_POSITIONS 16
 #define TQKV__LEAST_NEW       64
-/* The least scale that fewer teach: it costs the keys of Qwen2.5-Coder behind padding as much as known scales do. */
-#define TQKV__LEAST_OF_FEW 0.5f
+/* Bounds of the scales that fewer teach: a key that is one vector again and again tells little of a channel. */
+#define TQKV__LEAST_OF_FEW   0.5f
+#define TQKV__LARGEST_OF_FEW 1.5f
 
 /* Returns the new positions without which a cache learns from all. */
 static int tqkv__least_new(const tqkv_cache *c)
@@ -195,8 +196,7 @@ static TQKV__NOINLINE void tqkv__limit_scales(const tqkv_cache *c, const tqkv__s
 }
 
 /* Learns centre and scale of the keys from the new positions, without those that stay exact, if enough remain. Where
-   too few are new it learns from all, since a model's biases show in any text; but a channel that hardly varies there
-   may vary in another text, so no scale is small. */
+   too few are new it learns from all, since a model's biases show in any text, but bounds the scales. */
 static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
 {
     float room[TQKV_MAX_HEAD_DIM];
@@ -216,8 +216,10 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
         tqkv__raw_means(c, &raw, (int)h, first, center, true, room);
         tqkv__deviations(&tied, raw.head_dim, room);
         tqkv__scales_of(room, NULL, raw.head_dim, scale);
-        for (size_t d = 0; few && d < dim; d++)
-            scale[d] = scale[d] < TQKV__LEAST_OF_FEW ? TQKV__LEAST_OF_FEW : scale[d];
+        for (size_t d = 0; few && d < dim; d++) {
+            const float g = scale[d] < TQKV__LARGEST_OF_FEW ? scale[d] : TQKV__LARGEST_OF_FEW;
+            scale[d] = g > TQKV__LEAST_OF_FEW ? g : TQKV__LEAST_OF_FEW;
+        }
         tqkv__limit_scales(c, &raw, (int)h, center, room, scale);
     }
     tqkv__fp_restore(mode);

@@ -306,7 +306,7 @@ typedef struct tqkv__calibrate_args {
     /* Of a cache that learns: it takes the rows of new positions, which its values show. value_dim 0: all rows */
     int32_t value_dim;
     int32_t n_exact, least_rest; /* the first n_exact are left out if at least least_rest new ones remain */
-    int32_t least_new;           /* with fewer all rows count, and no scale is below 1/2 */
+    int32_t least_new;           /* with fewer all rows count, for scales in [1/2, 3/2] */
     uint32_t value_token_stride, value_head_stride;
 } tqkv__calibrate_args;
 
