@@ -166,7 +166,7 @@ static float *model_keys(int n, int first, bool one, double theta)
                                              (i * 37 % D < 6 ? 8.0f * (float)(i % 2 * 2 - 1) : 0.0f);
     for (int t = n - 1; t >= 0; t--) /* row 0 last: the others are its copies */
         for (int i = 0; i < HALF && theta > 0.0; i++) {
-            const double angle = (first + t) * pow(theta, -(double)i / HALF), a = keys[t * D + i],
+            const double angle = (first + t) * pow(theta, -(double)i / (double)HALF), a = keys[t * D + i],
                          b = keys[t * D + i + HALF];
             keys[t * D + i] = (float)(a * cos(angle) - b * sin(angle));
             keys[t * D + i + HALF] = (float)(a * sin(angle) + b * cos(angle));
