@@ -4,11 +4,6 @@
 
 #include "golden.h"
 
-typedef struct attend_golden {
-    const char *name;
-    uint64_t out; /* XXH3-64 of the output, floats as little-endian bytes */
-} attend_golden;
-
 typedef enum attend_golden_option {
     ATTEND_PLAIN,
     ATTEND_WINDOW,
@@ -104,13 +99,18 @@ static inline int attend_golden_find(int index, attend_golden_case *found)
            attend_golden_options(ATTEND_ENDS, ATTEND_GOLDEN_OPTIONS, 0, ATTEND_GOLDEN_FORMATS, &index, found);
 }
 
-static inline void attend_golden_name(const attend_golden_case *c, char name[GOLDEN_NAME_SIZE])
+static inline const char *attend_golden_option_name(int option)
 {
     static const char *const options[ATTEND_GOLDEN_OPTIONS] = {
         "plain", "window",   "ring",    "pages",  "tree", "softcap", "centers", "slices", "narrow", "many",
         "long",  "bfloat16", "rotated", "latent", "one",  "index",   "scaled",  "ends",   "list",   "turned"};
+    return options[option];
+}
+
+static inline void attend_golden_name(const attend_golden_case *c, char name[GOLDEN_NAME_SIZE])
+{
     snprintf(name, GOLDEN_NAME_SIZE, "attend/%s-%s/%d/%s", tqkv_format_name(c->keys), tqkv_format_name(c->values),
-             c->head_dim, options[c->option]);
+             c->head_dim, attend_golden_option_name(c->option));
 }
 
 /* Everything that a case needs, and its attention. */
@@ -338,8 +338,8 @@ static inline int attend_golden_score(attend_golden_problem *p)
     return tqkv_index_scores(&x, p->q, p->out) == TQKV_OK;
 }
 
-/* Attends and hashes the output. 0 on failure. */
-static inline int attend_golden_make(const attend_golden_case *c, uint64_t *hash)
+/* Attends; the upper half of XXH3-64 of the output, of floats as little-endian bytes. 0 on failure. */
+static inline int attend_golden_make(const attend_golden_case *c, uint32_t *hash)
 {
     attend_golden_problem p;
     int ok = attend_golden_open(c, &p);
@@ -358,7 +358,7 @@ static inline int attend_golden_make(const attend_golden_case *c, uint64_t *hash
     } else if (ok) {
         data_to_little_endian(p.out, p.n_out);
     }
-    *hash = ok ? XXH3_64bits(p.out, p.n_out * (c->option == ATTEND_BFLOAT16 ? 2 : sizeof(float))) : 0;
+    *hash = ok ? (uint32_t)(XXH3_64bits(p.out, p.n_out * (c->option == ATTEND_BFLOAT16 ? 2 : sizeof(float))) >> 32) : 0;
     attend_golden_close(&p);
     return ok;
 }

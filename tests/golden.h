@@ -16,9 +16,11 @@
 enum { GOLDEN_TOKENS = 7, GOLDEN_HEADS = 2, GOLDEN_CAPACITY = 9, GOLDEN_POSITION = 1, GOLDEN_NAME_SIZE = 64 };
 
 typedef struct golden {
-    const char *name;
     uint64_t codes, norms; /* XXH3-64 of the store's whole buffers */
 } golden;
+
+/* What goldens.h keeps of them. */
+static inline uint32_t golden_word(const golden *made) { return (uint32_t)((made->codes ^ made->norms << 1) >> 32); }
 
 typedef enum golden_option {
     GOLDEN_PLAIN,
@@ -65,28 +67,31 @@ static inline void golden_scale(const golden_case *c, float *scale)
         scale[i] = (float)(1 << data_below(&random, 15)) * (1.0f + (float)data_below(&random, 1024) / 1024.0f) / 128.0f;
 }
 
-/* Sets *found to case number `index`. 0 past the last case. */
-static inline int golden_find(int index, golden_case *found)
+/* Goes to the next case; before the first stands golden_first. 0 past the last. */
+static const golden_case golden_first = {TQKV_F16, 32, -1, 0};
+
+static inline int golden_next(golden_case *c)
 {
-    golden_case c;
-    for (c.option = 0; c.option < GOLDEN_OPTIONS; c.option++)
-        for (c.format = TQKV_F16; c.format <= TQKV_TQ2; c.format++)
-            for (c.head_dim = 32; c.head_dim <= 1024; c.head_dim += 16)
-                for (c.kind = 0; c.kind < DATA_KINDS; c.kind++) {
-                    if (!golden_is_offered(&c)) continue;
-                    if (index-- > 0) continue;
-                    *found = c;
-                    return 1;
-                }
-    return 0;
+    do {
+        if (++c->kind == DATA_KINDS) c->kind = 0, c->head_dim += 16;
+        if (c->head_dim > 1024) c->head_dim = 32, c->format++;
+        if (c->format > TQKV_TQ2) c->format = TQKV_F16, c->option++;
+        if (c->option == GOLDEN_OPTIONS) return 0;
+    } while (!golden_is_offered(c));
+    return 1;
+}
+
+static inline const char *golden_suffix(const golden_case *c)
+{
+    static const char *const suffix[GOLDEN_OPTIONS] = {"",        "/unrotated", "/block_scale",
+                                                       "/center", "/rotated",   "/scale"};
+    return suffix[c->option];
 }
 
 static inline void golden_name(const golden_case *c, char name[GOLDEN_NAME_SIZE])
 {
-    static const char *const suffix[GOLDEN_OPTIONS] = {"",        "/unrotated", "/block_scale",
-                                                       "/center", "/rotated",   "/scale"};
     snprintf(name, GOLDEN_NAME_SIZE, "%s/%d/%s%s", tqkv_format_name((tqkv_format)c->format), c->head_dim,
-             data_kind_name(c->kind), suffix[c->option]);
+             data_kind_name(c->kind), golden_suffix(c));
 }
 
 static inline tqkv_store golden_store(const golden_case *c)

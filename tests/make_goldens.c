@@ -2,78 +2,66 @@
 #define TQKV_IMPLEMENTATION
 #include "attend_golden.h"
 
-static void print_golden(const char *name, const golden *made)
-{
-    printf("    {\"%s\", UINT64_C(0x%016llx), UINT64_C(0x%016llx)},\n", name, (unsigned long long)made->codes,
-           (unsigned long long)made->norms);
-}
+enum { WORDS_OF_A_LINE = 9 };
 
-static int print_conversions(void)
+/* Begins a line for a new block, with its name, and for every ninth word. */
+static void print_word(uint32_t word, const char *block)
 {
-    golden_pair p;
-    printf("\n/* What tqkv_store_convert writes. */\nstatic const golden conversion_goldens[] = {\n");
-    for (int i = 0; golden_pair_find(i, &p); i++) {
-        char name[GOLDEN_NAME_SIZE];
-        golden made;
-        if (!golden_pair_make(&p, &made)) return 1;
-        golden_pair_name(&p, name);
-        print_golden(name, &made);
-    }
-    printf("};\n");
-    return 0;
-}
-
-static int print_calibrations(void)
-{
-    golden_calibration c;
-    printf("\n/* Centre and scale of tqkv_calibrate. */\nstatic const golden calibration_goldens[] = {\n");
-    for (int i = 0; golden_calibration_find(i, &c); i++) {
-        char name[GOLDEN_NAME_SIZE];
-        golden made;
-        if (!golden_calibration_make(&c, &made)) return 1;
-        golden_calibration_name(&c, name);
-        print_golden(name, &made);
-    }
-    printf("};\n");
-    return 0;
+    static char last[GOLDEN_NAME_SIZE];
+    static int n;
+    const int is_new = strcmp(last, block) != 0;
+    if (is_new) n = 0;
+    if (is_new) printf("%s    /* %s */\n", last[0] ? "\n" : "", block);
+    printf("%s0x%08x,", n % WORDS_OF_A_LINE ? " " : n ? "\n    " : "    ", word);
+    snprintf(last, sizeof last, "%s", block);
+    n++;
 }
 
 static int print_codes(void)
 {
-    golden_case c;
-    printf("/* Made by tests/make_goldens.c (make goldens): hashes of the codes and norms of every case in golden.h. "
-           "*/\n");
-    printf("// clang-format off\nstatic const golden goldens[] = {\n");
-    for (int i = 0; golden_find(i, &c); i++) {
-        char name[GOLDEN_NAME_SIZE];
-        golden made;
+    golden_case c = golden_first;
+    golden_pair p;
+    golden_calibration k;
+    golden made;
+    char name[GOLDEN_NAME_SIZE];
+    while (golden_next(&c)) {
         if (!golden_make(&c, &made)) return 1;
-        golden_name(&c, name);
-        print_golden(name, &made);
+        snprintf(name, sizeof name, "%s%s", tqkv_format_name((tqkv_format)c.format), golden_suffix(&c));
+        print_word(golden_word(&made), name);
     }
-    printf("};\n");
-    return print_conversions() || print_calibrations();
+    printf("\n};\n\n/* What tqkv_store_convert writes. */\nstatic const uint32_t conversion_goldens[] = {");
+    for (int i = 0; golden_pair_find(i, &p); i++) {
+        if (!golden_pair_make(&p, &made)) return 1;
+        print_word(golden_word(&made), p.head_dim == 80 ? "head_dim 80" : "head_dim 512");
+    }
+    printf("\n};\n\n/* Centre and scale of tqkv_calibrate. */\nstatic const uint32_t calibration_goldens[] = {");
+    for (int i = 0; golden_calibration_find(i, &k); i++) {
+        if (!golden_calibration_make(&k, &made)) return 1;
+        snprintf(name, sizeof name, "calibrate %d", k.head_dim);
+        print_word(golden_word(&made), name);
+    }
+    return 0;
 }
 
 static int print_outputs(void)
 {
     attend_golden_case c;
-    printf("/* Made by tests/make_goldens.c (make goldens): hashes of the outputs of every case in "
-           "attend_golden.h. */\n");
-    printf("// clang-format off\nstatic const attend_golden attend_goldens[] = {\n");
+    uint32_t word;
     for (int i = 0; attend_golden_find(i, &c); i++) {
-        char name[GOLDEN_NAME_SIZE];
-        uint64_t hash;
-        if (!attend_golden_make(&c, &hash)) return 1;
-        attend_golden_name(&c, name);
-        printf("    {\"%s\", UINT64_C(0x%016llx)},\n", name, (unsigned long long)hash);
+        if (!attend_golden_make(&c, &word)) return 1;
+        print_word(word, attend_golden_option_name(c.option));
     }
-    printf("};\n");
     return 0;
 }
 
 int main(int argc, char **argv)
 {
     (void)argv;
-    return argc > 1 ? print_outputs() : print_codes();
+    printf("/* Made by tests/make_goldens.c (make goldens): a word of the hashes of every case in %sgolden.h, in its "
+           "order. "
+           "*/\n// clang-format off\nstatic const uint32_t %sgoldens[] = {\n",
+           argc > 1 ? "attend_" : "", argc > 1 ? "attend_" : "");
+    const int failed = argc > 1 ? print_outputs() : print_codes();
+    printf("\n};\n");
+    return failed;
 }

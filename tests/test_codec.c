@@ -82,8 +82,8 @@ static void check_encode(const void *parameters)
 
 static void add_encode_cases(void)
 {
-    golden_case c;
-    for (int i = 0; golden_find(i, &c); i++) {
+    golden_case c = golden_first;
+    while (golden_next(&c)) {
         char name[GOLDEN_NAME_SIZE];
         golden_name(&c, name);
         test_add(check_encode, &c, sizeof c, "codec/reference/%s", name);

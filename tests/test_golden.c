@@ -4,112 +4,101 @@
 #include "goldens.h"
 #include "runner.h"
 
-static void compare(const golden *made, const golden *expected)
+/* A case, of one of four kinds, and what its hashes must come to. */
+typedef struct golden_row {
+    golden_case encoded;
+    golden_pair converted;
+    golden_calibration calibrated;
+    attend_golden_case attended;
+    uint32_t wanted;
+} golden_row;
+
+static void compare(bool made, const golden *hashes, const golden_row *row)
 {
-    CHECK(made->codes == expected->codes, "codes hash to %016llx, not %016llx", (unsigned long long)made->codes,
-          (unsigned long long)expected->codes);
-    CHECK(made->norms == expected->norms, "norms hash to %016llx, not %016llx", (unsigned long long)made->norms,
-          (unsigned long long)expected->norms);
+    REQUIRE(made, "a call failed");
+    CHECK(golden_word(hashes) == row->wanted, "hashes of %016llx and %016llx give %08x, not %08x",
+          (unsigned long long)hashes->codes, (unsigned long long)hashes->norms, golden_word(hashes), row->wanted);
 }
 
 static void check_golden(const void *parameters)
 {
-    int index = *(const int *)parameters;
-    golden_case c;
+    const golden_row *row = (const golden_row *)parameters;
     golden made;
-    char name[GOLDEN_NAME_SIZE];
-    REQUIRE(golden_find(index, &c), "no case %d", index);
-    golden_name(&c, name);
-    REQUIRE(!strcmp(name, goldens[index].name), "goldens.h has %s at %d", goldens[index].name, index);
-    REQUIRE(golden_make(&c, &made), "encode failed");
-    compare(&made, &goldens[index]);
+    compare(golden_make(&row->encoded, &made), &made, row);
 }
 
 static void check_converted(const void *parameters)
 {
-    int index = *(const int *)parameters;
-    golden_pair p;
+    const golden_row *row = (const golden_row *)parameters;
     golden made;
-    char name[GOLDEN_NAME_SIZE];
-    REQUIRE(golden_pair_find(index, &p), "no pair %d", index);
-    golden_pair_name(&p, name);
-    REQUIRE(!strcmp(name, conversion_goldens[index].name), "goldens.h has %s at %d", conversion_goldens[index].name,
-            index);
-    REQUIRE(golden_pair_make(&p, &made), "conversion failed");
-    compare(&made, &conversion_goldens[index]);
+    compare(golden_pair_make(&row->converted, &made), &made, row);
 }
 
 static void check_calibrated(const void *parameters)
 {
-    int index = *(const int *)parameters;
-    golden_calibration c;
-    golden made;
-    char name[GOLDEN_NAME_SIZE];
-    REQUIRE(golden_calibration_find(index, &c), "no case %d", index);
-    golden_calibration_name(&c, name);
-    REQUIRE(!strcmp(name, calibration_goldens[index].name), "goldens.h has %s at %d", calibration_goldens[index].name,
-            index);
-    REQUIRE(golden_calibration_make(&c, &made), "calibration failed");
-    compare(&made, &calibration_goldens[index]); /* centre and scale in the place of codes and norms */
+    const golden_row *row = (const golden_row *)parameters;
+    golden made; /* centre and scale in the place of codes and norms */
+    compare(golden_calibration_make(&row->calibrated, &made), &made, row);
+}
+
+static void check_output(const golden_row *row, char products)
+{
+    uint32_t word;
+    REQUIRE(attend_golden_make(&row->attended, &word), "attention failed");
+    CHECK(word == row->wanted, "with products %d the output hashes to %08x, not %08x", products, word, row->wanted);
 }
 
 /* With the best products of integers that the processor has, and some with all others. */
 static void check_attended(const void *parameters)
 {
-    int index = *(const int *)parameters;
-    const uint64_t wanted = attend_goldens[index].out;
-    attend_golden_case c;
-    uint64_t hash, plain;
-    char name[GOLDEN_NAME_SIZE];
-    REQUIRE(attend_golden_find(index, &c), "no case %d", index);
-    attend_golden_name(&c, name);
-    REQUIRE(!strcmp(name, attend_goldens[index].name), "attend_goldens.h has %s at %d", attend_goldens[index].name,
-            index);
-    REQUIRE(attend_golden_make(&c, &hash), "attention failed");
-    CHECK(hash == wanted, "the output hashes to %016llx, not %016llx", (unsigned long long)hash,
-          (unsigned long long)wanted);
-    if (index % 16) return;
+    const golden_row *row = (const golden_row *)parameters;
+    check_output(row, 0);
+    if (row->wanted % 16) return;
     const char best = test_set_products(1);
     for (char products = 1; products < best; products++) {
         test_set_products(products);
-        CHECK(attend_golden_make(&c, &plain) && plain == wanted, "with products %d the output hashes to %016llx",
-              products, (unsigned long long)plain);
+        check_output(row, products);
     }
     test_set_products(best);
 }
 
 static void check_complete(const void *parameters)
 {
-    (void)parameters;
-    int n_goldens = (int)(sizeof goldens / sizeof *goldens);
-    golden_case c;
-    CHECK(golden_find(n_goldens - 1, &c) && !golden_find(n_goldens, &c), "%d goldens are not the cases of golden.h",
-          n_goldens);
-    int n_converted = (int)(sizeof conversion_goldens / sizeof *conversion_goldens);
-    golden_pair converted;
-    CHECK(golden_pair_find(n_converted - 1, &converted) && !golden_pair_find(n_converted, &converted),
-          "%d goldens are not the pairs of golden.h", n_converted);
-    int n_calibrated = (int)(sizeof calibration_goldens / sizeof *calibration_goldens);
-    golden_calibration calibrated;
-    CHECK(golden_calibration_find(n_calibrated - 1, &calibrated) && !golden_calibration_find(n_calibrated, &calibrated),
-          "%d goldens are not the calibrations of golden.h", n_calibrated);
-    int n_attended = (int)(sizeof attend_goldens / sizeof *attend_goldens);
-    attend_golden_case attended;
-    CHECK(attend_golden_find(n_attended - 1, &attended) && !attend_golden_find(n_attended, &attended),
-          "%d goldens are not the cases of attend_golden.h", n_attended);
+    const int n = *(const int *)parameters, n_goldens = (int)(sizeof goldens / sizeof *goldens);
+    const int n_converted = (int)(sizeof conversion_goldens / sizeof *conversion_goldens);
+    const int n_calibrated = (int)(sizeof calibration_goldens / sizeof *calibration_goldens);
+    const int n_attended = (int)(sizeof attend_goldens / sizeof *attend_goldens);
+    const int n_words = n_goldens + n_converted + n_calibrated + n_attended;
+    CHECK(n == n_words, "%d cases, but %d words", n, n_words);
 }
+
+/* The word with that number, or 0: a case too many fails. */
+#define WORD(words, i) ((size_t)(i) < sizeof(words) / sizeof *(words) ? (words)[i] : 0)
 
 void test_golden_cases(void)
 {
-    int n_goldens = (int)(sizeof goldens / sizeof *goldens);
-    for (int i = 0; i < n_goldens; i++) test_add(check_golden, &i, sizeof i, "golden/%s", goldens[i].name);
-    int n_converted = (int)(sizeof conversion_goldens / sizeof *conversion_goldens);
-    for (int i = 0; i < n_converted; i++)
-        test_add(check_converted, &i, sizeof i, "golden/%s", conversion_goldens[i].name);
-    int n_calibrated = (int)(sizeof calibration_goldens / sizeof *calibration_goldens);
-    for (int i = 0; i < n_calibrated; i++)
-        test_add(check_calibrated, &i, sizeof i, "golden/%s", calibration_goldens[i].name);
-    int n_attended = (int)(sizeof attend_goldens / sizeof *attend_goldens);
-    for (int i = 0; i < n_attended; i++) test_add(check_attended, &i, sizeof i, "golden/%s", attend_goldens[i].name);
-    test_add(check_complete, NULL, 0, "golden/complete");
+    golden_row row = {{0, 0, 0, 0}, {TQKV_F16, TQKV_F16, 0}, {0, 0, 0}, {TQKV_F16, TQKV_F16, 0, 0}, 0};
+    char name[GOLDEN_NAME_SIZE];
+    int n = 0, i = 0;
+    for (row.encoded = golden_first; golden_next(&row.encoded); i++, n++) {
+        row.wanted = WORD(goldens, i);
+        golden_name(&row.encoded, name);
+        test_add(check_golden, &row, sizeof row, "golden/%s", name);
+    }
+    for (i = 0; golden_pair_find(i, &row.converted); i++, n++) {
+        row.wanted = WORD(conversion_goldens, i);
+        golden_pair_name(&row.converted, name);
+        test_add(check_converted, &row, sizeof row, "golden/%s", name);
+    }
+    for (i = 0; golden_calibration_find(i, &row.calibrated); i++, n++) {
+        row.wanted = WORD(calibration_goldens, i);
+        golden_calibration_name(&row.calibrated, name);
+        test_add(check_calibrated, &row, sizeof row, "golden/%s", name);
+    }
+    for (i = 0; attend_golden_find(i, &row.attended); i++, n++) {
+        row.wanted = WORD(attend_goldens, i);
+        attend_golden_name(&row.attended, name);
+        test_add(check_attended, &row, sizeof row, "golden/%s", name);
+    }
+    test_add(check_complete, &n, sizeof n, "golden/complete");
 }
