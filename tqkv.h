@@ -232,27 +232,26 @@ typedef struct tqkv_cache_desc {
     /* How positions are kept. */
     tqkv_format key_format, value_format, tail_format; /* tail_format: 0 = F16 */
     /* Exact ends: so many of the first positions (a model's attention sinks), and of the newest before each query (its
-       recent window), are kept in fp16, too, and read from there: most of the weight is there. More than the
-       capacity counts as the capacity; F16 streams and the tail need none. The halves of the newest are room for 64
-       queries of one call; an append of more tokens makes more room, for as many. On a GPU
-       there is room for 512, and none is made for more at once. After truncate, remove and keep the
-       newest may be left as codes until new ones come.
+       recent window), are kept in fp16, too, and read from there: most of the weight is there. More than the capacity
+       counts as the capacity; F16 streams and the tail need none. There are halves of the newest for 64 queries of one
+       call; an append of more tokens makes room for as many, on a GPU for 512 at most. After truncate, remove and keep
+       the newest may be left as codes until new ones come.
        Halves hold no value beyond 65504, and of a row that is all below 2^-17 less than codes do: here and while a
        cache learns (see calibrate) an append of such a row is TQKV_NOT_FINITE, and nothing is appended. */
     int exact_first, exact_last;
     /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from so many
-       of its first positions, without the exact_first. 0: not; else at least 16. It takes no more than a quarter of
-       the capacity, or 16, and a ring refuses to be asked for more. Only new positions count, whose values (of a
-       shared stream the row) differ from those of the position before by more than a quarter of their squared length:
-       one token again and again, padding and blanks would teach scales that ruin what follows. With fewer than 64 new
-       ones (of a `calibrate` below 128, fewer than half, or 16) all positions count, for scales in [1/2, 3/2]. Until
-       the append that learns keys and values are halves as they came, and attention is exact. That append encodes
-       them; queries at the positions before the point of learning still read the halves, until the next append gives
-       their memory back (with non_causal, until this one). What it has learned counts from that append on:
-       tqkv_cache_truncate, or tqkv_cache_keep with no more than 64 positions behind that point, to a position before
-       it brings the halves back, as if what is taken had never come. The same codes however positions came. What it
-       has learned is in the stores of tqkv_cache_view. On a GPU the halves' memory stays as long as the cache,
-       because work under way may read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
+       of its first positions, without the exact_first. 0: not; else at least 16. No more than a quarter of the
+       capacity, or 16; a ring refuses more. Only new positions count, whose values (of a shared stream the row) differ
+       from those of the position before by more than a quarter of their squared length: one token again and again,
+       padding and blanks would teach scales that ruin what follows. With fewer than 64 new ones (of a `calibrate` below
+       128, fewer than half, or 16) all positions count, for scales in [1/2, 3/2]. Until the append that learns, keys
+       and values are halves as they came, and attention is exact. That append encodes them; queries at positions before
+       still read the halves, until the next append frees them (with non_causal, until this one). What it has learned
+       counts from that append on: tqkv_cache_truncate, or tqkv_cache_keep with no more than 64 positions behind that
+       point, to a position before it brings the halves back, as if what is taken had never come. The codes are the same
+       however positions came. The stores of tqkv_cache_view have what it learned. On a GPU the halves' memory stays as
+       long as the cache, because work under way may read it: a copy by tqkv_cache_fork, made when the cache has
+       learned, has none. */
     int calibrate;
     tqkv_pairs pairs; /* of the rotary embedding: share a scale in what it learns */
     int rotary_dim;   /* as tqkv_store's */
@@ -408,11 +407,11 @@ TQKV_API size_t tqkv_codes_size(const tqkv_store *s);
 TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
-   `capacity` tokens. A page may not occur twice among those written; a page of -1 leaves its tokens out. So tokens of
-   many sequences go by one call to slots of a common pool: pages = the slot of each token, page_size 1, position 0.
-   TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that are left out. Values near 1e19, whose squared length
-   overflows, give an infinite norm. What shares a norm becomes zeros where all is at most 1e-10: the length of a row,
-   or of I8 its largest value. */
+   `capacity` tokens. A page may not occur twice among those written; a page of -1 leaves its tokens out. To slots of a
+   pool, for many sequences at once: pages = the slot of each token, page_size 1, position 0. TQKV_NOT_FINITE if src
+   holds NaN or Inf, even in tokens that are left out. Values near 1e19, whose squared length overflows, give an
+   infinite norm. What shares a norm becomes zeros where all is at most 1e-10: the length of a row, or of I8 its largest
+   value. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
 
 /* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries, rotated,
@@ -1026,55 +1025,16 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqk
 
 /* ---- The implementation starts here: stop reading if you only want the API. ----
 
-   It is joined from the files of src/, one a tag: plan_rows.h is >>plan-rows, store.h >>store-code. Each uses what
-   stands above it.
+   It is joined from the files of src/, one a tag: store.h >>store-code. Each uses what
+   stands above it, and begins by saying what it is for. Each instruction set compiles the loops again.
 
-     >>tables         one row a format, one row a head_dim, codebooks; the shaders include it, too
-     >>backend        what a cache and the context of a GPU know of each other
-     >>needs          what the implementation needs of the compiler, and xxHash
-     >>exact          arithmetic whose bits depend on nothing but its operands
-     >>store-code     sizes, names, what a valid store is, which positions and rows are valid
-     >>set            what an instruction set provides
-     >>rotate-code    the rotation
-     >>codec          norms, quantising, packing, and back: the specification
-     >>encode         tqkv_encode, tqkv_probe, tqkv_decode
-     >>convert        tqkv_store_convert, and rows that move
-     >>measure        tqkv_measure, tqkv_rotate
-     >>calibrate      tqkv_calibrate, tqkv_logit_noise
-     >>attend         types of attention
-     >>plain          attention of a tile in plain C: the specification
-
-     compiled once for each instruction set
-     >>kernels        what the loops share
-     >>k-softmax      exp, tanh, weights out of scores
-     >>k-widen        rows to floats and back
-     >>k-rotate       the rotation
-     >>k-norms        sums of squares, norms
-     >>k-search       the factor whose codes are best for a row
-     >>k-quantise     codes, packed, of whole rows
-     >>k-table        all of these as a table of functions
-     >>k-halves       F16 and TQ8, which are multiplied as floats
-     >>k-rows         scores and sums of all other formats, in integers
-     >>set-avx2, >>set-avx512, >>set-neon
-                      what a set brings to the loops
-     >>integer-avx512, >>integer-avx2, >>integer-neon
-                      what it brings to those of integers
-
-     >>isa-code       which set is in use
-     >>attention-code a tqkv_attention, opened and checked
-     >>visible        which positions a query sees
-     >>tile           tiles and their sums
-     >>walk           from tile to tile
-     >>gather         tiles of scattered rows
-     >>query          a row of a call: its query, its centres, its result
-     >>job            a call cut into tasks
-     >>attend-calls   tqkv_attend and its slices
-     >>index-code     tqkv_index_scores, tqkv_index_choose
-     >>cache-code     tqkv_cache
-     >>cache-calibrate  a cache that learns from its first positions; tqkv_cache_preset
-     >>cache-edit     tqkv_cache_truncate, remove, keep, fork
-     >>snapshot       save and load
-
+     >>tables, >>backend, >>needs, >>exact, >>store-code, >>set
+     >>rotate-code, >>codec, >>encode, >>convert, >>measure, >>calibrate
+     >>attend, >>plain
+     >>kernels, >>k-softmax, >>k-widen, >>k-rotate, >>k-norms, >>k-search, >>k-quantise, >>k-table, >>k-halves, >>k-rows
+     >>set-avx2, >>set-avx512, >>set-neon, >>integer-avx512, >>integer-avx2, >>integer-neon, >>isa-code
+     >>attention-code, >>visible, >>tile, >>walk, >>gather, >>query, >>job, >>attend-calls, >>index-code
+     >>cache-code, >>cache-calibrate, >>cache-edit, >>snapshot
      >>licence                                                                                                        */
 
 #ifdef TQKV_NO_IMPLEMENTATION
@@ -1190,7 +1150,7 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 #define TQKV__PLAIN_OF(f, format, name, kind, main, upper, book, plain) (f) == format ? plain:
 
 /* Values that share a norm, in a row of D values. */
-#define TQKV__NORM_DIM(kind, D)                                                                                        \
+#define TQKV__NORM_DIM(kind, D) \
     ((kind) == TQKV__GRID ? TQKV__GRID_DIM(D) : (kind) == TQKV__BOOK && ((D) == 512 || (D) == 1024) ? 256 : (D))
 
 /* One row a codebook: its bits, which are also part of the names of its tables and hashes. */
@@ -1398,16 +1358,15 @@ typedef struct tqkv__backend {
 #if defined(_MSC_VER) && !defined(__clang__)
 #error "tqkv.h: MSVC cannot compile the implementation; compile this file with clang-cl, or use MinGW"
 #endif
-#if !defined(TQKV_ALLOW_FAST_MATH) &&                                                                                  \
-    (defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) ||                        \
+#if !defined(TQKV_ALLOW_FAST_MATH) && \
+    (defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
      (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__))
 #error "tqkv.h: -ffast-math changes stored bytes; compile this file without it, or define TQKV_ALLOW_FAST_MATH"
 #endif
 
-/* Options of fast math that clang announces by no macro (-fassociative-math, -freciprocal-math,
-   -funsafe-math-optimizations) would change norms. On arm64 clang 14 does not know the pragma, and reorders no sum that
-   counts; clang 16 would. */
-#if defined(__clang__) && !defined(TQKV_ALLOW_FAST_MATH) &&                                                            \
+/* clang announces -fassociative-math, -freciprocal-math and -funsafe-math-optimizations by no macro; they would change
+   norms. On arm64 clang 14 does not know the pragma, and reorders no sum that counts. */
+#if defined(__clang__) && !defined(TQKV_ALLOW_FAST_MATH) && \
     (defined(__x86_64__) || (defined(__aarch64__) && __clang_major__ > 14))
 #define TQKV__PRECISE
 #pragma float_control(precise, on, push)
@@ -1426,9 +1385,9 @@ typedef struct tqkv__backend {
 #ifndef XXH_INLINE_ALL
 #define XXH_INLINE_ALL
 #endif
-/* gcc 12 -Og rejects the forced inlining of xxHash 0.8.1 (Debian 12). Without it gcc -O2 hashes snapshots at the same
-   speed, and gcc -O2 -mavx2 at 18 instead of 28 GB/s. xxhash.h evaluates this macro after it defines its version. */
-#if !defined(XXH_NO_INLINE_HINTS) && defined(__GNUC__) && !defined(__clang__) && !defined(__NO_INLINE__) &&            \
+/* gcc 12 -Og rejects the forced inlining of xxHash 0.8.1 (Debian 12). xxhash.h evaluates this macro after it defines
+   its version. */
+#if !defined(XXH_NO_INLINE_HINTS) && defined(__GNUC__) && !defined(__clang__) && !defined(__NO_INLINE__) && \
     !defined(__OPTIMIZE_SIZE__)
 #define XXH_NO_INLINE_HINTS (XXH_VERSION_NUMBER == 801)
 #endif
@@ -1439,13 +1398,13 @@ typedef struct tqkv__backend {
 #if defined(XXH_VERSION_NUMBER) && XXH_VERSION_NUMBER < 800
 #define TQKV__STRING(x) #x
 #define TQKV__EXPAND(x) TQKV__STRING(x)
-#define TQKV__XXH_FOUND                                                                                                \
+#define TQKV__XXH_FOUND \
     TQKV__EXPAND(XXH_VERSION_MAJOR) "." TQKV__EXPAND(XXH_VERSION_MINOR) "." TQKV__EXPAND(XXH_VERSION_RELEASE)
 #pragma message("tqkv.h: found xxhash.h " TQKV__XXH_FOUND)
 #error "tqkv.h: xxhash.h is too old, 0.8.0 is needed: Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h"
 #endif
 
-/* With -fshort-enums or -fpack-struct for this file alone what callers pass has another layout. 32-bit ARM has short
+/* -fshort-enums or -fpack-struct for this file alone would give what callers pass another layout. 32-bit ARM has short
    enums in some systems, and says so. */
 enum tqkv__smallest { TQKV__SMALLEST };
 struct tqkv__gap {
@@ -1491,8 +1450,8 @@ typedef char tqkv__compiled_with_fshort_enums_or_fpack_struct
 
 /* >>exact: arithmetic that gives the same bits for every compiler, flag and floating-point mode of the caller */
 
-/* Rounds x to float at this point. Compilers may fuse a product with a following sum, by default (GCC, AArch64) or by a
-   flag, and not all of them obey pragmas. An empty asm that may change the value prevents it. */
+/* Rounds x to float at this point. Compilers may fuse a product with a following sum, and not all obey pragmas: an
+   empty asm that may change the value prevents it. */
 static inline float tqkv__rounded(float x)
 {
 #if defined(__SSE2_MATH__)
@@ -1512,16 +1471,15 @@ static inline float tqkv__rounded(float x)
 #define TQKV__AS_FLOAT(x) tqkv__rounded(x)
 #endif
 
-/* Rounds as tqkv__rounded does. */
 static inline double tqkv__rounded_double(double x)
 {
     __asm__("" : "+m"(x));
     return x;
 }
 
-/* Returns a*b + c, rounded once. The product of two floats is exact in double. Its sum with c is rounded to odd there:
-   if it is not exact, the last bit of the double is set, and the rounding to float cannot see a tie that is none.
-   clang 14 to 19 compile this function wrongly for s390x where they optimise it. */
+/* Returns a*b + c, rounded once. The product is exact in double; its sum with c is rounded to odd (if it is not exact,
+   the last bit is set), so the rounding to float cannot see a tie that is none. clang 14 to 19 optimise this function
+   wrongly for s390x. */
 #if defined(__clang__) && defined(__s390x__)
 __attribute__((noinline, optnone)) static float tqkv__fma(float a, float b, float c)
 #else
@@ -1613,7 +1571,6 @@ static uint16_t tqkv__half_at(const void *halves, size_t i)
     return half;
 }
 
-/* Does what tqkv__all_finite does, for n values of any type. */
 static bool tqkv__values_finite(tqkv_type type, const void *x, size_t n)
 {
     const uint32_t exponent = type == TQKV_TYPE_F16 ? 0x7c00u : 0x7f80u;
@@ -1731,12 +1688,12 @@ static size_t tqkv__type_size(tqkv_type type)
 #define TQKV__NO_TYPE     "type, query_type or output_type: no tqkv_type"
 
 #define TQKV__SIZE_TEXT(x, dim, ...) #dim ", "
-#define TQKV__HEAD_DIMS                                                                                                \
-    "head_dim, value_dim or tail_dim: none of " TQKV__SIZES(                                                           \
+#define TQKV__HEAD_DIMS \
+    "head_dim, value_dim or tail_dim: none of " TQKV__SIZES( \
         TQKV__SIZE_TEXT, ) "to which rows can be padded with zeros; set scale then"
 
-/* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be chains of
-   comparisons, half a KB each; zeros without a row. */
+/* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be half a KB of
+   comparisons each; zeros without a row. */
 typedef struct tqkv__size {
     int order, subrow, grid; /* subrow: values in each of `order` subrows */
     float root, inverse_root;
@@ -1746,9 +1703,9 @@ static inline const tqkv__size *tqkv__size_of(int head_dim)
 {
 #define TQKV__SIZE_ROW(x, dim, m, grid, root, inverse) {m, (dim) / (m), grid, root, inverse},
 #define TQKV__SIZE_NAME(x, dim, ...)                   TQKV__SIZE_##dim,
-#define TQKV__SIZE_CASE(x, dim, ...)                                                                                   \
-    case (dim) / 16:                                                                                                   \
-        row = TQKV__SIZE_##dim;                                                                                        \
+#define TQKV__SIZE_CASE(x, dim, ...) \
+    case (dim) / 16: \
+        row = TQKV__SIZE_##dim; \
         break;
     enum { no_row, TQKV__SIZES(TQKV__SIZE_NAME, ) n_rows };
     static const tqkv__size rows[n_rows] = {{0, 0, 0, 0.0f, 0.0f}, TQKV__SIZES(TQKV__SIZE_ROW, )};
@@ -1760,13 +1717,12 @@ static inline const tqkv__size *tqkv__size_of(int head_dim)
 }
 static bool tqkv__head_dim_known(int head_dim) { return tqkv__size_of(head_dim)->order != 0; }
 
-/* Returns TQKV__NORM_DIM of a head_dim that the compiler does not know */
 static int tqkv__norm_dim(int kind, int head_dim)
 {
     return kind == TQKV__GRID ? tqkv__size_of(head_dim)->grid : TQKV__NORM_DIM(kind, head_dim);
 }
 
-/* Bytes of the codes of one row (one position of one head); 0 for an unsupported format or head_dim. */
+/* Bytes of the codes of one row; 0 for an unsupported format or head_dim. */
 static size_t tqkv__row_bytes(tqkv_format f, int head_dim)
 {
     const tqkv__format *row = tqkv__format_of(f);
@@ -1806,15 +1762,14 @@ typedef struct tqkv__stream {
     int panel_dim;               /* values that attention decodes at a time, all of one norm, at most TQKV__PANEL */
     uint8_t *codes;
     float *norms;
-    size_t codes_size, norms_size;  /* bytes in use */
-    tqkv_type type;                 /* of the caller's rows; tqkv__check_rows checks it */
-    tqkv_strides strides;           /* likewise */
+    size_t codes_size, norms_size; /* bytes in use */
+    tqkv_type type;                /* of the caller's rows; tqkv__check_rows checks it */
+    tqkv_strides strides;
     const float *center;            /* [n_kv_heads][head_dim] or NULL */
     const float *channel_scale;     /* likewise */
     const float *inverses;          /* 1 / channel_scale, where they are kept; else NULL, see tqkv__inverses_of */
     const int32_t *pages;           /* [n_pages] or NULL: no table, or one that the processor does not know */
     int n_pages, page_size;         /* 0 without a table */
-    uint8_t planes[4][128];         /* TQ8: byte p of each centroid in planes[p]; see tqkv__fill_planes */
     int8_t centroids[64];           /* integers, and their step; see tqkv__fill_integers */
     float step, root, inverse_root; /* root: of head_dim */
 } tqkv__stream;
@@ -1832,8 +1787,7 @@ static bool tqkv__without_gaps(tqkv_strides strides, int n_heads, int dim)
     return strides.head == (size_t)dim && strides.token == (size_t)n_heads * (size_t)dim;
 }
 
-/* Finds the bytes from the first of [n][n_heads] rows to the end of the last one; false if one cannot compute with
-   them. */
+/* Finds the bytes from the first of [n][n_heads] rows to the end of the last one; false on overflow. */
 static bool tqkv__rows_extent(tqkv_strides strides, int n, int n_heads, int dim, size_t value_size, size_t *bytes)
 {
     size_t token, head;
@@ -1857,7 +1811,6 @@ static bool tqkv__rows_distinct(tqkv_strides strides, int n, int n_heads, int di
     return (strides.head >= row && strides.token >= heads) || (strides.token >= row && strides.head >= tokens);
 }
 
-/* Takes a page table and checks it, except for its entries. */
 static tqkv_result tqkv__table_shape(const tqkv_store *store, tqkv__stream *s)
 {
     if (store->ring) return TQKV__INVALID("pages: the store is a ring");
@@ -1885,7 +1838,6 @@ static void tqkv__take_format(tqkv_format format, tqkv__stream *s)
     s->n_factors = TQKV__N_FACTORS(s->book_bits);
 }
 
-/* Checks the shape of a store, not its buffers. */
 static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
 {
     memset(s, 0, sizeof *s);
@@ -1928,7 +1880,6 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
 static bool tqkv__channels_finite(const tqkv__stream *s, const float *x);
 static bool tqkv__channels_scale(const tqkv__stream *s, const float *x);
 
-/* Takes the scale; follows tqkv__stream_shape. */
 static tqkv_result tqkv__stream_scale(const tqkv_store *store, tqkv__stream *s)
 {
     const float *scale = store->channel_scale;
@@ -1941,7 +1892,6 @@ static tqkv_result tqkv__stream_scale(const tqkv_store *store, tqkv__stream *s)
     return TQKV_OK;
 }
 
-/* Takes centre and scale; follows tqkv__stream_shape in calls that use them. */
 static tqkv_result tqkv__stream_channels(const tqkv_store *store, tqkv__stream *s)
 {
     if ((uintptr_t)store->center % sizeof(float)) return TQKV__INVALID("center: not aligned as floats");
@@ -1957,7 +1907,6 @@ static size_t tqkv__center_size(const tqkv__stream *s)
     return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
 }
 
-/* Returns what a head has of centre, scale or inverses, [head_dim]; NULL for NULL */
 static const float *tqkv__of_head(const tqkv__stream *s, const float *channels, int kv_head)
 {
     return channels ? channels + (size_t)kv_head * (size_t)s->head_dim : NULL;
@@ -1972,20 +1921,11 @@ static const float *tqkv__scale_of(const tqkv__stream *s, int kv_head)
 
 static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_pages * sizeof(int32_t); }
 
-/* TQ8 has more centroids than registers hold, but they are symmetric: centroid 255 - c is -centroid c, and the lower
-   half is enough. */
-static void tqkv__fill_planes(tqkv__stream *s)
-{
-    for (int i = 0; i < 128 && s->book_bits == 8; i++)
-        for (int p = 0; p < 4; p++) s->planes[p][i] = (uint8_t)(tqkv__bits(s->codebook[i]) >> (8 * p));
-}
-
 static bool tqkv__encoding_overlaps(const tqkv__stream *s, const void *p, size_t size)
 {
     return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size);
 }
 
-/* Takes the buffers of a store; follows tqkv__stream_shape. */
 static tqkv_result tqkv__stream_memory(const tqkv_store *store, tqkv__stream *s)
 {
     const tqkv_result r = tqkv__stream_channels(store, s);
@@ -1998,7 +1938,6 @@ static tqkv_result tqkv__stream_memory(const tqkv_store *store, tqkv__stream *s)
         return TQKV__INVALID("codes and norms overlap");
     s->codes = (uint8_t *)store->codes;
     s->norms = store->norms;
-    tqkv__fill_planes(s);
     if (tqkv__encoding_overlaps(s, s->center, tqkv__center_size(s)))
         return TQKV__INVALID("center overlaps codes or norms");
     if (tqkv__encoding_overlaps(s, s->channel_scale, tqkv__center_size(s)))
@@ -2116,8 +2055,8 @@ static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64
     return tqkv__check_pages_from(s, first, end, 0);
 }
 
-/* Whether no number of ids occurs twice or among others, but for negative ones; ids: [n], others: [n_others], or NULL
-   and 0. Marks 32768 numbers at a time in 4 KiB of stack. */
+/* Whether no number of ids, [n], occurs twice or among others, [n_others] or NULL; negative ones do not count. Marks
+   32768 numbers at a time in 4 KiB of stack. */
 static bool tqkv__all_distinct(const int32_t *ids, int64_t n, const int32_t *others, int64_t n_others)
 {
     enum { at_a_time = 32768 };
@@ -2141,7 +2080,6 @@ static bool tqkv__all_distinct(const int32_t *ids, int64_t n, const int32_t *oth
     return true;
 }
 
-/* Checks n positions; lowest: as tqkv__check_pages_from's */
 static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t position, int lowest)
 {
     if (position < 0 || position > INT64_MAX - n) return TQKV__REFUSE(OUT_OF_RANGE, "position: negative or too large");
@@ -2151,7 +2089,7 @@ static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t p
     return tqkv__check_pages_from(s, position, position + n, lowest);
 }
 
-/* Refuses a table that names a page twice among those of n positions to write; follows tqkv__check_positions. */
+/* Refuses a table that names a page twice among those to write; follows tqkv__check_positions. */
 static tqkv_result tqkv__check_written(const tqkv__stream *s, int n, int64_t position)
 {
     if (!s->pages || n == 0) return TQKV_OK;
@@ -2160,7 +2098,6 @@ static tqkv_result tqkv__check_written(const tqkv__stream *s, int n, int64_t pos
     return TQKV__INVALID("pages: a page twice among those to write");
 }
 
-/* Opens a store to read n of its positions, or to replace them as they are stored. */
 static tqkv_result tqkv__open_positions(const tqkv_store *store, int n, int64_t position, tqkv__stream *s)
 {
     const tqkv_result r = tqkv__stream_open(store, s);
@@ -2170,7 +2107,6 @@ static tqkv_result tqkv__open_positions(const tqkv_store *store, int n, int64_t 
     return tqkv__check_positions(s, n, position, 0);
 }
 
-/* Returns the bytes from the first of the caller's rows to that of a token and a head. */
 static size_t tqkv__row_offset(const tqkv__stream *s, size_t token, size_t head)
 {
     return (token * s->strides.token + head * s->strides.head) * tqkv__type_size(s->type);
@@ -2181,7 +2117,7 @@ static const void *tqkv__source_row(const tqkv__stream *s, const void *src, size
     return (const uint8_t *)src + tqkv__row_offset(s, token, head);
 }
 
-/* Checks p: [n][n_kv_heads] rows of the stream's type and strides; *bytes: their size, with gaps. */
+/* Checks p: [n][n_kv_heads] rows; *bytes: their size, with gaps. */
 static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n, size_t *bytes)
 {
     const size_t size = tqkv__type_size(s->type);
@@ -2314,8 +2250,7 @@ typedef struct tqkv__kernels {
        maximum goes on from here. */
     void (*end_piece)(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums);
     /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing to integers, even
-       beside a NaN norm; floats see tqkv__add_values. weights, scaled (scratch): [n_rows][TQKV__TILE], out:
-       [n_rows][head_dim] */
+       beside a NaN norm; for floats see tqkv__add_values. weights, scaled (scratch): [n_rows][TQKV__TILE] */
     void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
                        int n_rows, float *scaled, float *out);
     /* sums[j] += weights[row] * f(scores[row][j] + offsets[row]), row after row, each rounded once; f: see >>index.
@@ -2324,7 +2259,6 @@ typedef struct tqkv__kernels {
                       float *sums);
 } tqkv__kernels;
 
-/* An instruction set, as tqkv_isa_name has it. */
 typedef struct tqkv__isa {
     const char *name;
     int lanes; /* floats in a vector */
@@ -2436,9 +2370,8 @@ static TQKV__NOINLINE void tqkv__unrotate_row(float *y, int head_dim)
 
 /* >>codec: norms, quantising, packing, and back, in plain C: the specification */
 
-/* Returns the norm of a TQ row, or of 256 of its values, from the sum of their squares; scale: the factor that brings
-   them to variance 1. If the rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf
-   clears the norm's. */
+/* Returns the norm of a TQ row, or of 256 of its values, from the sum of their squares; scale brings them to variance
+   1. fabsf clears the sign of a NaN, which depends on the machine. */
 static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
 {
     const bool one = s->norms_per_row == 1;
@@ -2448,9 +2381,8 @@ static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
     return norm;
 }
 
-/* Returns the norm of the values of an I8 row that share it: the largest magnitude / 127; scale: 1 / step of the grid.
-   Both are 0 for values near 0. With -freciprocal-math, which clang announces by no macro, the compiler would multiply
-   by 1/127 if it knew the divisor or could hoist it. */
+/* Returns the norm of the I8 values that share it, the largest magnitude / 127; scale: 1 / step of the grid. Both are 0
+   for values near 0. -freciprocal-math would multiply by 1/127 if the compiler knew the divisor. */
 static float tqkv__norm_i8(float largest, float *scale)
 {
     const volatile float steps = 127.0f;
@@ -2476,8 +2408,8 @@ static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, 
 }
 
 /* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
-   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes; where a row has several norms, norm *
-   block_scale / RMS of c. sums: of the squares of c */
+   row was: norm * sqrt(D)/|c|, c being the codes' centroids; of several norms, norm * block_scale / RMS of c. sums: of
+   the squares of c */
 static void tqkv__correct_norms(const tqkv__stream *s, const float *sums, float *norms)
 {
     const bool one = s->norms_per_row == 1;
@@ -2549,7 +2481,7 @@ static uint16_t tqkv__half_from_float(float x)
 static float tqkv__float_from_half(uint16_t half)
 {
     const uint32_t sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
-    if (magnitude < 0x400u) { /* a multiple of 2^-24 */
+    if (magnitude < 0x400u) {
         const float x = (float)magnitude * (1.0f / 16777216.0f);
         return sign ? -x : x;
     }
@@ -2574,8 +2506,7 @@ static TQKV__NOINLINE void tqkv__invert(const float *scales, int n, float *inver
     for (int i = 0; i < n; i++) inverses[i] = TQKV__AS_FLOAT(dividend / scales[i]);
 }
 
-/* Makes floats of a row, which is exact, less its centre and times its inverses, unless these are NULL. src, center,
-   inverses, row: [n] */
+/* Makes floats of a row, less its centre and times its inverses, unless these are NULL. All arrays: [n] */
 static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, const float *inverses, int n,
                             float *row)
 {
@@ -2607,7 +2538,6 @@ static uint16_t tqkv__bfloat16_rounded(float x)
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-/* Rounds a row to a type. row, dst: [n] */
 static void tqkv__narrow_row(tqkv_type type, const float *row, int n, void *dst)
 {
     uint8_t *to = (uint8_t *)dst;
@@ -2647,10 +2577,9 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
 /* A value beyond every boundary: max(v, -TQKV__FAR) has the code of v and is never NaN. */
 #define TQKV__FAR 100.0f
 
-/* Quantising without bisection. The boundaries are symmetric; the positive ones suffice. 2^bits cells of equal width
-   hold at most one boundary each, away from the cell's ends: roundings that bring a value near an end to the next cell
-   change nothing. Boundaries in earlier cells are below the value, boundaries in later cells are above it. One
-   comparison remains, with the boundary in the value's own cell or, if it has none, the next one. */
+/* Quantising without bisection. Boundaries are symmetric; the positive ones suffice. Each of 2^bits cells of equal
+   width holds at most one, away from the cell's ends, so a rounding into the next cell changes nothing. One comparison
+   remains, with the boundary in the value's cell or, if it has none, the next one. */
 #define TQKV__CELL_MARGIN 0.004f /* of a cell's width; a value's cell is off by 0.0001 at most */
 typedef struct tqkv__cell {
     float bound, below, above; /* what a value there is compared with, and the centroids on both sides of that */
@@ -2692,12 +2621,11 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     for (i = 0; i < 8; i++) q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
 }
 
-/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes:
-   [row_bytes], norms, and factors (or NULL), those that a search chose: [norms_per_row]; half: [2 * head_dim] or NULL,
-   takes the rotated row as halves, too */
+/* Source and destination of a row. src, center and inverses (or NULL): [head_dim], codes: [row_bytes], norms, and
+   factors of a search (or NULL): [norms_per_row]; half: [2 * head_dim] or NULL, takes the rotated row as halves */
 typedef struct tqkv__row {
     const void *src;
-    const float *center, *inverses; /* inverses: see tqkv__inverses_of */
+    const float *center, *inverses;
     uint8_t *codes;
     float *norms, *factors;
     uint8_t *half;
@@ -2713,8 +2641,8 @@ static void tqkv__store_halves(const float *x, int n, uint8_t *to)
 }
 
 /* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on n scaled values
-   that share a norm, and takes the first whose codes are nearest in direction: the largest (sum of v*c)^2 / (sum of
-   c*c), c being the codes' centroids; the first of all if that is NaN. v: [n] -> codes: [n]; returns the sum of c*c */
+   that share a norm, and takes the first with the largest (sum of v*c)^2 / (sum of c*c), c being the codes' centroids;
+   the first of all if that is NaN. v: [n] -> codes: [n]; returns the sum of c*c */
 static TQKV__NOINLINE float tqkv__search_block(const tqkv__stream *s, const float *v, int n, uint8_t *codes,
                                                float *factor)
 {
@@ -2772,14 +2700,13 @@ static const tqkv__codec tqkv__codec_scalar = {
     tqkv__values_finite, tqkv__largest_bits, tqkv__scales_valid, tqkv__invert,    tqkv__widen_row,
     tqkv__narrow_row,    tqkv__rotate_row,   tqkv__unrotate_row, tqkv__scale_row, tqkv__encode_rows};
 
-/* Returns the factor of the centroids or integers that share a norm. */
 static float tqkv__factor(const tqkv__stream *s, float norm)
 {
     if (s->kind == TQKV__GRID) return norm;
     return TQKV__AS_FLOAT(s->norms_per_row == 1 ? norm * s->inverse_root : norm / s->block_scale);
 }
 
-/* Decodes row and norms -> dst: [head_dim], in the basis of the stream. */
+/* dst: [head_dim], in the basis of the stream */
 static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t *row, const float *norms, float *dst)
 {
     uint8_t codes[TQKV_MAX_HEAD_DIM];
@@ -2861,7 +2788,6 @@ static bool tqkv__rows_finite(const tqkv__stream *s, const void *src, int n_toke
                                  s->head_dim);
 }
 
-/* Checks a source, and the array `to` that a call makes of it without a store. */
 static tqkv_result tqkv__check_source(const tqkv__stream *s, const void *src, int n_tokens, const void *to,
                                       size_t alignment, size_t size)
 {
@@ -2955,8 +2881,8 @@ static bool tqkv__in_halves(const float *row, int n, bool centered)
            (centered || largest == 0 || largest >= tqkv__bits(TQKV__LEAST_HALF));
 }
 
-/* Whether halves hold what they keep of n tokens: in any rotation if the largest value is not near their ends, since
-   the rotation of 1024 values makes it at most 32 times as large or small. False for NaN and infinity. */
+/* Whether halves hold n tokens: in any rotation if the largest value is not near their ends, because a rotation of 1024
+   values changes it by a factor of 32 at most. False for NaN and infinity. */
 static TQKV__NOINLINE bool tqkv__rows_in_halves(const tqkv__stream *s, int halves, const void *src, int n)
 {
     TQKV__ALIGNED float own[TQKV_MAX_HEAD_DIM];
@@ -2988,9 +2914,9 @@ static TQKV__NOINLINE bool tqkv__rows_in_halves(const tqkv__stream *s, int halve
    runs them twice: first they test for NaN and Inf, and for what halves do not hold, then they encode. */
 enum { TQKV__ENCODE_STREAMS = 3, TQKV__ENCODE_TASKS = 16 };
 typedef struct tqkv__encode_job {
-    const tqkv__stream *streams[TQKV__ENCODE_STREAMS], *halves[TQKV__ENCODE_STREAMS]; /* see tqkv__encode_tokens */
+    const tqkv__stream *streams[TQKV__ENCODE_STREAMS], *halves[TQKV__ENCODE_STREAMS];
     const void *src[TQKV__ENCODE_STREAMS];
-    int as_halves[TQKV__ENCODE_STREAMS]; /* what is kept besides */
+    int as_halves[TQKV__ENCODE_STREAMS];
     tqkv_parallel parallel;
     int n_streams, n_tokens, n_tasks; /* n_tasks: of each stream */
     int64_t position;
@@ -3145,8 +3071,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t pos
 
 /* >>convert: rows moved, and stores in another format */
 
-/* Moves the rows of n positions from `source` on to `target` on, in the same stream (downwards) or in another one. In
-   ascending order no row is overwritten before it has moved: in a ring too, whose resident positions differ in slot. */
+/* Moves the rows of n positions from `source` on to `target` on, downwards in one stream or to another one. In
+   ascending order no row is overwritten before it has moved, in a ring too. */
 static void tqkv__move_rows(const tqkv__stream *from, int64_t source, const tqkv__stream *to, int64_t target, int64_t n)
 {
     while (n > 0) {
@@ -3212,7 +3138,6 @@ static bool tqkv__same_rows(const tqkv__stream *a, const tqkv__stream *b)
            (a->block_scale == b->block_scale || a->kind != TQKV__BOOK || a->norms_per_row == 1);
 }
 
-/* Whether the streams, with the same n_kv_heads and head_dim, have the same centre or scale. */
 static bool tqkv__same_channels(const tqkv__stream *s, const float *a, const float *b)
 {
     return a == b || (a && b && memcmp(a, b, tqkv__center_size(s)) == 0);
@@ -3228,7 +3153,6 @@ static bool tqkv__same_scale(const tqkv__stream *a, const tqkv__stream *b)
     return tqkv__same_channels(a, a->channel_scale, b->channel_scale);
 }
 
-/* Opens two stores whose positions [position, position + n) are to be converted, and makes all checks. */
 TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, const tqkv_store *from_store,
                                                  int64_t position, int n, tqkv__stream *to, tqkv__stream *from)
 {
@@ -3338,7 +3262,6 @@ TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *
 
 /* >>measure: errors, and the rotation of rows alone */
 
-/* Sums over the rows of a head, for tqkv_quality. */
 typedef struct tqkv__moments {
     const void *first;              /* one of the rows, of the source: what differs may be far smaller than a row */
     double row[TQKV_MAX_HEAD_DIM];  /* of the rows less the first */
@@ -3346,7 +3269,6 @@ typedef struct tqkv__moments {
     double second, fourth, beyond;  /* of the scaled values */
 } tqkv__moments;
 
-/* Adds a row; row: with an encoded copy of it. */
 static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__row *row, tqkv__moments *m)
 {
     float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
@@ -3458,7 +3380,6 @@ typedef struct tqkv__learnt {
     float center[TQKV_MAX_HEAD_DIM], rows[TQKV_MAX_HEAD_DIM], queries[TQKV_MAX_HEAD_DIM];
 } tqkv__learnt;
 
-/* sums += x, or its square; x, sums: [n] */
 static TQKV__NOINLINE void tqkv__add_row(const float *x, bool squared, int n, float *sums)
 {
     for (int d = 0; d < n; d++) sums[d] = TQKV__AS_FLOAT(sums[d] + (squared ? tqkv__rounded(x[d] * x[d]) : x[d]));
@@ -3559,8 +3480,7 @@ static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const voi
     memcpy(scale, learnt.rows, size);
 }
 
-/* Takes queries of the stream's type, [n_queries][n_heads][head_dim], or none; *bytes: their size. Follows
-   tqkv__stream_shape. */
+/* Takes queries of the stream's type, [n_queries][n_heads][head_dim], or none; *bytes: their size. */
 static tqkv_result tqkv__take_queries(const tqkv__stream *s, const void *q, int n_heads, int n_queries,
                                       tqkv__queries *queries, size_t *bytes)
 {
@@ -3666,7 +3586,6 @@ static TQKV__NOINLINE void tqkv__row_error(const tqkv__stream *s, const tqkv__qu
     for (int d = 0; d < s->head_dim; d++) error[d] -= source[d];
 }
 
-/* Returns q.e of a query and an error, in four sums; n: a multiple of 16 */
 static double tqkv__noise_of(const float *q, const float *error, int n)
 {
     double sums[4] = {0.0, 0.0, 0.0, 0.0};
@@ -3675,7 +3594,6 @@ static double tqkv__noise_of(const float *q, const float *error, int n)
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-/* Adds what a row of a head adds to the scores of its query rows [first, first + n). */
 static void tqkv__add_noise(const tqkv__queries *queries, int kv_head, size_t first, int n, const float *error,
                             tqkv__noises *sums)
 {
@@ -3814,8 +3732,8 @@ typedef struct tqkv__attention {
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
-/* Prefetches the codes of the next tile while this one is computed: nearer requests come too late, farther ones push
-   out what is in use. Streams go to the L2 cache, because few lines can be on their way to the L1. cache: constant */
+/* Prefetches the codes of the next tile while this one is computed. Streams go to the L2 cache, because few lines can
+   be on their way to the L1. cache: constant */
 enum { TQKV__L1 = 1, TQKV__L2 };
 static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, size_t size)
 {
@@ -3843,8 +3761,8 @@ static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, s
    F16 and TQ8 are multiplied as floats: the products of each 512 dimensions with fma in 16 sums, dimension d in sum
    d % 16, which are added by halves; values by one fma after the other, in the order of positions. */
 
-/* 127*256 + 127, so that a set may split an integer into two signed bytes. No sum in brackets leaves 32 bits: |c| <=
-   128 keeps a score of a panel of 256 dimensions below 1.07e9, and 64 positions of a tile below 2.7e8. */
+/* 127*256 + 127, so that a set may split an integer into two signed bytes. Sums stay within 32 bits: |c| <= 128 keeps a
+   score of 256 dimensions below 1.07e9, and 64 positions below 2.7e8. */
 #define TQKV__INTEGER_TOP 32639
 /* Smaller largest values count as this one, 2^-100: T over it is a float. */
 #define TQKV__INTEGER_LEAST 7.888609052210118e-31f
@@ -3852,8 +3770,8 @@ static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, s
 /* Whether a stream is multiplied as floats. The centroids of TQ8 do not fit 8 bits. */
 static bool tqkv__in_floats(const tqkv__stream *s) { return s->kind == TQKV__HALF || s->book_bits == 8; }
 
-/* Finds the stream's integer centroids, repeated to 64, and their step. Books are symmetric: these are upper halves,
-   each with the step that adds the least distortion. docs/formats.md says how much that is. */
+/* Finds the stream's integer centroids, repeated to 64, and their step. These are the upper halves of symmetric books,
+   each with the step that adds the least distortion; docs/formats.md has the figures. */
 static void tqkv__fill_integers(tqkv__stream *s)
 {
     static const float steps[5] = {0.0251706206f, 0.0244347833f, 0.0261686062f, 0.0276549527f, 0.0319480885f};
@@ -3874,7 +3792,6 @@ static void tqkv__fill_integers(tqkv__stream *s)
     }
 }
 
-/* Finds the integers of n values from the first on; row: [row_bytes] */
 static void tqkv__integers_at(const tqkv__stream *s, const uint8_t *row, int first, int n, int8_t *integers)
 {
     const int main_bits = s->main_bits, upper_bits = s->upper_bits;
@@ -3896,7 +3813,6 @@ static float tqkv__integer_unit(uint32_t largest, float step)
     return TQKV__AS_FLOAT(TQKV__AS_FLOAT(value / top) * step);
 }
 
-/* Returns T / value; 0 if that is not finite */
 static float tqkv__integer_scale(uint32_t largest)
 {
     if (largest >= 0x7f800000u) return 0.0f;
@@ -3904,7 +3820,6 @@ static float tqkv__integer_scale(uint32_t largest)
     return TQKV__AS_FLOAT((float)TQKV__INTEGER_TOP / value);
 }
 
-/* Makes integers of x: [n] -> to: [n]; returns the unit */
 static float tqkv__to_integers(const float *x, int n, float step, int16_t *to)
 {
     uint32_t largest = 0;
@@ -3923,8 +3838,8 @@ static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, 
     memcpy(to, integers, (size_t)s->head_dim * sizeof *integers);
 }
 
-/* Replaces a query by what its integers leave of it. Returns whether that is worth a second digit, whose products are
-   added to the scores: fewer than 19 of 32 values reach an eighth of the largest, as in one Gaussian row of 400. */
+/* Replaces a query by what its integers leave of it. Returns whether that deserves a second digit: fewer than 19 of 32
+   values reach an eighth of the largest, as in one Gaussian row of 400. */
 static bool tqkv__round_rest(float *query, int n)
 {
     uint32_t largest = 0;
@@ -3945,7 +3860,6 @@ static bool tqkv__round_rest(float *query, int n)
 /* Gives NaN one pattern of bits: processors differ in those that they make. */
 static float tqkv__one_nan(float x) { return x != x ? tqkv__float(0x7fc00000u) : x; }
 
-/* Returns the factor of panel `panel` of panel_dim values of a row. */
 static float tqkv__panel_factor(const tqkv__stream *s, const float *norms, int panel)
 {
     return tqkv__factor(s, norms[panel * s->panel_dim / s->norm_dim]);
@@ -3954,7 +3868,6 @@ static float tqkv__panel_factor(const tqkv__stream *s, const float *norms, int p
 /* An infinite norm of a key counts as NaN: its score could be -infinity, which would leave the position out. */
 static float tqkv__norm_of_key(float norm) { return norm + norm * 0.0f; }
 
-/* Decodes a key that is multiplied as floats. to: [head_dim] */
 static void tqkv__decode_key(const tqkv__stream *s, const uint8_t *codes, const float *norms, float *to)
 {
     float checked[TQKV_MAX_HEAD_DIM / 256];
@@ -3962,8 +3875,8 @@ static void tqkv__decode_key(const tqkv__stream *s, const uint8_t *codes, const 
     tqkv__decode_row(s, codes, checked, to);
 }
 
-/* Products that 16 sums take. With equal products all roundings fall to one side: 1024 in a row would give keys of
-   constant halves an error of 3.4e-5. */
+/* Products that 16 sums take: 1024 equal ones, all rounded to one side, would give keys of constant halves an error of
+   3.4e-5. */
 #define TQKV__MOST_PRODUCTS 512
 
 static float tqkv__score_floats(const tqkv__stream *s, const float *key, const float *query, float score)
@@ -4057,7 +3970,6 @@ static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span
                           out + (size_t)row * (size_t)a->value_dim);
 }
 
-/* Adds: out += sum_j weights[j] * value j, for values that are multiplied as floats. out: [head_dim] */
 static void tqkv__add_floats(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
                              float *out)
 {
@@ -4069,7 +3981,6 @@ static void tqkv__add_floats(const tqkv__stream *s, int kv_head, const tqkv__seg
     }
 }
 
-/* Adds one panel of integers; integers: [n][panel_dim], out: [panel_dim] */
 static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int panel,
                                const int8_t *integers, const float *weights, float *out)
 {
@@ -4144,9 +4055,9 @@ static const tqkv__isa tqkv__isa_scalar = {"scalar", 1, &tqkv__codec_scalar};
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
-/* The loops of attention and of encoding follow. The implementation includes this file again for each instruction set,
-   and compiles the sections from here to >>set-avx512 for it. TQKV__(name) is that set's version of name, TQKV__LANES
-   the number of floats in its vector, and TQKV__TARGET the attribute that enables it in the compiler. */
+/* The loops of attention and of encoding. The implementation includes this file again for each instruction set.
+   TQKV__(name) is that set's version of name, TQKV__LANES the number of floats in its vector, TQKV__TARGET the
+   attribute that enables it in the compiler. */
 #ifdef TQKV__LANES
 
 /* >>kernels: what the loops of attention and of encoding share */
@@ -4302,8 +4213,8 @@ TQKV__TARGET static void TQKV__(sum_heads)(const float *scores, const float *wei
     }
 }
 
-/* Finds the factors of a tile's codes, per panel and position; of keys see tqkv__norm_of_key. factors:
-   [n_panels][TQKV__TILE], zero beyond n */
+/* Finds the factors of a tile's codes, per panel and position; see tqkv__norm_of_key. factors: [n_panels][TQKV__TILE],
+   zero beyond n */
 TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__segment *segment,
                                          bool keys, float *factors)
 {
@@ -4420,7 +4331,7 @@ TQKV__TARGET static uint32_t TQKV__(largest_of)(const float *x, size_t n)
 }
 
 /* Does what tqkv__values_finite does for whole rows. Two halves, or bfloat16s, in a word: a 1 added at the lowest bit
-   of an exponent carries into the sign bit from an exponent of all ones, and from no other. */
+   of an exponent carries into the sign bit only from an exponent of all ones. */
 TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size_t n)
 {
     const uint32_t one = type == TQKV_TYPE_F16 ? 0x04000400u : 0x00800080u;
@@ -4463,7 +4374,6 @@ TQKV__OP void TQKV__(butterflies)(const int count, TQKV__VECTOR *x)
     }
 }
 
-/* Loads count vectors from value i on; count is a constant. */
 TQKV__OP void TQKV__(load_vectors)(const int count, tqkv_type type, const void *in, int i, TQKV__VECTOR *x)
 {
     if (type == TQKV_TYPE_F16) {
@@ -4549,8 +4459,7 @@ TQKV__OP void TQKV__(open_signs)(int m, float *signs)
         }
 }
 
-/* Applies the matrix of order m to two columns of subrows n floats apart, in place: four sums of each in registers, as
-   many as hide their latency, for whatever m. */
+/* Applies the matrix of order m to two columns of subrows n floats apart, in place: four sums of each in registers. */
 TQKV__OP void TQKV__(mix)(const bool pair, int m, int n, const float *signs, float factor,
                           const TQKV__(column) * columns)
 {
@@ -4607,7 +4516,6 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_rows)(int head_dim, float *ro
     }
 }
 
-/* Does what hadamard does for head_dim = m * n, m > 1: H over the subrows */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, const void *in, int head_dim, bool flip,
                                                                float *out)
 {
@@ -4660,7 +4568,6 @@ TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
 
 /* >>k-norms: sums of squares in 16 strided lanes, as in >>codec, and the norms of rows. */
 
-/* Returns the sum of the squares of x: [n] */
 TQKV__OP float TQKV__(sum_of_squares)(const float *x, int n)
 {
     TQKV__VECTOR lanes[16 / TQKV__LANES];
@@ -4692,7 +4599,6 @@ TQKV__OP float TQKV__(squares_of_codes)(const tqkv__quantiser *q, const uint8_t 
     return TQKV__(sum_16)(lanes);
 }
 
-/* Returns the largest magnitude of x: [n] */
 TQKV__OP float TQKV__(largest_size)(const float *x, int n)
 {
     TQKV__VECTOR even = TQKV__(set1)(0.0f), odd = even;
@@ -4703,7 +4609,6 @@ TQKV__OP float TQKV__(largest_size)(const float *x, int n)
     return TQKV__(largest_lane)(TQKV__(max)(even, odd));
 }
 
-/* Finds the norms and scales of a row. y: [head_dim], norms, scales: [norms_per_row] */
 TQKV__OP void TQKV__(norms)(const tqkv__stream *s, const float *y, float *norms, float *scales)
 {
     for (int b = 0; b < s->norms_per_row; b++, y += s->norm_dim)
@@ -4732,7 +4637,7 @@ typedef struct TQKV__(sizes) {
 } TQKV__(sizes);
 
 /* y: [head_dim], scales: [norms_per_row] -> v: scaled, [head_dim]. NaN becomes infinity, which is no larger with any
-   factor either, and has the square of NaN's code. */
+   factor either. */
 TQKV__OP void TQKV__(open_sizes)(const tqkv__stream *s, const float *y, const float *scales, float *v,
                                  TQKV__(sizes) * t)
 {
@@ -4830,7 +4735,7 @@ TQKV__OP void TQKV__(try_factor)(const int bits, const tqkv__stream *s, const tq
 }
 
 /* Finds the best factor of each norm, the first of the largest (sum of v*c)^2 / (sum of c*c), and its sum of c*c. All
-   lanes have the same numbers: a comparison of floats would be a branch that is hard to predict. */
+   lanes have the same numbers: a comparison of floats would be a branch. */
 TQKV__OP void TQKV__(search_as)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q, TQKV__(sizes) * t,
                                 float *factors, float *squares)
 {
@@ -4897,8 +4802,8 @@ TQKV__OP void TQKV__(quantise_short)(const int bits, const tqkv__quantiser *q, c
     }
 }
 
-/* Likewise for a codebook whose tables do not fit registers, up to 256 values: one loop stores the cells, since a load
-   of a cell soon after would wait for the store. */
+/* Likewise for a codebook of up to 256 values, whose tables do not fit registers: one loop stores the cells, because a
+   load soon after would wait for the store. */
 TQKV__OP void TQKV__(quantise_256)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
     TQKV__ALIGNED uint32_t cells[256];
@@ -4967,7 +4872,6 @@ TQKV__TARGET static void TQKV__(pack_row)(const tqkv__stream *s, const uint8_t *
     if (s->main_bits == 2 && s->upper_bits == 1) TQKV__(pack_field)(1, 2, s->head_dim, codes, upper);
 }
 
-/* Stores the codes of F16; type is a constant. */
 TQKV__OP void TQKV__(store_f16_as)(const tqkv_type type, const void *src, int head_dim, uint8_t *row)
 {
     for (int d = 0; d < head_dim; d += 16) {
@@ -4986,9 +4890,8 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
         TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
 }
 
-/* Returns the values of a row that are to be quantised: less its centre, times its inverses, rotated but for mix_rows,
-   in row: [head_dim] or, where nothing is to be done, in the source, of its type if the format is F16. Halves are not
-   widened first: that pass would make them a tenth slower than floats. */
+/* Returns the values of a row that are to be quantised, rotated but for mix_rows: in row, [head_dim], or, where nothing
+   is to be done, in the source. Halves are not widened first: that pass would cost a tenth. */
 TQKV__TARGET static const void *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
     const void *src = source->src;
@@ -5087,15 +4990,19 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME, TQKV__LANES, &TQKV__(codec
 TQKV__OP void TQKV__S(decode_floats)(const tqkv__stream *s, const uint8_t *codes, const float *norms, int n, bool keys,
                                      float *to)
 {
-    for (int d = 0; d < n * s->head_dim; d += s->norm_dim, norms++) {
+    for (int d = 0, end = s->norm_dim; d < n * s->head_dim; end += s->norm_dim, norms++) {
         const float factor = tqkv__factor(s, keys ? tqkv__norm_of_key(*norms) : *norms);
-        TQKV__(decode_tq8)(s, codes + d, s->norm_dim, factor, to + d);
+        for (; d < end; d += TQKV__INTEGER_LANES) {
+            TQKV__UNROLL
+            for (int i = 0; i < TQKV__INTEGER_LANES; i++) to[d + i] = s->codebook[codes[d + i]];
+            TQKV__(store)(to + d, TQKV__(load)(to + d) * TQKV__(set1)(factor));
+        }
     }
 }
 
 /* Finds scores[row][j] (+)= query[row] . key j over the dimensions [begin, end), for four keys, which are halves or
-   floats; rows and halves are constants. Eight of the 16 sums are in registers where these hold no more. ahead: bytes
-   to the keys that are read next, whose lines are asked for one by one, or 0 */
+   floats; rows and halves are constants. ahead: bytes to the keys that are read next, whose lines are prefetched one by
+   one, or 0 */
 TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, int begin, int end,
                                          const uint8_t *const *keys, ptrdiff_t ahead, const float *q, bool add,
                                          float *scores)
@@ -5135,8 +5042,7 @@ TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int 
     for (int r = 0; r < rows; r++) TQKV__(add_sums_of_16)(&sums[r][0][0], add, scores + r * TQKV__TILE);
 }
 
-/* Does the same for n keys, `stride` bytes apart; past the end the last one again. ahead: bytes to those that are read
-   next, 0: they are not prefetched */
+/* Does the same for n keys, `stride` bytes apart; past the end the last one again. */
 TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
                                        int n, ptrdiff_t ahead, const float *q, bool add, float *scores)
 {
@@ -5151,7 +5057,6 @@ TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int di
     }
 }
 
-/* Does the same for all rows; halves is a constant. */
 TQKV__OP void TQKV__S(score_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
                                  ptrdiff_t ahead, const float *q, int n_rows, bool add, float *scores)
 {
@@ -5244,7 +5149,6 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim,
     }
 }
 
-/* Does the same for all rows; halves is a constant. */
 TQKV__OP void TQKV__S(add_to_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
                                   ptrdiff_t ahead, const float *weights, int n_rows, float *out)
 {
@@ -5367,7 +5271,6 @@ static TQKV__S(panel) TQKV__S(open_panel)(const tqkv__stream *s, const uint8_t *
     return panel;
 }
 
-/* Where the codes of some positions are: main fields, upper ones */
 typedef struct TQKV__S(cursor) {
     const uint8_t *fields[2];
 } TQKV__S(cursor);
@@ -5388,8 +5291,8 @@ typedef struct TQKV__S(request) {
     size_t step, size;
 } TQKV__S(request);
 
-/* Opens the share of a pass over the dimensions [d, d + dims): requests are spread, because many at once wait for each
-   other. */
+/* Opens the share of a pass over the dimensions [d, d + dims): prefetches are spread, because many at once wait for
+   each other. */
 TQKV__OP TQKV__S(request)
     TQKV__S(open_request)(const tqkv_format format, const TQKV__S(panel) * a, int positions, int j, int d, int dims)
 {
@@ -5406,14 +5309,12 @@ TQKV__OP void TQKV__S(ask)(TQKV__S(request) * request)
     request->next += request->step;
 }
 
-/* Goes on by so many positions. */
 TQKV__OP void TQKV__S(move)(const TQKV__S(panel) * a, int positions, TQKV__S(cursor) * cursor)
 {
     cursor->fields[0] += (size_t)positions * a->stride;
     cursor->fields[1] += (size_t)positions * a->stride;
 }
 
-/* Returns the largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
 TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
 {
     TQKV__(codes) largest;
@@ -5489,7 +5390,6 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(round_weights)(const tqkv__strea
     to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
 }
 
-/* The rows that are multiplied with a panel: their integers, and results. */
 typedef struct TQKV__I(product) {
     const int8_t *rows; /* of the first row; the next ones are row_floats floats on, like their units and offsets */
     const float *units, *offsets; /* offsets: NULL if codes are what they are */
@@ -5500,7 +5400,6 @@ typedef struct TQKV__I(product) {
     bool add;             /* to the scores */
 } TQKV__I(product);
 
-/* Goes on to the next rows. */
 TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
 {
     p->rows += rows * p->row_floats * (int)sizeof(float);
@@ -5571,14 +5470,14 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
 }
 
 /* Codes of 5 bits in bytes are decoded as those of 6: the codebook is repeated. */
-#define TQKV__DECODED_APART(format, kind, book)                                                                        \
+#define TQKV__DECODED_APART(format, kind, book) \
     ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (book) <= 6 && (format) != TQKV_TQ5_BYTES))
-#define TQKV__DECODER(unused, format, name, kind, main, upper, book, plain)                                            \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__S(decode_##format)(const TQKV__S(panel) * panel, bool keys, int d,   \
-                                                                     int left, int first, int n, int8_t *room)         \
-    {                                                                                                                  \
-        const TQKV__S(panel) a = *panel;                                                                               \
-        if (TQKV__DECODED_APART(format, kind, book)) TQKV__S(decode)(format, &a, keys, d, left, first, n, room);       \
+#define TQKV__DECODER(unused, format, name, kind, main, upper, book, plain) \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__S(decode_##format)(const TQKV__S(panel) * panel, bool keys, int d, \
+                                                                     int left, int first, int n, int8_t *room) \
+    { \
+        const TQKV__S(panel) a = *panel; \
+        if (TQKV__DECODED_APART(format, kind, book)) TQKV__S(decode)(format, &a, keys, d, left, first, n, room); \
     }
 TQKV__FORMATS(TQKV__DECODER, )
 #define TQKV__DECODER_OF(unused, format, ...) TQKV__S(decode_##format),
@@ -5729,7 +5628,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
 /* -- Sums of values: a lane is a dimension. -- */
 
 /* Sixteens of dimensions whose sums fit in registers */
-#define TQKV__SIXTEENS(rows)                                                                                           \
+#define TQKV__SIXTEENS(rows) \
     ((rows)*TQKV__MOST_SIXTEENS <= TQKV__SUM_SIXTEENS ? TQKV__MOST_SIXTEENS : TQKV__SUM_SIXTEENS / (rows))
 
 /* Whether a pass may have less than its sixteens. */
@@ -5795,9 +5694,8 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
     }
 }
 
-/* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
-   on, straight from the codes or from lanes in tile: [sixteens][n / TQKV__PRODUCTS][lanes]. format, rows and sixteens
-   are constants. */
+/* Adds: results[row][d] += (sum_j rows[row][d] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
+   on, straight from the codes or from lanes in tile. format, rows and sixteens are constants. */
 TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const int sixteens, const TQKV__S(panel) * a,
                                  int d, const TQKV__I(product) * p, const int8_t *tile)
 {
@@ -5831,7 +5729,6 @@ TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const
         TQKV__I(add_sums)(p, rows, all, left / 16 * TQKV__DIM_LANES, d, whole);
 }
 
-/* The dimensions of a panel below `end`, see fused_end */
 TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel, int end,
                                 const TQKV__I(product) * p)
 {
@@ -5859,8 +5756,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_values)(const TQKV__S(panel
         }
 }
 
-#define TQKV__ADD_LANES(rows)                                                                                          \
-    (whole ? TQKV__I(add_chunk)(TQKV__READY, rows, TQKV__MANY_SIXTEENS, &a, d, &p, tile)                               \
+#define TQKV__ADD_LANES(rows) \
+    (whole ? TQKV__I(add_chunk)(TQKV__READY, rows, TQKV__MANY_SIXTEENS, &a, d, &p, tile) \
            : TQKV__I(add_chunk)(TQKV__READY, rows, 1, &a, d, &p, tile))
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) * panel, TQKV__I(product) p, int d,
                                                            bool whole, const int8_t *tile, int n_rows)
@@ -5885,29 +5782,29 @@ typedef struct TQKV__I(loops) {
 } TQKV__I(loops);
 
 /* Whether a format has such loops: I8 and packed codes, of 6 bits where these gain 15%. */
-#define TQKV__FEW_LOOPS(kind, main, book)                                                                              \
+#define TQKV__FEW_LOOPS(kind, main, book) \
     ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (main) < 8 && (book) < (TQKV__INTEGER_LANES == 16 ? 7 : 6)))
-#define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain)                                    \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a, int end,                 \
-                                                                    const TQKV__I(product) * p, int rows)              \
-    {                                                                                                                  \
-        if (TQKV__FEW_LOOPS(kind, main, book)) TQKV__BY_ROWS(score_rows, format, kind, book);                          \
-    }                                                                                                                  \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a, int end,                   \
-                                                                  const TQKV__I(product) * p, int rows)                \
-    {                                                                                                                  \
-        if (TQKV__FEW_LOOPS(kind, main, book)) TQKV__BY_ROWS(add_rows, format, kind, book);                            \
+#define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain) \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a, int end, \
+                                                                    const TQKV__I(product) * p, int rows) \
+    { \
+        if (TQKV__FEW_LOOPS(kind, main, book)) TQKV__BY_ROWS(score_rows, format, kind, book); \
+    } \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a, int end, \
+                                                                  const TQKV__I(product) * p, int rows) \
+    { \
+        if (TQKV__FEW_LOOPS(kind, main, book)) TQKV__BY_ROWS(add_rows, format, kind, book); \
     }
-#define TQKV__BY_ROWS(loop, format, kind, book)                                                                        \
-    (rows == 1   ? TQKV__I(loop)(format, 1, a, end, p)                                                                 \
-     : rows == 2 ? TQKV__I(loop)(format, 2, a, end, p)                                                                 \
-     : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || (TQKV__LANES_ROWS_OF_BOOKS > 3 && (book) < 6))                   \
-         ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, end, p)                                                            \
+#define TQKV__BY_ROWS(loop, format, kind, book) \
+    (rows == 1   ? TQKV__I(loop)(format, 1, a, end, p) \
+     : rows == 2 ? TQKV__I(loop)(format, 2, a, end, p) \
+     : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || (TQKV__LANES_ROWS_OF_BOOKS > 3 && (book) < 6)) \
+         ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, end, p) \
          : (void)0)
 TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
 
-#define TQKV__LOOPS_ENTRY(unused, format, name, kind, main, upper, book, plain)                                        \
-    {TQKV__FEW_LOOPS(kind, main, book) ? TQKV__I(score_##format) : NULL,                                               \
+#define TQKV__LOOPS_ENTRY(unused, format, name, kind, main, upper, book, plain) \
+    {TQKV__FEW_LOOPS(kind, main, book) ? TQKV__I(score_##format) : NULL, \
      TQKV__FEW_LOOPS(kind, main, book) ? TQKV__I(add_##format) : NULL},
 static const TQKV__I(loops) TQKV__I(loops_by_format)[] = {{NULL, NULL}, TQKV__FORMATS(TQKV__LOOPS_ENTRY, )};
 
@@ -5926,7 +5823,6 @@ static int TQKV__I(fused_end)(const TQKV__S(panel) * a, int n_rows)
     return TQKV__ARE_PARTIAL(n_rows) ? a->dim : a->dim / 32 * 32;
 }
 
-/* Calls a loop for few rows. */
 TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const TQKV__I(product) *, int),
                                 const TQKV__S(panel) * panel, int end, TQKV__I(product) p, int n_rows)
 {
@@ -6056,7 +5952,7 @@ static const tqkv__kernels TQKV__I(kernels) = {TQKV__I(round_query), TQKV__I(sco
    the rest of the file is compiled with. clang has no such pragma: it leaves the sets out, and plain C takes a fifth of
    the time. */
 #if defined(__OPTIMIZE__) || !defined(__clang__)
-#if defined(__x86_64__) && !defined(TQKV_NO_AVX2) && defined(_WIN32) && !defined(__clang__) &&                         \
+#if defined(__x86_64__) && !defined(TQKV_NO_AVX2) && defined(_WIN32) && !defined(__clang__) && \
     !defined(TQKV_WINDOWS_AVX)
 #pragma message("tqkv.h: without AVX, see TQKV_WINDOWS_AVX")
 #elif defined(__x86_64__) && !defined(TQKV_NO_AVX2)
@@ -6139,26 +6035,6 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
-/* Loads centroids of TQ8, eight at a time, and multiplies them by a factor. The asm keeps the codes in a register of
-   which x86 reads the two lowest bytes (Q), and each shift a shift of 16, where compilers shift once for each code.
-   */
-TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float factor, float *to)
-{
-    const float *centroids = s->codebook;
-    for (int d = 0; d < n; d += 8) {
-        __m128 pairs[4];
-        uint64_t codes;
-        memcpy(&codes, from + d, sizeof codes);
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++, codes >>= 16) {
-            __asm__("" : "+Q"(codes));
-            pairs[i] =
-                _mm_unpacklo_ps(_mm_load_ss(centroids + (codes & 255)), _mm_load_ss(centroids + (codes >> 8 & 255)));
-        }
-        _mm_storeu_ps(to + d, _mm_movelh_ps(pairs[0], pairs[1]) * _mm_set1_ps(factor));
-        _mm_storeu_ps(to + d + 4, _mm_movelh_ps(pairs[2], pairs[3]) * _mm_set1_ps(factor));
-    }
-}
 TQKV__OP __m256 tqkv__load_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(tqkv__load_128(p)); }
 TQKV__OP __m256 tqkv__load_bf16_avx2(const uint8_t *p)
 {
@@ -6176,7 +6052,7 @@ TQKV__OP __m256 tqkv__invert_above_avx2(float least, __m256 x)
 {
     return _mm256_and_ps(_mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GT_OQ), _mm256_div_ps(_mm256_set1_ps(1.0f), x));
 }
-/* Flips the signs whose bits are set, from bit i on. A byte in all places of a register comes by one load. */
+/* Flips the signs whose bits are set, from bit i on. */
 TQKV__OP __m256 tqkv__flip_avx2(__m256 x, const uint8_t *signs, int i)
 {
     const __m256i bits = _mm256_set1_epi8((char)signs[i / 8]);
@@ -6223,7 +6099,6 @@ TQKV__OP __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); 
    are 0 and find the first entry, which is 0. */
 TQKV__OP __m256i tqkv__load_16_avx2(const uint8_t *table) { return _mm256_broadcastsi128_si256(tqkv__load_128(table)); }
 TQKV__OP __m256i tqkv__look_up_16_avx2(__m256i table, __m256i index) { return _mm256_shuffle_epi8(table, index); }
-/* Looks up floats of a table of eight. */
 TQKV__OP __m256 tqkv__look_up_8_avx2(const __m256 *table, __m256i index)
 {
     return _mm256_permutevar8x32_ps(*table, index);
@@ -6233,7 +6108,6 @@ TQKV__OP __m256i tqkv__code_from_avx2(__m256i count, __m256 bound, __m256 w, __m
     const __m256i above = _mm256_castps_si256(_mm256_cmp_ps(bound, w, _CMP_LE_OQ));
     return _mm256_xor_si256(_mm256_sub_epi32(count, above), side);
 }
-/* Returns above where bound <= w, else below. */
 TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 above)
 {
     return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));
@@ -6322,14 +6196,13 @@ TQKV__OP __m512 tqkv__copysign_avx512(__m512 magnitude, __m512 sign)
     return _mm512_or_ps(magnitude, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign)); /* magnitude >= 0 */
 }
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored                                                                                         \
+#pragma GCC diagnostic ignored \
     "-Wsign-conversion" /* without optimisation GCC's intrinsic is a macro with a cast of -1 */
 TQKV__OP __m512 tqkv__round_avx512(__m512 x) { return _mm512_roundscale_ps(x, 8); }
 #pragma GCC diagnostic pop
 TQKV__OP __m512 tqkv__exp2_avx512(__m512 n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n); }
 TQKV__OP float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
 TQKV__OP float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
-/* Adds up 16 sums, in one order for all sets: lane i and i + 8, then i + 4, i + 2, i + 1. */
 TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
 {
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(*x), _mm512_extractf32x8_ps(*x, 1));
@@ -6338,7 +6211,6 @@ TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
 }
 
-/* Finds to[m] (+)= sum_16 of x[m], m < 4 */
 TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
 {
     const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xee));
@@ -6366,35 +6238,6 @@ TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
 TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p) { return _mm512_cvtph_ps(tqkv__load_256_avx512(p)); }
-
-/* Looks up n centroids of TQ8 times a factor, 64 at a time: those of the lower half, for a code c of the upper half
-   that of ~c with its sign flipped. Unpacks of bytes undo the order of dwords. n: a multiple of 16 */
-TQKV__OP void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, int n, float factor, float *to)
-{
-    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    for (int d = 0; d < n; d += 64) {
-        const __mmask16 mask = (__mmask16)(0xffff >> (n - d < 64 ? 16 - (n - d) / 4 : 0));
-        __m512i index = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi32(mask, (const void *)(codes + d)));
-        __m512i plane[4], words[4];
-        const __mmask64 upper = _mm512_movepi8_mask(index);
-        index = _mm512_mask_sub_epi8(index, upper, _mm512_set1_epi8(-1), index);
-        TQKV__UNROLL
-        for (int p = 0; p < 4; p++)
-            plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)s->planes[p]), index,
-                                                _mm512_loadu_si512((const void *)(s->planes[p] + 64)));
-        plane[3] = _mm512_mask_add_epi8(plane[3], upper, plane[3], _mm512_set1_epi8(-128));
-        const __m512i low[2] = {_mm512_unpacklo_epi8(plane[0], plane[1]), _mm512_unpackhi_epi8(plane[0], plane[1])};
-        const __m512i high[2] = {_mm512_unpacklo_epi8(plane[2], plane[3]), _mm512_unpackhi_epi8(plane[2], plane[3])};
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++)
-            words[i] =
-                i % 2 ? _mm512_unpackhi_epi16(low[i / 2], high[i / 2]) : _mm512_unpacklo_epi16(low[i / 2], high[i / 2]);
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++)
-            if (d + 16 * i < n)
-                _mm512_storeu_ps(to + d + 16 * i, _mm512_castsi512_ps(words[i]) * _mm512_set1_ps(factor));
-    }
-}
 
 TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
 {
@@ -6572,18 +6415,6 @@ TQKV__OP void tqkv__add_sums_of_16_neon(const float32x4_t *x, bool add, float *t
     }
     vst1q_f32(to, vaddq_f32(add ? vld1q_f32(to) : vdupq_n_f32(0.0f), vpaddq_f32(pairs[0], pairs[1])));
 }
-/* Loads centroids of TQ8, eight at a time, and multiplies them by a factor. */
-TQKV__OP void tqkv__decode_tq8_neon(const tqkv__stream *s, const uint8_t *codes, int n, float factor, float *to)
-{
-    for (int d = 0; d < n; d += 8) {
-        uint64_t eight;
-        memcpy(&eight, codes + d, sizeof eight);
-        TQKV__UNROLL
-        for (int i = 0; i < 8; i++, eight >>= 8) to[d + i] = s->codebook[eight & 255];
-        vst1q_f32(to + d, vld1q_f32(to + d) * factor);
-        vst1q_f32(to + d + 4, vld1q_f32(to + d + 4) * factor);
-    }
-}
 TQKV__OP float32x4_t tqkv__load_f16_neon(const uint8_t *p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
 TQKV__OP float32x4_t tqkv__load_bf16_neon(const uint8_t *p)
 {
@@ -6648,12 +6479,10 @@ TQKV__OP float32x4_t tqkv__fold_neon(const int half, float32x4_t v, uint32x4_t *
 }
 TQKV__OP uint32x4_t tqkv__truncate_neon(float32x4_t x) { return vcvtq_u32_f32(x); }
 TQKV__OP uint32x4_t tqkv__load_16_neon(const uint8_t *table) { return vreinterpretq_u32_u8(vld1q_u8(table)); }
-/* Looks up bytes: the upper three of each lane are 0 and find the table's first entry, which is 0. */
 TQKV__OP uint32x4_t tqkv__look_up_16_neon(uint32x4_t table, uint32x4_t index)
 {
     return vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(table), vreinterpretq_u8_u32(index)));
 }
-/* Looks up floats of a table of eight, in two vectors: entry i is its bytes 4i to 4i + 3. */
 TQKV__OP float32x4_t tqkv__look_up_8_neon(const float32x4_t *table, uint32x4_t index)
 {
     const uint8x16x2_t entries = {{vreinterpretq_u8_f32(table[0]), vreinterpretq_u8_f32(table[1])}};
@@ -6664,12 +6493,10 @@ TQKV__OP uint32x4_t tqkv__code_from_neon(uint32x4_t count, float32x4_t bound, fl
 {
     return veorq_u32(vsubq_u32(count, vcleq_f32(bound, w)), side);
 }
-/* Returns above where bound <= w, else below. */
 TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32x4_t below, float32x4_t above)
 {
     return vbslq_f32(vcleq_f32(bound, w), above, below);
 }
-/* Loads four cells: see >>set-avx2. */
 TQKV__OP void tqkv__load_cells_neon(const tqkv__cell *cells, const uint32_t *at, float32x4_t *x)
 {
     float32x4_t four[4];
@@ -6747,7 +6574,6 @@ typedef struct tqkv__i_raw_avx512 {
     const uint8_t *at;
     size_t stride;
 } tqkv__i_raw_avx512;
-/* What is left of a chunk: a bit for each byte of a vector's 16; and the codebook */
 typedef struct tqkv__i_chunk_avx512 {
     __mmask16 main[2], upper;
     __m512i book;
@@ -6772,7 +6598,6 @@ TQKV__OP tqkv__i_chunk_avx512 tqkv__i_open_chunk_avx512(const tqkv_format format
         chunk.book = _mm512_xor_si512(_mm512_loadu_si512((const void *)centroids), chunk.book);
     return chunk;
 }
-/* Loads 16 bytes, or as many as the mask says, of four positions. */
 TQKV__OP __m512i tqkv__i_load_four_avx512(__mmask16 mask, const uint8_t *p, size_t stride)
 {
     __m256i a = _mm256_castsi128_si256(_mm_maskz_loadu_epi8(mask, (const void *)p));
@@ -6972,14 +6797,11 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 
-/* Codes of two positions, in 16 bytes of each: up to two vectors of main fields and one of upper ones. Codes of a byte
-   are loaded where they are looked up, from `at`. */
 typedef struct tqkv__i_raw_avx2 {
     __m256i main[2], upper;
     const uint8_t *at;
     size_t stride;
 } tqkv__i_raw_avx2;
-/* What is left of a chunk: masks of lanes, bytes of 8 that upper codes of one bit do not fill; and the codebook */
 typedef struct tqkv__i_chunk_avx2 {
     __m128i main[2], upper;
     int unfilled;
@@ -7021,7 +6843,6 @@ TQKV__OP tqkv__i_chunk_avx2 tqkv__i_open_chunk_avx2(const tqkv_format format, in
                                  _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i)));
     return chunk;
 }
-/* Loads 16 bytes, or as many as the mask says, of two positions. */
 TQKV__OP __m256i tqkv__i_load_two_avx2(__m128i mask, const uint8_t *p, size_t stride)
 {
     const __m128i a = _mm_maskload_epi32((const int *)(const void *)p, mask);
@@ -7054,12 +6875,10 @@ TQKV__OP __m256i tqkv__i_spread_avx2(const int bits, const int half, __m256i x)
     const __m256i low = _mm256_and_si256(x, mask), high = _mm256_and_si256(_mm256_srli_epi16(x, bits), mask);
     return half ? _mm256_unpackhi_epi8(low, high) : _mm256_unpacklo_epi8(low, high);
 }
-/* Takes the codes of sixteen k of a field of 2 bits. */
 TQKV__OP __m256i tqkv__i_take_pairs_avx2(const int k, __m256i x)
 {
     return tqkv__i_spread_avx2(2, k % 2, tqkv__i_spread_avx2(4, k / 2, x));
 }
-/* Returns all ones for a bit of sixteen k. */
 TQKV__OP __m256i tqkv__i_take_bits_avx2(const int k, __m256i x)
 {
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
@@ -7079,7 +6898,6 @@ TQKV__OP __m256i tqkv__i_centroids_avx2(const int bits, const __m256i *books, __
         _mm256_blendv_epi8(_mm256_shuffle_epi8(books[2], index), _mm256_shuffle_epi8(books[3], index), fifth);
     return _mm256_blendv_epi8(low, high, sixth);
 }
-/* Reads a unit of codes that were decoded before. */
 TQKV__OP tqkv__i_unit_avx2 tqkv__i_load_unit_avx2(const int8_t *p)
 {
     tqkv__i_unit_avx2 x;
@@ -7174,7 +6992,6 @@ TQKV__OP void tqkv__i_transpose_avx2(__m256i *x)
     x[2] = _mm256_unpacklo_epi64(b, d);
     x[3] = _mm256_unpackhi_epi64(b, d);
 }
-/* Two bytes of four become words. */
 TQKV__OP void tqkv__i_key_lanes_avx2(__m256i *x, __m256i *lanes)
 {
     tqkv__i_transpose_avx2(x);
@@ -7184,7 +7001,6 @@ TQKV__OP void tqkv__i_key_lanes_avx2(__m256i *x, __m256i *lanes)
     for (int i = 0; i < 8; i++)
         lanes[i] = _mm256_shuffle_epi8(x[i / 2], i % 2 ? _mm256_add_epi8(at, _mm256_set1_epi16(2)) : at);
 }
-/* A byte of each position becomes a word. */
 TQKV__OP void tqkv__i_value_lanes_avx2(const tqkv_format format, const tqkv__i_unit_avx2 *x, __m256i *lanes)
 {
     if (TQKV__KIND(format) == TQKV__GRID) {
@@ -7363,7 +7179,6 @@ TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int8_t *p, int plane, int i)
     (void)plane;
     return vreinterpretq_u32_s16(vcombine_s16(vld1_dup_s16(words), vld1_dup_s16(words + 1)));
 }
-/* Four positions of four dimensions */
 TQKV__OP void tqkv__i_transpose_neon(const uint32x4_t *x, uint32x4_t *four)
 {
     TQKV__UNROLL
@@ -7714,8 +7529,8 @@ static const tqkv__isa *tqkv__isa_now(void)
     return first ? isa : now;
 }
 
-/* Returns the chosen set, or the next narrower one that has three vectors in a row of head_dim. A processor that has a
-   set has the narrower ones; asking it again would take microseconds in a virtual machine. */
+/* Returns the chosen set, or the next narrower one that has three vectors in a row of head_dim. A processor has the
+   narrower ones, too: asking again takes microseconds in a virtual machine. */
 static const tqkv__isa *tqkv__isa_for(int head_dim)
 {
     const tqkv__isa *isa = tqkv__isa_now();
@@ -7852,8 +7667,8 @@ static tqkv_result tqkv__take_tail(tqkv__attention *a)
     return TQKV_OK;
 }
 
-/* Returns 1/sqrt(n): from TQKV__SIZES for the sizes of streams; for their sums double is enough, because no 1/sqrt(n)
-   lies so near to the middle of two floats. Rounds the bits of the double, whatever the caller's rounding mode. */
+/* Returns 1/sqrt(n), rounded by the bits of the double whatever the caller's mode. For sums of two sizes double is
+   enough: no 1/sqrt(n) lies so near to the middle of two floats. */
 static float tqkv__inverse_root(int n)
 {
     double root = 1.0 / sqrt((double)n);
@@ -7929,7 +7744,6 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     return tqkv__check_tree_and_sinks(call);
 }
 
-/* Finds the resident range; follows tqkv__attention_shape. */
 static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attention *r)
 {
     if (a->end < 0 || a->kv_len < 0) return TQKV__INVALID("end or kv_len is negative");
@@ -7951,8 +7765,8 @@ static bool tqkv__same_bytes(const tqkv__stream *a, const tqkv__stream *b)
            a->rotated == b->rotated && a->block_scale == b->block_scale;
 }
 
-/* Refuses streams that share bytes, but are neither one stream nor, by their page tables, two in one pool. Finds
-   whether keys and values are one. */
+/* Refuses streams that share bytes, but for keys and values that are one stream and for page tables over one pool.
+   Finds whether keys and values are one. */
 static tqkv_result tqkv__check_streams(tqkv__attention *a)
 {
     const tqkv__stream *k = &a->keys, *v = &a->values;
@@ -7971,7 +7785,6 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
     return TQKV__INVALID("keys and values share bytes, but are not described in the same way");
 }
 
-/* Checks a store that has positions of a stream besides. */
 static TQKV__NOINLINE tqkv_result tqkv__check_beside(const tqkv__stream *stream, const tqkv__stream *s)
 {
     if (s->head_dim != stream->head_dim || s->n_kv_heads != stream->n_kv_heads)
@@ -7993,8 +7806,8 @@ static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream 
     return tqkv__check_beside(codes, s);
 }
 
-/* Returns the first position that a query reads from the halves of the newest. Without such halves it is 0, and these
-   are codes. A query whose own position does not matter stands at the end. */
+/* Returns the first position that a query reads from the halves of the newest, 0 where these are codes. A query whose
+   own position does not matter stands at the end. */
 static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
 {
     const tqkv_attention *call = &a->call;
@@ -8014,8 +7827,7 @@ static int64_t tqkv__exact_oldest(const tqkv_attention *call, int64_t first)
     return from < call->end ? from : call->end;
 }
 
-/* Takes the positions that are kept as halves, from stores opened by `open`; follows tqkv__check_streams and
-   tqkv__attention_range. */
+/* Takes the positions that are kept as halves, from stores opened by `open`. */
 static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
@@ -8052,8 +7864,8 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
     return tqkv__check_beside(tail, s);
 }
 
-/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`. Those
-   of a ring are added apart from the start, so that no bit depends on when they go; follows tqkv__take_ends. */
+/* Takes the first positions that are no longer resident, if all streams have them. Those of a ring are added apart from
+   the start, so that no bit depends on when they go; follows tqkv__take_ends. */
 static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
@@ -8081,9 +7893,9 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
     return TQKV_OK;
 }
 
-/* Positions that are read from the same streams. A query reads what is no longer resident in its first pass, then [0,
-   b) and [b, end), where b is tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of
-   the tiles that both passes have, so its sums are added in the same order alone and in a batch. */
+/* Positions that are read from the same streams. A query reads what is no longer resident, then [0, b), then [b, end),
+   where b is tqkv__exact_at. Each query of an item looks only at its own positions of a pass, so its sums have the same
+   order alone and in a batch. */
 enum { TQKV__GONE, TQKV__OLDER, TQKV__NEWEST, TQKV__PASSES };
 typedef struct tqkv__region {
     int number; /* tells regions apart: 2 * pass, plus 1 for the first positions */
@@ -8108,11 +7920,11 @@ static tqkv__region tqkv__region_at(const tqkv__attention *a, int64_t position, 
 }
 
 /* This is where an attention has stream i, whether it reads it or not. */
-#define TQKV__STREAM_AT(a, i)                                                                                          \
-    ((i) == TQKV__KEYS         ? &(a)->keys                                                                            \
-     : (i) == TQKV__VALUES     ? &(a)->values                                                                          \
-     : (i) == TQKV__TAIL       ? &(a)->tail                                                                            \
-     : (i) == TQKV__FIRST_TAIL ? &(a)->first_tail                                                                      \
+#define TQKV__STREAM_AT(a, i) \
+    ((i) == TQKV__KEYS         ? &(a)->keys \
+     : (i) == TQKV__VALUES     ? &(a)->values \
+     : (i) == TQKV__TAIL       ? &(a)->tail \
+     : (i) == TQKV__FIRST_TAIL ? &(a)->first_tail \
                                : &(a)->ends[tqkv__stream_kinds[i].end][tqkv__stream_kinds[i].side])
 
 static bool tqkv__has_stream(const tqkv__attention *a, int i)
@@ -8123,7 +7935,6 @@ static bool tqkv__has_stream(const tqkv__attention *a, int i)
     return kind.end == TQKV__NO_END || a->exact[kind.end][kind.side];
 }
 
-/* Returns stream i of an attention; NULL if it does not read it. */
 static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
 {
     return tqkv__has_stream(a, i) ? TQKV__STREAM_AT(a, i) : NULL;
@@ -8161,7 +7972,6 @@ static tqkv_result tqkv__check_row(const int32_t *row, int n)
     return TQKV_OK;
 }
 
-/* Checks the numbers of a list, but not its entries. */
 static tqkv_result tqkv__list_shape(tqkv__attention *a)
 {
     tqkv_attention *call = &a->call;
@@ -8226,7 +8036,6 @@ static tqkv_result tqkv__check_window(const tqkv__attention *a)
     return TQKV_OK;
 }
 
-/* Opens all but what is kept as halves. */
 static tqkv_result tqkv__attention_streams(const tqkv_attention *a, tqkv__attention *r)
 {
     tqkv_result result = tqkv__attention_shape(a, r);
@@ -8266,7 +8075,6 @@ static tqkv__range tqkv__visible(const tqkv__attention *a, int query, tqkv__rang
     return range;
 }
 
-/* Returns what the queries [first, last] see together. */
 static tqkv__range tqkv__visible_to(const tqkv__attention *a, int first, int last, tqkv__range range)
 {
     const tqkv__range seen = {tqkv__visible(a, first, range).from, tqkv__visible(a, last, range).to};
@@ -8280,11 +8088,10 @@ static bool tqkv__tree_has(const tqkv__attention *a, int j)
     return false;
 }
 
-/* What a query sees of a context by its list: the blocks entries[0 .. n_before), then all blocks from `recent` on,
-   where the newest positions begin. The positions of these blocks, visible or not, have the ranks base, base + 1 ...:
-   attention goes from rank to rank as it goes from position to position without a list. Tiles, pieces and stretches are
-   cut by rank, so a query's bits depend on its own list only. The first visible block has its positions as ranks: a
-   list of all blocks changes no bit. */
+/* What a query sees of a context by its list: the blocks entries[0 .. n_before), then all blocks from `recent` on. The
+   positions of these blocks, visible or not, have the ranks base, base + 1 ...: attention goes from rank to rank as it
+   goes from position to position without a list. Tiles and stretches are cut by rank, so a query's bits depend on its
+   own list alone. The first visible block has its positions as ranks: a list of all blocks changes no bit. */
 typedef struct tqkv__list {
     const int32_t *entries; /* from the first visible block on */
     int shift;              /* a block is 1 << shift positions */
@@ -8418,7 +8225,6 @@ static tqkv__range tqkv__listed_to(const tqkv__attention *a, tqkv__range range)
     return all;
 }
 
-/* Does what tqkv__check_pages does, for the positions of a list in stream i. */
 static tqkv_result tqkv__check_listed(const tqkv__attention *a, int i, tqkv__range range, int query,
                                       const tqkv__list *l)
 {
@@ -8456,7 +8262,6 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
     return r;
 }
 
-/* Does what tqkv__check_entries does, for the positions that are no longer resident. */
 static tqkv_result tqkv__check_kept(const tqkv__attention *a)
 {
     const tqkv__range kept = {0, a->kept}, seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, kept);
@@ -8466,7 +8271,6 @@ static tqkv_result tqkv__check_kept(const tqkv__attention *a)
     return r;
 }
 
-/* Does what tqkv__check_entries does, for the positions that some query sees. */
 static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 {
     const int64_t first = a->call.end - a->call.n_queries; /* of the tree */
@@ -8515,10 +8319,10 @@ static bool tqkv__wraps(const tqkv__stream *s, int64_t position, int64_t n)
     return s->ring && tqkv__slots_left(s, position) < n;
 }
 
-/* Returns the length of a tile. It is contiguous in all its streams, or gathered: it ends where a large page ends, or
-   another region begins, and at positions that are a multiple of TQKV__TILE. Its scores are at the position modulo
-   TQKV__TILE. A query's sums are then the same bits alone or in a batch, and in a store of any kind and size. Otherwise
-   prefill and decode drift apart: a last bit changes the next layer's keys, and now and then a code. */
+/* Returns the length of a tile, which is contiguous in all its streams, or gathered. It ends where a large page ends,
+   or another region begins, and at multiples of TQKV__TILE; its scores are at the position modulo TQKV__TILE. So a
+   query's sums are the same bits alone, in a batch, and in any store. Otherwise prefill and decode drift apart: a last
+   bit changes the next layer's keys, and now and then a code. */
 static int tqkv__tile_length(const tqkv__attention *a, const tqkv__region *region, int64_t position, int64_t end)
 {
     const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = region->end - position;
@@ -8549,17 +8353,16 @@ typedef struct tqkv__tile {
     int n, begin;
     tqkv__region region;
     tqkv__segment keys, values, tail;
-    const tqkv__ranks *ranks;                                        /* of a list or of gathered rows, or NULL */
-    const tqkv__attention *streams;                                  /* that hold it: the caller's, or gathered ones */
-    int kv_head;                                                     /* there */
-    bool whole;                                                      /* every row sees all of it */
-    tqkv__span spans[TQKV__CHUNK_ROWS];                              /* what each row sees of it */
+    const tqkv__ranks *ranks;       /* of a list or of gathered rows, or NULL */
+    const tqkv__attention *streams; /* that hold it: the caller's, or gathered ones */
+    int kv_head;                    /* there */
+    bool whole;                     /* every row sees all of it */
+    tqkv__span spans[TQKV__CHUNK_ROWS];
     TQKV__ALIGNED float scores[(TQKV__CHUNK_ROWS + 1) * TQKV__TILE]; /* room for whole vectors at a tile's end */
     TQKV__ALIGNED float scaled[TQKV__CHUNK_ROWS * TQKV__TILE];       /* for value_tile */
 } tqkv__tile;
 
-/* Finds the slots of a tile of n positions. While it is computed the next tile of [.., end) is fetched, which a page
-   table may put anywhere. */
+/* Finds the slots of a tile of n positions, and where the next tile of [.., end) lies, for the prefetch. */
 static void tqkv__open_segment(const tqkv__stream *s, int64_t position, int n, int64_t end, tqkv__segment *segment)
 {
     const int64_t next = position + n;
@@ -8571,7 +8374,6 @@ static void tqkv__open_segment(const tqkv__stream *s, int64_t position, int n, i
     if (page >= 0 && page < s->capacity / s->page_size) segment->ahead = page * s->page_size - segment->slot;
 }
 
-/* Finds the segments of a tile of a region, which is contiguous in all its streams. */
 static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *region, int64_t end, tqkv__tile *tile)
 {
     tile->region = *region;
@@ -8581,7 +8383,7 @@ static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *re
 }
 
 /* Prefetches a line of each 4 KiB of the next tile, and its norms: the loops prefetch the rest, but late where the
-   processor does not know the memory page yet. It reads short rows that go on where this tile ends ahead by itself. */
+   memory page is not known yet. Short rows that go on behind this tile need none. */
 static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__segment *segment)
 {
     const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
@@ -8613,8 +8415,8 @@ static bool tqkv__segment_finite(const tqkv__attention *a, const tqkv__stream *s
     return true;
 }
 
-/* Does what value_tile does, safe for floats: if a tile holds NaN or infinity and some row does not see all of it, each
-   position is added alone, to the rows that see it, even with a weight that has underflowed to 0. */
+/* Does what value_tile does, safe for floats: where a tile holds NaN or infinity and some row does not see all of it,
+   each position is added alone, to the rows that see it. */
 static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__attention *a = tile->streams;
@@ -8636,7 +8438,6 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
         }
 }
 
-/* Returns the numbers below n, at most 64, as bits. */
 static uint64_t tqkv__bits_below(int n) { return n < 64 ? ((uint64_t)1 << n) - 1 : UINT64_MAX; }
 
 static tqkv__span tqkv__span_of(const tqkv__attention *a, int query, const tqkv__tile *tile, tqkv__range range)
@@ -8687,10 +8488,9 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
                         from->out + i * (size_t)value_dim, from->max[i], from->sum[i]);
 }
 
-/* The context is cut into stretches at multiples of 2048 positions, and these into pieces. Each has its own softmax and
-   float sums, merged in the order of the positions: the error does not grow with the context as in one long sum, not
-   even if all additions of equal values are rounded to the same side. A query's bits depend only on its positions, not
-   on other queries or on tasks. A merge costs as much as half a position. */
+/* The context is cut into stretches at multiples of 2048 positions, and these into pieces, each with its own softmax
+   and float sums, merged in order: the error does not grow with the context as in one long sum, and a query's bits
+   depend only on its positions. A merge costs as much as half a position. */
 #define TQKV__STRETCH 2048
 #define TQKV__PIECE   256
 
@@ -8742,8 +8542,8 @@ typedef struct tqkv__work {
     tqkv__tile *tiles; /* [2] */
     tqkv__tile *before;
     tqkv__sums piece, sums;
-    const tqkv__list *list;           /* or NULL: ranks are positions */
-    tqkv__range kept;                 /* as the request's */
+    const tqkv__list *list; /* or NULL: ranks are positions */
+    tqkv__range kept;
     int64_t exact[2];                 /* tqkv__exact_at of the first and the last row's query */
     tqkv__range passes[TQKV__PASSES]; /* of ranks, in a stretch */
     tqkv__range common[TQKV__PASSES]; /* what all rows see of these, without a list */
@@ -8753,7 +8553,6 @@ typedef struct tqkv__work {
     tqkv__ranks ranks[3];             /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
 
-/* Returns what the rows see together of a range of positions or, with a list, ranks. */
 static tqkv__range tqkv__range_of_rows(const tqkv__work *w, tqkv__range range)
 {
     const tqkv__item *item = w->item;
@@ -8776,7 +8575,7 @@ static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
 }
 
 /* Finds the passes through a range of positions or ranks or, for `kept`, through those that are added apart, and what
-   all rows see of them. Without halves of the newest all is in the last. */
+   all rows see of them. */
 static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
 {
     const tqkv__range none = {0, 0}, before = w->kept;
@@ -8810,7 +8609,7 @@ static tqkv__range tqkv__range_in_pass(const tqkv__work *w, int pass, int query,
     return range;
 }
 
-/* Takes from a span of a tile what its query's list does not name of the positions that are no longer resident. */
+/* Hides from a span of a tile what its query's list does not name of the positions that are no longer resident. */
 static void tqkv__hide_kept(const tqkv__list *l, const tqkv__tile *tile, tqkv__span *span)
 {
     bool seen = false;
@@ -8856,7 +8655,6 @@ static inline void tqkv__copy_row(uint8_t *to, const uint8_t *from, size_t size)
     if (size) memcpy(to, from, size);
 }
 
-/* Rows of a KV head and their norms. */
 typedef struct tqkv__source {
     const uint8_t *codes;
     const float *of_rows;
@@ -8870,8 +8668,8 @@ static tqkv__source tqkv__source_of(const tqkv__stream *s, int kv_head)
     return source;
 }
 
-/* Prefetches a row to the L1 cache: requests to the L2 take longer from memory. The last line of a row that is not
-   aligned to lines is left out: its request costs more than it brings. */
+/* Prefetches a row to the L1 cache, because requests to the L2 take longer from memory. The last line of a row that is
+   not aligned to lines is left out: it costs more than it brings. */
 static TQKV__INLINE void tqkv__ask_row(const tqkv__source *s, int32_t slot)
 {
     const uint8_t *row = s->codes + (size_t)slot * s->size;
@@ -8893,8 +8691,8 @@ static void tqkv__copy_rows(const tqkv__source *s, const int32_t *slot_list, int
     }
 }
 
-/* Copies the rows of a tile to slots of another stream from `slot` on, and prefetches the n_next of the next tile, none
-   of them hidden: one with each row of a norm, because a burst of requests would wait until most lines have come. */
+/* Copies the rows of a tile to slots of another stream from `slot` on, and prefetches the n_next rows of the next tile:
+   one with each row, because a burst of requests would wait. */
 static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
                          const int32_t *next, int n_next, const tqkv__stream *to, int slot)
 {
@@ -8991,8 +8789,8 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
     w->before = tile;
 }
 
-/* Asks for up to n positions that lie one after the other in the halves of an end, and returns their number; not for
-   pages. Inlined, because gcc drops calls of functions that only ask. */
+/* Prefetches up to n positions that lie one after the other in the halves of an end, and returns their number; 0 for
+   pages. Inlined, because gcc drops calls of functions that only prefetch. */
 static TQKV__INLINE int tqkv__ask_halves(const tqkv__work *w, int end, int64_t position, int n)
 {
     for (int side = 0; side < 2; side++) {
@@ -9006,8 +8804,7 @@ static TQKV__INLINE int tqkv__ask_halves(const tqkv__work *w, int end, int64_t p
     return n;
 }
 
-/* Finds where the rows' newest halves begin, and asks for the first tile of the first halves: queries are arranged
-   meanwhile. */
+/* Finds where the rows' newest halves begin, and prefetches the first tile of the first halves. */
 static void tqkv__open_ends(tqkv__work *w, tqkv__range seen)
 {
     const tqkv__attention *a = w->a;
@@ -9018,8 +8815,8 @@ static void tqkv__open_ends(tqkv__work *w, tqkv__range seen)
     if (!w->list && n > 0) tqkv__ask_halves(w, TQKV__FIRST_END, seen.from, n < TQKV__TILE ? (int)n : TQKV__TILE);
 }
 
-/* Prefetches a few of the newest halves with each tile of codes, so that all are there when their pass begins; nothing
-   else asks for the first of them. left: positions of codes before that pass */
+/* Prefetches a few of the newest halves with each tile of codes, so that all are there when their pass begins. left:
+   positions of codes before that pass */
 static void tqkv__ask_newest(tqkv__work *w, int64_t left)
 {
     enum { SHARE = 4 };
@@ -9096,7 +8893,6 @@ static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32
     }
 }
 
-/* Finds the slots of the ranks. Returns whether one is -1. */
 static bool tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slot_list)
 {
     const bool hidden = ranks->hidden && !ranks->together;
@@ -9136,21 +8932,19 @@ static bool tqkv__in_order(const int32_t *slot_list, int n)
     return !differs && slot_list[0] >= 0;
 }
 
-/* Whether the rows of a tile lie together, although pages end within it. */
 static bool tqkv__lies_together(const tqkv__attention *a, const tqkv__ranks *ranks)
 {
     return tqkv__in_order(ranks->keys, ranks->n) && tqkv__in_order(ranks->values, ranks->n) &&
            (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
 }
 
-/* Ranks of a pass. */
 static const tqkv__list *tqkv__list_in_pass(const tqkv__work *w, int pass)
 {
     return pass == TQKV__GONE ? NULL : w->list;
 }
 
-/* Finds the tile of the ranks from `rank` to at most `end`; its n is 0 if a list's query sees none of it. Returns the
-   rank behind. */
+/* Finds the tile of the ranks from `rank` to at most `end`, n 0 if a list's query sees none of it; returns the rank
+   behind. */
 static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, int64_t end, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
@@ -9232,7 +9026,6 @@ static tqkv__tile *tqkv__tile_of_ranks(const tqkv__work *w, const tqkv__ranks *r
     return tile;
 }
 
-/* Makes a tile in which a ring wraps: its rows are gathered. */
 static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int pass, int64_t position)
 {
     tqkv__ranks *ranks = &w->ranks[w->before == &w->tiles[0]]; /* those of the tile before are in use */
@@ -9263,7 +9056,7 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
 }
 
 /* Whether the KV heads of a call come one after the other, with one list for all. Queries with lists of their own take
-   one KV head after the other: neighbours share most of their entries, whose rows are then still in the L2 cache. */
+   one KV head after the other: neighbours share most entries, whose rows the L2 cache still has. */
 static bool tqkv__heads_follow(const tqkv__attention *a)
 {
     return !a->call.list.rows || (a->call.n_queries == 1 && a->call.list.heads == 1);
@@ -9301,7 +9094,6 @@ static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
 
 /* >>query: a row of a call: its query, its centres, its result. */
 
-/* One call of a job. */
 typedef struct tqkv__request {
     const tqkv__attention *a;
     const void *q; /* the caller's, as out, max and sum */
@@ -9351,8 +9143,8 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-/* Brings part 0 or 1 of an item's queries into the basis of a stream, times scale, as floats or integers. Returns
-   whether there are second digits. arranged, halves (as floats, or NULL), rest (second digits): [n_rows][head_dim] */
+/* Brings part 0 or 1 of an item's queries into the basis of a stream, times scale, as floats or integers; returns
+   whether there are second digits. arranged, halves (as floats, or NULL), rest: [n_rows][head_dim] */
 static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
                                const tqkv__stream *s, float *arranged, float *halves, float *rest)
 {
@@ -9385,7 +9177,7 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
 static size_t tqkv__query_floats(const tqkv__attention *a) { return tqkv__first_floats(a) + (size_t)a->key_dim; }
 
 /* Returns which parts have second digits: 1 for the keys, 2 for the tail. arranged: [n_rows][head_dim] of the keys, of
-   the tail and, if some keys are halves, of the keys for these; then the second digits of both parts */
+   the tail and, if some keys are halves, of the keys for these; then the second digits */
 static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
     const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
@@ -9415,8 +9207,8 @@ static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int 
     return sum;
 }
 
-/* Returns scale * q.c of all parts: what is missing in all scores of a row. In double: it may be a thousand times as
-   large as what differs between scores. query: [key_dim], the caller's */
+/* Returns scale * q.c of all parts: what is missing in all scores of a row. In double: it may be a thousand times what
+   differs between scores. query: [key_dim] */
 static double tqkv__center_score(const tqkv__attention *a, int kv_head, const void *query)
 {
     const double tail = a->call.tail ? tqkv__center_product(a, kv_head, 1, query) : 0.0;
@@ -9535,7 +9327,6 @@ typedef struct tqkv__queue {
     size_t size;
 } tqkv__queue;
 
-/* Gets memory for the scratch of each task and, behind it, more floats; false if there is none. */
 static bool tqkv__queue_open(tqkv__queue *queue, const tqkv_allocator *allocator, size_t more)
 {
     queue->scratch_floats = (queue->scratch_floats + 15) / 16 * 16;
@@ -9701,7 +9492,7 @@ static int tqkv__chunk_rows(int head_dim)
 }
 
 /* Returns the query rows of an item, of `all`: up to 144 KiB of sums, which the L2 cache holds, or 32 KiB where tasks
-   would be left without work. others: how many times the work of these rows there is */
+   would be left without work. others: how often the work of these rows exists */
 static int tqkv__item_rows(const tqkv__attention *a, int all, int64_t others)
 {
     const int dim = a->key_dim > a->value_dim ? a->key_dim : a->value_dim;
@@ -9862,7 +9653,7 @@ typedef struct tqkv__arrays {
     const void *at[8];
     size_t size[8];
     int n;
-    size_t alignment; /* of each */
+    size_t alignment;
 } tqkv__arrays;
 
 static void tqkv__add_array(tqkv__arrays *arrays, const void *at, size_t size)
@@ -9872,7 +9663,6 @@ static void tqkv__add_array(tqkv__arrays *arrays, const void *at, size_t size)
     arrays->size[arrays->n++] = size;
 }
 
-/* Adds out [n_queries][n_heads][value_dim], and max and sum [n_queries][n_heads]. */
 static void tqkv__add_slice(tqkv__arrays *arrays, const tqkv__attention *a, const void *out, const void *max,
                             const void *sum)
 {
@@ -9881,7 +9671,6 @@ static void tqkv__add_slice(tqkv__arrays *arrays, const tqkv__attention *a, cons
     tqkv__add_array(arrays, sum, a->n_rows * sizeof(float));
 }
 
-/* Checks the arrays; the first n_written are outputs. */
 static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
 {
     for (int i = 0; i < arrays->n; i++)
@@ -9934,7 +9723,6 @@ static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const void *q, co
     return tqkv__check_attend(a, q, &arrays);
 }
 
-/* Checks the arrays of a call over all resident positions and cuts it; follows tqkv__attention_open. */
 static tqkv_result tqkv__cut_whole(const tqkv__attention *a, const void *q, void *out, tqkv__request *request)
 {
     const tqkv__range all = {a->first, a->call.end};
@@ -9958,7 +9746,6 @@ TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q,
     return r == TQKV_OK && a.call.n_queries ? tqkv__attend(&a, q, out) : r;
 }
 
-/* Where one call's rows of output lie, in bytes. */
 typedef struct tqkv__output {
     uint64_t begin, token_stride, head_stride, row;
     size_t n_tokens, n_heads;
@@ -10021,7 +9808,6 @@ static void tqkv__sort_extents(tqkv__extent *extents, size_t n)
     }
 }
 
-/* Sorts the extents; whether two share a byte. */
 static bool tqkv__writes_overlap(const tqkv__writes *writes)
 {
     tqkv__sort_extents(writes->extents, writes->n);
@@ -10055,7 +9841,7 @@ static tqkv_result tqkv__check_outputs(const tqkv__request *requests, int n_requ
     return overlap ? TQKV__INVALID("the output of an item overlaps an array of another") : TQKV_OK;
 }
 
-/* Opens and checks one item, which takes over the hooks of the first. Adds its request if it has queries. */
+/* Opens and checks one item, with the hooks of the first. Adds its request if it has queries. */
 static tqkv_result tqkv__open_item(const tqkv_attention *items, int i, const void *q, void *out, tqkv__attention *a,
                                    tqkv__request *requests, int *n_requests)
 {
@@ -10097,7 +9883,6 @@ static tqkv_result tqkv__check_slice_range(const tqkv__attention *a, int64_t fir
     return TQKV_OK;
 }
 
-/* Whether the sums of two slices have the same meaning. */
 static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv__attention *src)
 {
     if (src->value_dim != a->value_dim || src->call.n_heads != a->call.n_heads ||
@@ -10110,7 +9895,6 @@ static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv
                                                        : TQKV__INVALID("the slices differ in the values' centre");
 }
 
-/* Opens the shape of an attention, with centre and scale of its values: what slices are merged and finished by. */
 static tqkv_result tqkv__slice_shape(const tqkv_attention *attention, tqkv__attention *a)
 {
     const tqkv_result r = tqkv__attention_shape(attention, a);
@@ -10192,7 +9976,6 @@ typedef struct tqkv__index {
     int64_t blocks;  /* up to end */
 } tqkv__index;
 
-/* Resolves and checks everything except the keys' buffers. */
 static tqkv_result tqkv__index_shape(const tqkv_index *index, tqkv__index *x)
 {
     tqkv_attention a;
@@ -10232,7 +10015,6 @@ static int64_t tqkv__index_end(const tqkv__index *x, int query)
     return end < x->a.first ? x->a.first : end < x->a.call.end ? end : x->a.call.end;
 }
 
-/* Checks scores: [n_queries][blocks] */
 static tqkv_result tqkv__index_array(const tqkv__index *x, const float *scores, size_t *size)
 {
     if (!tqkv__floats_at(scores)) return TQKV__INVALID("scores: NULL or not aligned as floats");
@@ -10286,7 +10068,6 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     return s;
 }
 
-/* Arranges the queries of an item for the keys, with their weights and what a centre adds to their scores. */
 static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
 {
     const tqkv__attention *a = &job->x->a;
@@ -10498,7 +10279,6 @@ static uint32_t tqkv__nth_key(const float *scores, int64_t n_scores, int64_t n, 
     return key;
 }
 
-/* A list in progress. */
 typedef struct tqkv__choice {
     const float *scores;
     int32_t *list;
@@ -10522,7 +10302,6 @@ static int64_t tqkv__count_blocks(const float *scores, int64_t from, int64_t to)
     return n;
 }
 
-/* What a task needs to choose for one query. */
 typedef struct tqkv__choosing {
     const tqkv__index *x;
     const float *scores;
@@ -10548,7 +10327,6 @@ static void tqkv__choose_task(void *context, int query)
     while (c.n < c.k) c.list[c.n++] = -1;
 }
 
-/* Whether a query sees a block whose score is NaN. */
 static bool tqkv__scores_nan(const tqkv__index *x, const float *scores)
 {
     uint32_t bad = 0;
@@ -10601,11 +10379,11 @@ struct tqkv_cache {
     int own_room;                /* their capacity */
     void *grown;                 /* memory of newest halves for which that has no room, or NULL */
     size_t grown_size;
-    float *channels;   /* room for centres, scales and inverses, stream after stream: [n_kv_heads][head_dim] */
-    int64_t first;     /* resident positions [first, attention.end) */
-    tqkv_pairs pairs;  /* as in the desc */
-    int calibrate;     /* likewise */
-    uint64_t tag;      /* likewise */
+    float *channels;  /* room for centres, scales and inverses, stream after stream: [n_kv_heads][head_dim] */
+    int64_t first;    /* resident positions [first, attention.end) */
+    tqkv_pairs pairs; /* as in the desc */
+    int calibrate;
+    uint64_t tag;
     bool learns;       /* when it is empty it begins to learn; see >>cache-calibrate */
     bool learning;     /* positions are in `raw` alone */
     int learn_from;    /* so many positions */
@@ -10625,11 +10403,11 @@ struct tqkv_cache {
 enum { TQKV__APPENDED_ON_GPU = 512 }; /* tokens at once: memory for the newest halves does not grow there */
 
 /* This is where a cache has store i, whether there is one or not. */
-#define TQKV__STORE_AT(c, i)                                                                                           \
-    ((i) >= TQKV__RAW      ? &(c)->raw[(i)-TQKV__RAW]                                                                  \
-     : (i) == TQKV__KEYS   ? &(c)->keys                                                                                \
-     : (i) == TQKV__VALUES ? &(c)->values                                                                              \
-     : (i) == TQKV__TAIL   ? &(c)->tail                                                                                \
+#define TQKV__STORE_AT(c, i) \
+    ((i) >= TQKV__RAW      ? &(c)->raw[(i)-TQKV__RAW] \
+     : (i) == TQKV__KEYS   ? &(c)->keys \
+     : (i) == TQKV__VALUES ? &(c)->values \
+     : (i) == TQKV__TAIL   ? &(c)->tail \
                            : &(c)->ends[tqkv__stream_kinds[i].end][tqkv__stream_kinds[i].side])
 
 static bool tqkv__has_store(const tqkv_cache *c, int i)
@@ -10637,7 +10415,6 @@ static bool tqkv__has_store(const tqkv_cache *c, int i)
     return (i != TQKV__VALUES || !c->shared) && TQKV__STORE_AT(c, i)->head_dim > 0;
 }
 
-/* Returns store i of a cache; NULL: there is none. */
 static const tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
     return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL;
@@ -10653,7 +10430,7 @@ static int64_t tqkv__end_room(int64_t exact_last, int64_t n_queries)
 }
 
 /* Returns the oldest position that an edit leaves as halves: as if the ring had room for a tile of queries, so that no
-   bit depends on how positions came. exact_held is no higher. */
+   bit depends on how positions came. */
 static int64_t tqkv__exact_kept(const tqkv_cache *c)
 {
     const int64_t oldest = c->attention.end - tqkv__end_room(c->exact_last, TQKV__TILE);
@@ -10717,7 +10494,6 @@ static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
 
 #define TQKV__LARGE_CACHE "a cache of more than SIZE_MAX bytes"
 
-/* Where the arrays of a store begin. */
 typedef struct tqkv__place {
     size_t codes, norms;
 } tqkv__place;
@@ -10738,7 +10514,6 @@ static void tqkv__place_store(tqkv_store *s, uint8_t *memory, const tqkv__place 
 
 static const tqkv__backend *tqkv__backend_of(const tqkv_metal *m) { return (const tqkv__backend *)(const void *)m; }
 
-/* Takes the shape of store i, of what is kept of the first or of the newest positions. */
 static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
 {
     const int side = tqkv__stream_kinds[i].side;
@@ -10758,7 +10533,6 @@ static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
     s->capacity = last ? (int)room : c->exact_first;
 }
 
-/* Takes the shapes of what is kept besides. More than the capacity is what no query sees. */
 static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
     const int first = desc->exact_first, last = desc->exact_last;
@@ -10811,7 +10585,6 @@ static void tqkv__cache_attach(tqkv_attention *a, const tqkv_cache *c)
     a->last.values = tqkv__store_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_VALUES);
 }
 
-/* Resolves the defaults of a desc; checks it and the shapes of all streams. */
 static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
     tqkv__attention resolved;
@@ -10849,13 +10622,11 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     return TQKV_OK;
 }
 
-/* Where arrays begin in the memory of a cache. */
 typedef struct tqkv__cache_memory {
     size_t sinks, channels, is_new, size;
     tqkv__place stores[TQKV__CACHE_STORES];
 } tqkv__cache_memory;
 
-/* Divides a cache's memory; false on overflow. */
 static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__cache_memory *at)
 {
     size_t channels;
@@ -10919,7 +10690,6 @@ static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values
     return TQKV_OK;
 }
 
-/* Whether a desc has centres or scales: a cache then learns none. */
 static bool tqkv__gives_channels(const tqkv_cache_desc *desc)
 {
     return desc->key_center || desc->key_scale || desc->value_center || desc->value_scale;
@@ -10937,7 +10707,6 @@ static tqkv_result tqkv__check_given(const tqkv_cache_desc *desc, const tqkv_cac
     return r == TQKV_OK ? tqkv__check_channels(TQKV__SCALES, desc->value_scale, n_values) : r;
 }
 
-/* Returns what a desc gives of stream i, and how far its heads are apart; NULL: nothing. */
 static const float *tqkv__given(const tqkv_cache_desc *desc, const tqkv_cache *c, int i, tqkv__channels kind,
                                 size_t *stride)
 {
@@ -11082,7 +10851,7 @@ static void tqkv__copy_newest(const tqkv_cache *c, int side, int64_t from, const
         }
 }
 
-/* Gets memory for rings of `room` positions: the cache's own, and NULL, where they are that large. */
+/* Gets memory for rings of `room` positions, or the cache's own, and NULL, where that is enough. */
 static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_store rings[2], void **memory, size_t *size)
 {
     size_t at[2] = {0, 0};
@@ -11103,8 +10872,8 @@ static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_stor
     return TQKV_OK;
 }
 
-/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read.
-   They are back in the cache's memory when that is enough. */
+/* Makes the rings of the newest halves as large as n_tokens more need them. They return to the cache's memory when that
+   is enough. */
 static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
 {
     const int64_t most = (int64_t)c->keys.capacity - c->exact_last + 1; /* of a ring no query sees more */
@@ -11180,7 +10949,6 @@ static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
     a->last.from = c->exact_from;
 }
 
-/* The attention of one query to codes and what is kept besides. */
 static tqkv_attention tqkv__view_codes(const tqkv_cache *c)
 {
     tqkv_attention view = c->attention;
@@ -11259,9 +11027,8 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
 
 /* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then
    keys and values are halves of the rows as they came, `raw`; the append that brings the last of these positions
-   encodes all. It learns from positions that tell something: `new` is one whose values differ from those of the
-   position before. A text whose positions are all alike, padding or one token again and again, would teach scales
-   that ruin any other. */
+   encodes all. A position is `new` if its values differ from those of the position before: padding, or one token again
+   and again, would teach scales that ruin any other text. */
 
 /* Positions from which a scale can be learned, and the new ones that are enough of any number. */
 #define TQKV__LEAST_POSITIONS 16
@@ -11313,13 +11080,11 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     return TQKV_OK;
 }
 
-/* Where what is raw begins in memory of its own. */
 typedef struct tqkv__raw_room {
     tqkv__place at[TQKV__CACHE_STREAMS];
     size_t is_new, size;
 } tqkv__raw_room;
 
-/* Divides that memory; false on overflow. */
 static bool tqkv__divide_raw(const tqkv_cache *c, tqkv__raw_room *room)
 {
     room->size = 0;
@@ -11378,8 +11143,8 @@ static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float 
         codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, raw->head_dim, row);
 }
 
-/* Whether |v - v'|^2 > |v|^2 / 4, for the values v of a position and v' of the one before, over all heads. Both sums
-   are 16, value d of a head in number d mod 16, then added by halves. */
+/* Whether |v - v'|^2 > |v|^2 / 4, for the values v of a position and v' of the one before, over all heads, in 16 sums
+   that are added by halves. */
 static TQKV__NOINLINE bool tqkv__judge(const tqkv__stream *raw, int slot)
 {
     enum { LANES = 16 };
@@ -11417,8 +11182,8 @@ static int tqkv__count_new(const tqkv_cache *c, int first)
     return n;
 }
 
-/* Finds the mean over the new positions from `first` on, or that of the squares, of a head's raw halves less a centre,
-   unless that is NULL, as tqkv__channel_means does. */
+/* Finds the mean over the new positions from `first` on, or that of the squares, of a head's raw halves less a centre
+   or NULL. */
 static void tqkv__raw_means(const tqkv_cache *c, const tqkv__stream *raw, int kv_head, int first, const float *center,
                             bool squared, float *means)
 {
@@ -11454,8 +11219,8 @@ static TQKV__NOINLINE void tqkv__limit_scales(const tqkv_cache *c, const tqkv__s
     for (int d = 0; d < raw->head_dim; d++) scale[d] = TQKV__AS_FLOAT(scale[d] * factor);
 }
 
-/* Learns centre and scale of the keys from the new positions, without those that stay exact, if enough remain. Where
-   too few are new it learns from all, since a model's biases show in any text, but bounds the scales. */
+/* Learns centre and scale of the keys from the new positions, without those that stay exact, if enough remain. Too few
+   new ones: it learns from all, because a model's biases show in any text, but bounds the scales. */
 static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
 {
     float room[TQKV_MAX_HEAD_DIM];
@@ -11497,7 +11262,7 @@ typedef struct tqkv__raw_job {
     int64_t end;
 } tqkv__raw_job;
 
-/* Encodes n raw halves of a head; newest: NULL, or a ring of halves that takes those that it will hold at `end`. */
+/* Encodes n raw halves of a head; newest: NULL, or a ring of halves for those that it will hold at `end`. */
 static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv__stream *to, const tqkv__stream *newest,
                                             int kv_head, int n, int64_t end)
 {
@@ -11542,7 +11307,6 @@ static void tqkv__raw_task(void *context, int index)
     tqkv__fp_restore(mode);
 }
 
-/* Opens the stores of one side; their buffers were checked when the cache was made. */
 static void tqkv__open_raw_side(const tqkv_cache *c, const tqkv_store *raw, int side, tqkv__raw_job *job)
 {
     const tqkv_store *first = tqkv__store_of(c, TQKV__FIRST_KEYS + side),
@@ -11564,7 +11328,6 @@ static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw,
     return r;
 }
 
-/* What the cache has of n raw positions when they are encoded for an append up to `end`. */
 static void tqkv__count_settled(tqkv_cache *c, int64_t n, int64_t end)
 {
     c->learning = false;
@@ -11785,7 +11548,7 @@ TQKV_API tqkv_cache_desc tqkv_cache_preset(tqkv_preset preset)
 
 /* >>cache-edit: truncate, remove, keep, fork. */
 
-/* Lets positions below `from` be read as codes after an edit. Where none is kept as halves there is nothing to say. */
+/* Lets positions below `from` be read as codes after an edit. */
 static void tqkv__exact_begins(tqkv_cache *c, int64_t from)
 {
     c->exact_from = c->exact_last && !c->learning ? from : 0;
@@ -11802,7 +11565,7 @@ static void tqkv__unlearn(tqkv_cache *c)
 }
 
 /* Whether an edit that takes positions back from `end` on takes some that the last append has learned from. The cache
-   then is as if they had never come: their halves are there until the next append. */
+   then is as if they had never come. */
 static bool tqkv__takes_learnt(const tqkv_cache *c, int64_t end)
 {
     return !c->learning && end < c->raw_below && c->raw[0].codes;
@@ -11833,8 +11596,8 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     return TQKV_OK;
 }
 
-/* Moves n positions down, see tqkv__move_rows: halves of the first positions as far as there are any, of the newest
-   ones if all have them. */
+/* Moves n positions down: halves of the first positions as far as there are any, of the newest ones if all have them.
+   */
 static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t target, int64_t n)
 {
     const int64_t below = c->exact_below - source < n ? c->exact_below - source : n;
@@ -11933,8 +11696,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     return tqkv__follow_tail(c);
 }
 
-/* The fields of a desc, and where a cache has them: those that a snapshot holds, then those that another desc may
-   bring. */
+/* The fields of a desc, and where a cache has them: those that a snapshot holds, then others. */
 // clang-format off
 #define TQKV__CACHE_SHAPE(row)                                                                                         \
     row(head_dim,     keys.head_dim)       row(value_dim,  values.head_dim)                                            \
@@ -12002,8 +11764,8 @@ static tqkv_result tqkv__check_same_given(const tqkv_cache_desc *desc, const tqk
 
 static tqkv_result tqkv__check_match(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
 {
-#define TQKV__FIELD_MATCHES(field, member)                                                                             \
-    if (meant.field != 0 && meant.field != found->field)                                                               \
+#define TQKV__FIELD_MATCHES(field, member) \
+    if (meant.field != 0 && meant.field != found->field) \
         return TQKV__INVALID("desc: " #field " is neither 0 nor that of the cache or snapshot");
     tqkv_cache_desc meant = *wanted;
     if (meant.softcap < 0.0f && found->softcap == 0.0f) meant.softcap = 0.0f; /* off in both */
@@ -12183,7 +11945,6 @@ static tqkv_result tqkv__move_hash(tqkv__pipe *pipe)
     return memcmp(bytes, expected, sizeof bytes) == 0 ? TQKV_OK : TQKV__REFUSE(CORRUPT, TQKV__DAMAGED);
 }
 
-/* Writes floats, or reads them to `to`. from, to: [n] */
 static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, const float *from, float *to, size_t n)
 {
     uint8_t bytes[1024];
@@ -12230,7 +11991,6 @@ static tqkv_result tqkv__move_channels(tqkv__pipe *pipe, const tqkv__stream *s, 
     return r;
 }
 
-/* Moves all stores of a cache: centres and scales of streams, and what the stores hold. */
 static tqkv_result tqkv__move_stores(tqkv__pipe *pipe, const tqkv_cache *c)
 {
     tqkv_result r = TQKV_OK;
@@ -12258,7 +12018,6 @@ static void tqkv__pipe_open(tqkv__pipe *pipe, tqkv_write write, tqkv_read read, 
 
 static const char tqkv__magic[9] = "tqkv\r\n\x1a\n", tqkv__store_magic[9] = "tqks\r\n\x1a\n";
 
-/* Writes magic, version and size of a header of `size` bytes without its hash. */
 static void tqkv__put_name(const char *magic, size_t size, uint8_t *header)
 {
     memcpy(header, magic, 8);
@@ -12266,7 +12025,6 @@ static void tqkv__put_name(const char *magic, size_t size, uint8_t *header)
     tqkv__put(header + 12, 4, size + TQKV__HASH_SIZE);
 }
 
-/* Reads a header and its hash; header: [size] */
 static tqkv_result tqkv__read_header(tqkv__pipe *pipe, const char *magic, size_t size, uint8_t *header)
 {
     uint8_t name[TQKV__NAME_SIZE];
@@ -12292,7 +12050,6 @@ static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
     return bits;
 }
 
-/* header: [TQKV__HEADER_SIZE] */
 static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
 {
     const tqkv_store *keys = &c->keys;
@@ -12353,7 +12110,7 @@ typedef struct tqkv__header {
     int64_t first, end, exact_below, exact_from;
 } tqkv__header;
 
-/* Takes the shape that a header's fields describe; false if no cache has it. tqkv__cache_resolve looks closer. */
+/* Takes the shape that a header's fields describe; false if no cache has it. */
 static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_cache_desc *d)
 {
     for (int i = 1; i < TQKV__HEADER_FIELDS; i++)
@@ -12399,7 +12156,6 @@ static bool tqkv__check_positions_of(const tqkv__header *h)
            h->learn_from <= d->capacity && h->learn_from <= INT_MAX / 4 && h->end < h->learn_from;
 }
 
-/* Takes what a header says; false if no cache can have written it. */
 static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
 {
     uint32_t fields[TQKV__HEADER_FIELDS];
@@ -12481,8 +12237,8 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
     return TQKV_OK;
 }
 
-/* Returns the bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all
-   that the header announces if that is less. A file that was cut short cannot make load allocate much. */
+/* Returns the bytes to read before the cache is created: none up to 1 MiB, then a sixteenth of the cache's size, or all
+   that the header announces. So a file that was cut short cannot make load allocate much. */
 static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     size_t all = 0, announced = 0;
@@ -12500,8 +12256,7 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
-/* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read,
-   and with inverses after it. */
+/* Takes centres and scales of the streams whose bits are set: before these are read, and with inverses after it. */
 static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
@@ -12513,7 +12268,7 @@ static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales
         }
 }
 
-/* Opens the room for the centres and scales that the snapshot has: ones, until they are read. */
+/* Fills the room for the centres and scales of a snapshot with ones, until they are read. */
 static void tqkv__open_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     size_t channels = 0;
@@ -12598,7 +12353,6 @@ static uint64_t tqkv__channels_hash(const tqkv__stream *s)
     return XXH3_64bits_digest(&pipe.hash);
 }
 
-/* header: [TQKV__STORE_HEADER_SIZE] */
 static void tqkv__store_header(const tqkv__stream *s, int64_t position, int n, uint8_t *header)
 {
     const bool half = s->kind == TQKV__HALF, scaled = s->kind == TQKV__BOOK && s->norms_per_row > 1;

@@ -16,9 +16,9 @@ typedef struct pair {
     tqkv_type type; /* of queries and outputs */
 } pair;
 
-#define PAIR(name, keys, values)                                                                                       \
-    {                                                                                                                  \
-        name, keys, values, TQKV_TYPE_F32                                                                              \
+#define PAIR(name, keys, values) \
+    { \
+        name, keys, values, TQKV_TYPE_F32 \
     }
 static const pair pairs[] = {
     PAIR("f16", TQKV_F16, TQKV_F16),

@@ -25,35 +25,35 @@ enum { PEAK_STREAMS = 4, PEAK_AHEAD = 4096, PEAK_READ_BYTES = 64 << 20, PEAK_MEM
 
 /* fma_NAME: PEAK_STEPS times PEAK_CHAINS vector multiply-adds. Chains start with different values, or the compiler
    merges them. read_NAME: the sum of PEAK_READ_BYTES. */
-#define PEAK_LOOPS(name, target, vector, lanes, set1, fma, add, load)                                                  \
-    target static float peak_fma_##name(void)                                                                          \
-    {                                                                                                                  \
-        vector x[PEAK_CHAINS];                                                                                         \
-        const vector factor = set1(0.99f), step_up = set1(0.01f);                                                      \
-        float lane_values[lanes];                                                                                      \
-        PEAK_UNROLL for (int i = 0; i < PEAK_CHAINS; i++) x[i] = set1((float)i);                                       \
-        for (int step = 0; step < PEAK_STEPS; step++)                                                                  \
-            PEAK_UNROLL for (int i = 0; i < PEAK_CHAINS; i++) x[i] = fma(x[i], factor, step_up);                       \
-        PEAK_UNROLL for (int i = 1; i < PEAK_CHAINS; i++) x[0] = add(x[0], x[i]);                                      \
-        memcpy(lane_values, &x[0], sizeof lane_values);                                                                \
-        return lane_values[0];                                                                                         \
-    }                                                                                                                  \
-    target static float peak_read_##name(const float *p)                                                               \
-    {                                                                                                                  \
-        const size_t stream = PEAK_READ_BYTES / PEAK_STREAMS / sizeof(float);                                          \
-        const size_t line = 64 / sizeof(float);                                                                        \
-        vector sums[PEAK_STREAMS];                                                                                     \
-        float lane_values[lanes];                                                                                      \
-        PEAK_UNROLL for (int s = 0; s < PEAK_STREAMS; s++) sums[s] = set1(0.0f);                                       \
-        for (size_t i = 0; i < stream; i += line) PEAK_UNROLL for (int s = 0; s < PEAK_STREAMS; s++)                   \
-            {                                                                                                          \
-                const float *at = p + (size_t)s * stream + i;                                                          \
-                __builtin_prefetch(at + PEAK_AHEAD / sizeof(float));                                                   \
-                PEAK_UNROLL for (size_t k = 0; k < line; k += lanes) sums[s] = add(sums[s], load(at + k));             \
-            }                                                                                                          \
-        PEAK_UNROLL for (int s = 1; s < PEAK_STREAMS; s++) sums[0] = add(sums[0], sums[s]);                            \
-        memcpy(lane_values, &sums[0], sizeof lane_values);                                                             \
-        return lane_values[0];                                                                                         \
+#define PEAK_LOOPS(name, target, vector, lanes, set1, fma, add, load) \
+    target static float peak_fma_##name(void) \
+    { \
+        vector x[PEAK_CHAINS]; \
+        const vector factor = set1(0.99f), step_up = set1(0.01f); \
+        float lane_values[lanes]; \
+        PEAK_UNROLL for (int i = 0; i < PEAK_CHAINS; i++) x[i] = set1((float)i); \
+        for (int step = 0; step < PEAK_STEPS; step++) \
+            PEAK_UNROLL for (int i = 0; i < PEAK_CHAINS; i++) x[i] = fma(x[i], factor, step_up); \
+        PEAK_UNROLL for (int i = 1; i < PEAK_CHAINS; i++) x[0] = add(x[0], x[i]); \
+        memcpy(lane_values, &x[0], sizeof lane_values); \
+        return lane_values[0]; \
+    } \
+    target static float peak_read_##name(const float *p) \
+    { \
+        const size_t stream = PEAK_READ_BYTES / PEAK_STREAMS / sizeof(float); \
+        const size_t line = 64 / sizeof(float); \
+        vector sums[PEAK_STREAMS]; \
+        float lane_values[lanes]; \
+        PEAK_UNROLL for (int s = 0; s < PEAK_STREAMS; s++) sums[s] = set1(0.0f); \
+        for (size_t i = 0; i < stream; i += line) PEAK_UNROLL for (int s = 0; s < PEAK_STREAMS; s++) \
+            { \
+                const float *at = p + (size_t)s * stream + i; \
+                __builtin_prefetch(at + PEAK_AHEAD / sizeof(float)); \
+                PEAK_UNROLL for (size_t k = 0; k < line; k += lanes) sums[s] = add(sums[s], load(at + k)); \
+            } \
+        PEAK_UNROLL for (int s = 1; s < PEAK_STREAMS; s++) sums[0] = add(sums[0], sums[s]); \
+        memcpy(lane_values, &sums[0], sizeof lane_values); \
+        return lane_values[0]; \
     }
 
 #if defined(__x86_64__)

@@ -66,13 +66,13 @@ inline key_part tail_part(thread const attend_task &task)
 // Lanes that share a row of keys, as many of 4 as divide what has one norm: all values or, in 8 bits, perhaps a block.
 // They share R rows: lanes l*R .. l*R+R-1 have rows l, l + 32/R, l + 2*32/R ..
 #define KEY_BLOCK(D, W) ((W) == 8 ? TQKV__GRID_DIM(D) : (D))
-#define KEY_LANES(D, W)                                                                                                \
+#define KEY_LANES(D, W) \
     (KEY_BLOCK(D, W) % (4 * KEY_VALUES(D, W)) == 0 ? 4 : KEY_BLOCK(D, W) % (2 * KEY_VALUES(D, W)) == 0 ? 2 : 1)
 
 // Loads of a row that a lane starts before it uses the first of them; an odd number of loads all at once, if they fit
 // into 40 registers. Or one at a time: see TQKV_LOADS_AHEAD.
 #define KEY_STEPS(D, W) ((D) / KEY_VALUES(D, W) / KEY_LANES(D, W))
-#define KEY_BATCH(D, W)                                                                                                \
+#define KEY_BATCH(D, W) \
     (TQKV_LOADS_AHEAD == 1 ? 1 : KEY_STEPS(D, W) % 2 == 0 ? 2 : (D) * (W) / 32 <= 40 ? KEY_STEPS(D, W) : 1)
 
 // The row of a tile whose score a lane ends with.

@@ -213,7 +213,7 @@ inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend
 }
 
 // Chunks that a lane loads before it uses the first of them: two, or one where the sums leave no registers for more.
-#define MATRIX_KEY_BATCH(D, W, F)                                                                                      \
+#define MATRIX_KEY_BATCH(D, W, F) \
     (TQKV_LOADS_AHEAD == 1 || ((F) > 2 && !TQKV_STORED_RIGHTS) || (D) / (4 * MATRIX_KEY_VALUES(D, W)) % 2 != 0 ? 1 : 2)
 
 template <int D, int W, int F>

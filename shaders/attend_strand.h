@@ -69,8 +69,8 @@ inline void store_strand_states(constant tqkv__attend_args &args, thread const a
 
 #define STRAND_VALUES   2                                // a lane has of a piece
 #define STRAND_STEPS(D) (TQKV__STRANDS * VALUE_LANES(D)) // of all tiles
-#define STRAND_BATCH(D)                                                                                                \
-    (TQKV_STRAND_WORDS / VALUE_PIECES(D) < 2 * VALUE_LANES(D) ? TQKV_STRAND_WORDS / VALUE_PIECES(D)                    \
+#define STRAND_BATCH(D) \
+    (TQKV_STRAND_WORDS / VALUE_PIECES(D) < 2 * VALUE_LANES(D) ? TQKV_STRAND_WORDS / VALUE_PIECES(D) \
                                                               : 2 * VALUE_LANES(D))
 #define STRAND_SUMS(D)  (STRAND_VALUES * VALUE_PIECES(D))
 #define STRAND_QUADS(D) uint(VALUE_LANES(D) / TQKV__STRANDS) // of four lanes, of a simdgroup and row

@@ -23,9 +23,9 @@ constant bool rotate_tail_center [[function_constant(TQKV_FC_TAIL_ROTATED)]];
 
 // A loop over columns runs to the constant maximum and tests inside. It unrolls into registers, and the iterations
 // beyond `columns` disappear when the pipeline is built.
-#define FOR_COLUMNS(c)                                                                                                 \
-    TQKV_UNROLL                                                                                                        \
-    for (int c = 0; c < C; c++)                                                                                        \
+#define FOR_COLUMNS(c) \
+    TQKV_UNROLL \
+    for (int c = 0; c < C; c++) \
         if (uint(c) < columns)
 
 // The running maximum starts here, below every score. It is finite, so a masked score minus it is -INFINITY, not NaN.

@@ -23,26 +23,26 @@ inline uint upper_bits(uint format) { return (0u TQKV__FORMATS(UPPER_FIELD, )) >
 inline uint code_width(uint format) { return main_bits(format) < 4u ? 4u : main_bits(format); }
 
 // A macro of head_dim and width, for the width of a format's codes.
-#define BY_CODE_WIDTH(format, SIZE, D)                                                                                 \
+#define BY_CODE_WIDTH(format, SIZE, D) \
     (code_width(format) == 4 ? SIZE(D, 4) : code_width(format) == 8 ? SIZE(D, 8) : SIZE(D, 16))
 
 // A statement with W, the width of a format's codes, and `codes`, what a struct has for that width: of_4, of_8 or
 // of_16. One of the three members and statements is used, and the others disappear when the pipeline is built.
-#define WITH_CODES(format, any, ...)                                                                                   \
-    if (code_width(format) == 4) {                                                                                     \
-        const int W = 4;                                                                                               \
-        thread auto &codes = (any).of_4;                                                                               \
-        __VA_ARGS__;                                                                                                   \
-    }                                                                                                                  \
-    if (code_width(format) == 8) {                                                                                     \
-        const int W = 8;                                                                                               \
-        thread auto &codes = (any).of_8;                                                                               \
-        __VA_ARGS__;                                                                                                   \
-    }                                                                                                                  \
-    if (code_width(format) == 16) {                                                                                    \
-        const int W = 16;                                                                                              \
-        thread auto &codes = (any).of_16;                                                                              \
-        __VA_ARGS__;                                                                                                   \
+#define WITH_CODES(format, any, ...) \
+    if (code_width(format) == 4) { \
+        const int W = 4; \
+        thread auto &codes = (any).of_4; \
+        __VA_ARGS__; \
+    } \
+    if (code_width(format) == 8) { \
+        const int W = 8; \
+        thread auto &codes = (any).of_8; \
+        __VA_ARGS__; \
+    } \
+    if (code_width(format) == 16) { \
+        const int W = 16; \
+        thread auto &codes = (any).of_16; \
+        __VA_ARGS__; \
     }
 
 // log2 of the number of centroids; 0 without a codebook.

@@ -160,7 +160,7 @@ inline float block_length(float squares)
 }
 
 // Lanes that share the block of a maximum, and such blocks of a lane.
-#define MAXIMUM_LANES(D)                                                                                               \
+#define MAXIMUM_LANES(D) \
     (MAXIMUM_BLOCK(D) > ENCODE_LANES(D) * ENCODE_PIECE(D) ? ENCODE_LANES(D) : MAXIMUM_BLOCK(D) / ENCODE_PIECE(D))
 #define MAXIMUM_BLOCKS(D) (D / ENCODE_LANES(D) * MAXIMUM_LANES(D) / MAXIMUM_BLOCK(D))
 

@@ -96,7 +96,7 @@ inline void store_strand_sums(constant tqkv__attend_args &args, thread const att
 #define STRAND_PART(D)    ((D) / TQKV__STRANDS)                     // values of a simdgroup
 #define STRAND_NUMBERS(D) (STRAND_PART(D) / 8)                      // and of a lane
 #define STRAND_TILE(D, W) (8 * (((W)*STRAND_NUMBERS(D) + 31) / 32)) // words of a tile that a lane loads
-#define STRAND_AHEAD(D, W)                                                                                             \
+#define STRAND_AHEAD(D, W) \
     (4 * STRAND_TILE(D, W) <= TQKV_STRAND_WORDS ? 4 : 2 * STRAND_TILE(D, W) <= TQKV_STRAND_WORDS ? 2 : 1)
 
 // The codes of a simdgroup's part of the next tiles, two halves each.

@@ -112,7 +112,7 @@ extern "C" {
    the rest of the file is compiled with. clang has no such pragma: it leaves the sets out, and plain C takes a fifth of
    the time. */
 #if defined(__OPTIMIZE__) || !defined(__clang__)
-#if defined(__x86_64__) && !defined(TQKV_NO_AVX2) && defined(_WIN32) && !defined(__clang__) &&                         \
+#if defined(__x86_64__) && !defined(TQKV_NO_AVX2) && defined(_WIN32) && !defined(__clang__) && \
     !defined(TQKV_WINDOWS_AVX)
 #pragma message("tqkv.h: without AVX, see TQKV_WINDOWS_AVX")
 #elif defined(__x86_64__) && !defined(TQKV_NO_AVX2)

@@ -17,7 +17,7 @@ typedef struct option {
     void (*apply)(attend_row *row);
 } option;
 
-#define OPTION(name, statement)                                                                                        \
+#define OPTION(name, statement) \
     static void name(attend_row *row) { statement; }
 #include "attend_options.h"
 #undef OPTION

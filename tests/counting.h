@@ -48,10 +48,10 @@ static inline tqkv_allocator counting_allocator(counting *counter)
 }
 
 /* Every block was freed, with its own size. */
-#define CHECK_NO_LEAK(counter)                                                                                         \
-    do {                                                                                                               \
-        CHECK((counter)->live == 0, "%d blocks leaked", (counter)->live);                                              \
-        CHECK((counter)->wrong_sizes == 0, "%d blocks freed with a wrong size", (counter)->wrong_sizes);               \
+#define CHECK_NO_LEAK(counter) \
+    do { \
+        CHECK((counter)->live == 0, "%d blocks leaked", (counter)->live); \
+        CHECK((counter)->wrong_sizes == 0, "%d blocks freed with a wrong size", (counter)->wrong_sizes); \
     } while (0)
 
 /* ---- Streams ---- */

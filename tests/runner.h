@@ -53,27 +53,27 @@ void test_explain(const char *text);
  * end. */
 extern int test_faults;
 
-#define CHECK(condition, ...)                                                                                          \
-    do {                                                                                                               \
-        if (!(condition)) test_fail(__FILE__, __LINE__, #condition, __VA_ARGS__);                                      \
+#define CHECK(condition, ...) \
+    do { \
+        if (!(condition)) test_fail(__FILE__, __LINE__, #condition, __VA_ARGS__); \
     } while (0)
 
 /* As CHECK. On failure it also returns from the calling function, which must be void. */
-#define REQUIRE(condition, ...)                                                                                        \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            test_fail(__FILE__, __LINE__, #condition, __VA_ARGS__);                                                    \
-            return;                                                                                                    \
-        }                                                                                                              \
+#define REQUIRE(condition, ...) \
+    do { \
+        if (!(condition)) { \
+            test_fail(__FILE__, __LINE__, #condition, __VA_ARGS__); \
+            return; \
+        } \
     } while (0)
 
 /* The call must give the expected tqkv_result. */
-#define CHECK_RESULT(call, expected)                                                                                   \
-    do {                                                                                                               \
-        tqkv_result check_result_ = (call);                                                                            \
-        if (check_result_ != (expected))                                                                               \
-            test_fail(__FILE__, __LINE__, #call, "is %s, not %s", tqkv_result_string(check_result_),                   \
-                      tqkv_result_string(expected));                                                                   \
+#define CHECK_RESULT(call, expected) \
+    do { \
+        tqkv_result check_result_ = (call); \
+        if (check_result_ != (expected)) \
+            test_fail(__FILE__, __LINE__, #call, "is %s, not %s", tqkv_result_string(check_result_), \
+                      tqkv_result_string(expected)); \
     } while (0)
 
 /* Runs or lists the cases whose names contain one of the filters, or all cases without filters. Prints 'N passed, N

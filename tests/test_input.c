@@ -367,7 +367,7 @@ typedef struct input_change {
     void (*apply)(world *w);
 } input_change;
 
-#define CHANGE(name, calls, result, statement)                                                                         \
+#define CHANGE(name, calls, result, statement) \
     static void name##_##result(world *w) { statement; }
 #include "input_changes.h"
 #undef CHANGE
@@ -487,16 +487,16 @@ static void check_desc_names(const void *parameters)
 {
     (void)parameters;
     memory *m = (memory *)test_alloc(sizeof *m);
-#define REFUSED(call, field, value)                                                                                    \
-    do {                                                                                                               \
-        world w;                                                                                                       \
-        make_world(&w, m);                                                                                             \
-        w.desc.tag = 1; /* the cache has none, so any goes */                                                          \
-        w.desc.field = (value);                                                                                        \
-        test_explained = "";                                                                                           \
-        CHECK_RESULT(call(&w), TQKV_INVALID_ARGUMENT);                                                                 \
-        CHECK(strstr(test_explained, "desc: " #field " "), #field ": %s", test_explained);                             \
-        free_world(&w);                                                                                                \
+#define REFUSED(call, field, value) \
+    do { \
+        world w; \
+        make_world(&w, m); \
+        w.desc.tag = 1; /* the cache has none, so any goes */ \
+        w.desc.field = (value); \
+        test_explained = ""; \
+        CHECK_RESULT(call(&w), TQKV_INVALID_ARGUMENT); \
+        CHECK(strstr(test_explained, "desc: " #field " "), #field ": %s", test_explained); \
+        free_world(&w); \
     } while (0)
     REFUSED(load, head_dim, 2 * D);
     REFUSED(load, value_dim, 2 * D);

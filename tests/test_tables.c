@@ -180,9 +180,9 @@ static void check_midpoints(const void *parameters)
 static int row_of(tqkv_format f)
 {
     int row = 0, found = -1;
-#define ROW(unused, format, ...)                                                                                       \
-    case format:                                                                                                       \
-        found = (int)format;                                                                                           \
+#define ROW(unused, format, ...) \
+    case format: \
+        found = (int)format; \
         break;
     switch (f) {
         TQKV__FORMATS(ROW, )
@@ -190,8 +190,8 @@ static int row_of(tqkv_format f)
         return 0;
     }
 #undef ROW
-#define ROW(unused, format, ...)                                                                                       \
-    row++;                                                                                                             \
+#define ROW(unused, format, ...) \
+    row++; \
     if ((int)format == found) return row;
     TQKV__FORMATS(ROW, )
 #undef ROW

@@ -17,27 +17,26 @@ typedef struct tqkv_cache_desc {
     /* How positions are kept. */
     tqkv_format key_format, value_format, tail_format; /* tail_format: 0 = F16 */
     /* Exact ends: so many of the first positions (a model's attention sinks), and of the newest before each query (its
-       recent window), are kept in fp16, too, and read from there: most of the weight is there. More than the
-       capacity counts as the capacity; F16 streams and the tail need none. The halves of the newest are room for 64
-       queries of one call; an append of more tokens makes more room, for as many. On a GPU
-       there is room for 512, and none is made for more at once. After truncate, remove and keep the
-       newest may be left as codes until new ones come.
+       recent window), are kept in fp16, too, and read from there: most of the weight is there. More than the capacity
+       counts as the capacity; F16 streams and the tail need none. There are halves of the newest for 64 queries of one
+       call; an append of more tokens makes room for as many, on a GPU for 512 at most. After truncate, remove and keep
+       the newest may be left as codes until new ones come.
        Halves hold no value beyond 65504, and of a row that is all below 2^-17 less than codes do: here and while a
        cache learns (see calibrate) an append of such a row is TQKV_NOT_FINITE, and nothing is appended. */
     int exact_first, exact_last;
     /* Calibration: the cache learns centre (mean) and scale of the channels of its keys (tqkv_calibrate) from so many
-       of its first positions, without the exact_first. 0: not; else at least 16. It takes no more than a quarter of
-       the capacity, or 16, and a ring refuses to be asked for more. Only new positions count, whose values (of a
-       shared stream the row) differ from those of the position before by more than a quarter of their squared length:
-       one token again and again, padding and blanks would teach scales that ruin what follows. With fewer than 64 new
-       ones (of a `calibrate` below 128, fewer than half, or 16) all positions count, for scales in [1/2, 3/2]. Until
-       the append that learns keys and values are halves as they came, and attention is exact. That append encodes
-       them; queries at the positions before the point of learning still read the halves, until the next append gives
-       their memory back (with non_causal, until this one). What it has learned counts from that append on:
-       tqkv_cache_truncate, or tqkv_cache_keep with no more than 64 positions behind that point, to a position before
-       it brings the halves back, as if what is taken had never come. The same codes however positions came. What it
-       has learned is in the stores of tqkv_cache_view. On a GPU the halves' memory stays as long as the cache,
-       because work under way may read it: a copy by tqkv_cache_fork, made when the cache has learned, has none. */
+       of its first positions, without the exact_first. 0: not; else at least 16. No more than a quarter of the
+       capacity, or 16; a ring refuses more. Only new positions count, whose values (of a shared stream the row) differ
+       from those of the position before by more than a quarter of their squared length: one token again and again,
+       padding and blanks would teach scales that ruin what follows. With fewer than 64 new ones (of a `calibrate` below
+       128, fewer than half, or 16) all positions count, for scales in [1/2, 3/2]. Until the append that learns, keys
+       and values are halves as they came, and attention is exact. That append encodes them; queries at positions before
+       still read the halves, until the next append frees them (with non_causal, until this one). What it has learned
+       counts from that append on: tqkv_cache_truncate, or tqkv_cache_keep with no more than 64 positions behind that
+       point, to a position before it brings the halves back, as if what is taken had never come. The codes are the same
+       however positions came. The stores of tqkv_cache_view have what it learned. On a GPU the halves' memory stays as
+       long as the cache, because work under way may read it: a copy by tqkv_cache_fork, made when the cache has
+       learned, has none. */
     int calibrate;
     tqkv_pairs pairs; /* of the rotary embedding: share a scale in what it learns */
     int rotary_dim;   /* as tqkv_store's */

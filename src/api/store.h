@@ -60,11 +60,11 @@ TQKV_API size_t tqkv_codes_size(const tqkv_store *s);
 TQKV_API size_t tqkv_norms_size(const tqkv_store *s);
 
 /* Encodes tokens at position, position+1 ...; src: [n_tokens][n_kv_heads][head_dim]. A ring keeps only the last
-   `capacity` tokens. A page may not occur twice among those written; a page of -1 leaves its tokens out. So tokens of
-   many sequences go by one call to slots of a common pool: pages = the slot of each token, page_size 1, position 0.
-   TQKV_NOT_FINITE if src holds NaN or Inf, even in tokens that are left out. Values near 1e19, whose squared length
-   overflows, give an infinite norm. What shares a norm becomes zeros where all is at most 1e-10: the length of a row,
-   or of I8 its largest value. */
+   `capacity` tokens. A page may not occur twice among those written; a page of -1 leaves its tokens out. To slots of a
+   pool, for many sequences at once: pages = the slot of each token, page_size 1, position 0. TQKV_NOT_FINITE if src
+   holds NaN or Inf, even in tokens that are left out. Values near 1e19, whose squared length overflows, give an
+   infinite norm. What shares a norm becomes zeros where all is at most 1e-10: the length of a row, or of I8 its largest
+   value. */
 TQKV_API tqkv_result tqkv_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position);
 
 /* Shows how well activations fit the codebook: writes the values that encode compares with the boundaries, rotated,

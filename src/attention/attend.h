@@ -62,8 +62,8 @@ typedef struct tqkv__attention {
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
 
-/* Prefetches the codes of the next tile while this one is computed: nearer requests come too late, farther ones push
-   out what is in use. Streams go to the L2 cache, because few lines can be on their way to the L1. cache: constant */
+/* Prefetches the codes of the next tile while this one is computed. Streams go to the L2 cache, because few lines can
+   be on their way to the L1. cache: constant */
 enum { TQKV__L1 = 1, TQKV__L2 };
 static TQKV__INLINE void tqkv__prefetch(const int cache, const uint8_t *codes, size_t size)
 {

@@ -5,7 +5,7 @@ typedef struct tqkv__arrays {
     const void *at[8];
     size_t size[8];
     int n;
-    size_t alignment; /* of each */
+    size_t alignment;
 } tqkv__arrays;
 
 static void tqkv__add_array(tqkv__arrays *arrays, const void *at, size_t size)
@@ -15,7 +15,6 @@ static void tqkv__add_array(tqkv__arrays *arrays, const void *at, size_t size)
     arrays->size[arrays->n++] = size;
 }
 
-/* Adds out [n_queries][n_heads][value_dim], and max and sum [n_queries][n_heads]. */
 static void tqkv__add_slice(tqkv__arrays *arrays, const tqkv__attention *a, const void *out, const void *max,
                             const void *sum)
 {
@@ -24,7 +23,6 @@ static void tqkv__add_slice(tqkv__arrays *arrays, const tqkv__attention *a, cons
     tqkv__add_array(arrays, sum, a->n_rows * sizeof(float));
 }
 
-/* Checks the arrays; the first n_written are outputs. */
 static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
 {
     for (int i = 0; i < arrays->n; i++)
@@ -77,7 +75,6 @@ static tqkv_result tqkv__check_q_out(const tqkv__attention *a, const void *q, co
     return tqkv__check_attend(a, q, &arrays);
 }
 
-/* Checks the arrays of a call over all resident positions and cuts it; follows tqkv__attention_open. */
 static tqkv_result tqkv__cut_whole(const tqkv__attention *a, const void *q, void *out, tqkv__request *request)
 {
     const tqkv__range all = {a->first, a->call.end};
@@ -101,7 +98,6 @@ TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q,
     return r == TQKV_OK && a.call.n_queries ? tqkv__attend(&a, q, out) : r;
 }
 
-/* Where one call's rows of output lie, in bytes. */
 typedef struct tqkv__output {
     uint64_t begin, token_stride, head_stride, row;
     size_t n_tokens, n_heads;
@@ -164,7 +160,6 @@ static void tqkv__sort_extents(tqkv__extent *extents, size_t n)
     }
 }
 
-/* Sorts the extents; whether two share a byte. */
 static bool tqkv__writes_overlap(const tqkv__writes *writes)
 {
     tqkv__sort_extents(writes->extents, writes->n);
@@ -198,7 +193,7 @@ static tqkv_result tqkv__check_outputs(const tqkv__request *requests, int n_requ
     return overlap ? TQKV__INVALID("the output of an item overlaps an array of another") : TQKV_OK;
 }
 
-/* Opens and checks one item, which takes over the hooks of the first. Adds its request if it has queries. */
+/* Opens and checks one item, with the hooks of the first. Adds its request if it has queries. */
 static tqkv_result tqkv__open_item(const tqkv_attention *items, int i, const void *q, void *out, tqkv__attention *a,
                                    tqkv__request *requests, int *n_requests)
 {
@@ -240,7 +235,6 @@ static tqkv_result tqkv__check_slice_range(const tqkv__attention *a, int64_t fir
     return TQKV_OK;
 }
 
-/* Whether the sums of two slices have the same meaning. */
 static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv__attention *src)
 {
     if (src->value_dim != a->value_dim || src->call.n_heads != a->call.n_heads ||
@@ -253,7 +247,6 @@ static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv
                                                        : TQKV__INVALID("the slices differ in the values' centre");
 }
 
-/* Opens the shape of an attention, with centre and scale of its values: what slices are merged and finished by. */
 static tqkv_result tqkv__slice_shape(const tqkv_attention *attention, tqkv__attention *a)
 {
     const tqkv_result r = tqkv__attention_shape(attention, a);

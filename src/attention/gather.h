@@ -58,7 +58,6 @@ static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32
     }
 }
 
-/* Finds the slots of the ranks. Returns whether one is -1. */
 static bool tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slot_list)
 {
     const bool hidden = ranks->hidden && !ranks->together;
@@ -98,21 +97,19 @@ static bool tqkv__in_order(const int32_t *slot_list, int n)
     return !differs && slot_list[0] >= 0;
 }
 
-/* Whether the rows of a tile lie together, although pages end within it. */
 static bool tqkv__lies_together(const tqkv__attention *a, const tqkv__ranks *ranks)
 {
     return tqkv__in_order(ranks->keys, ranks->n) && tqkv__in_order(ranks->values, ranks->n) &&
            (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
 }
 
-/* Ranks of a pass. */
 static const tqkv__list *tqkv__list_in_pass(const tqkv__work *w, int pass)
 {
     return pass == TQKV__GONE ? NULL : w->list;
 }
 
-/* Finds the tile of the ranks from `rank` to at most `end`; its n is 0 if a list's query sees none of it. Returns the
-   rank behind. */
+/* Finds the tile of the ranks from `rank` to at most `end`, n 0 if a list's query sees none of it; returns the rank
+   behind. */
 static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, int64_t end, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
@@ -194,7 +191,6 @@ static tqkv__tile *tqkv__tile_of_ranks(const tqkv__work *w, const tqkv__ranks *r
     return tile;
 }
 
-/* Makes a tile in which a ring wraps: its rows are gathered. */
 static tqkv__tile *tqkv__wrapped_tile(tqkv__work *w, int pass, int64_t position)
 {
     tqkv__ranks *ranks = &w->ranks[w->before == &w->tiles[0]]; /* those of the tile before are in use */
@@ -225,7 +221,7 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
 }
 
 /* Whether the KV heads of a call come one after the other, with one list for all. Queries with lists of their own take
-   one KV head after the other: neighbours share most of their entries, whose rows are then still in the L2 cache. */
+   one KV head after the other: neighbours share most entries, whose rows the L2 cache still has. */
 static bool tqkv__heads_follow(const tqkv__attention *a)
 {
     return !a->call.list.rows || (a->call.n_queries == 1 && a->call.list.heads == 1);

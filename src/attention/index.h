@@ -7,7 +7,6 @@ typedef struct tqkv__index {
     int64_t blocks;  /* up to end */
 } tqkv__index;
 
-/* Resolves and checks everything except the keys' buffers. */
 static tqkv_result tqkv__index_shape(const tqkv_index *index, tqkv__index *x)
 {
     tqkv_attention a;
@@ -47,7 +46,6 @@ static int64_t tqkv__index_end(const tqkv__index *x, int query)
     return end < x->a.first ? x->a.first : end < x->a.call.end ? end : x->a.call.end;
 }
 
-/* Checks scores: [n_queries][blocks] */
 static tqkv_result tqkv__index_array(const tqkv__index *x, const float *scores, size_t *size)
 {
     if (!tqkv__floats_at(scores)) return TQKV__INVALID("scores: NULL or not aligned as floats");
@@ -101,7 +99,6 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     return s;
 }
 
-/* Arranges the queries of an item for the keys, with their weights and what a centre adds to their scores. */
 static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
 {
     const tqkv__attention *a = &job->x->a;
@@ -313,7 +310,6 @@ static uint32_t tqkv__nth_key(const float *scores, int64_t n_scores, int64_t n, 
     return key;
 }
 
-/* A list in progress. */
 typedef struct tqkv__choice {
     const float *scores;
     int32_t *list;
@@ -337,7 +333,6 @@ static int64_t tqkv__count_blocks(const float *scores, int64_t from, int64_t to)
     return n;
 }
 
-/* What a task needs to choose for one query. */
 typedef struct tqkv__choosing {
     const tqkv__index *x;
     const float *scores;
@@ -363,7 +358,6 @@ static void tqkv__choose_task(void *context, int query)
     while (c.n < c.k) c.list[c.n++] = -1;
 }
 
-/* Whether a query sees a block whose score is NaN. */
 static bool tqkv__scores_nan(const tqkv__index *x, const float *scores)
 {
     uint32_t bad = 0;

@@ -11,7 +11,6 @@ typedef struct tqkv__queue {
     size_t size;
 } tqkv__queue;
 
-/* Gets memory for the scratch of each task and, behind it, more floats; false if there is none. */
 static bool tqkv__queue_open(tqkv__queue *queue, const tqkv_allocator *allocator, size_t more)
 {
     queue->scratch_floats = (queue->scratch_floats + 15) / 16 * 16;
@@ -177,7 +176,7 @@ static int tqkv__chunk_rows(int head_dim)
 }
 
 /* Returns the query rows of an item, of `all`: up to 144 KiB of sums, which the L2 cache holds, or 32 KiB where tasks
-   would be left without work. others: how many times the work of these rows there is */
+   would be left without work. others: how often the work of these rows exists */
 static int tqkv__item_rows(const tqkv__attention *a, int all, int64_t others)
 {
     const int dim = a->key_dim > a->value_dim ? a->key_dim : a->value_dim;

@@ -50,8 +50,8 @@ static tqkv_result tqkv__take_tail(tqkv__attention *a)
     return TQKV_OK;
 }
 
-/* Returns 1/sqrt(n): from TQKV__SIZES for the sizes of streams; for their sums double is enough, because no 1/sqrt(n)
-   lies so near to the middle of two floats. Rounds the bits of the double, whatever the caller's rounding mode. */
+/* Returns 1/sqrt(n), rounded by the bits of the double whatever the caller's mode. For sums of two sizes double is
+   enough: no 1/sqrt(n) lies so near to the middle of two floats. */
 static float tqkv__inverse_root(int n)
 {
     double root = 1.0 / sqrt((double)n);
@@ -127,7 +127,6 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     return tqkv__check_tree_and_sinks(call);
 }
 
-/* Finds the resident range; follows tqkv__attention_shape. */
 static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attention *r)
 {
     if (a->end < 0 || a->kv_len < 0) return TQKV__INVALID("end or kv_len is negative");
@@ -149,8 +148,8 @@ static bool tqkv__same_bytes(const tqkv__stream *a, const tqkv__stream *b)
            a->rotated == b->rotated && a->block_scale == b->block_scale;
 }
 
-/* Refuses streams that share bytes, but are neither one stream nor, by their page tables, two in one pool. Finds
-   whether keys and values are one. */
+/* Refuses streams that share bytes, but for keys and values that are one stream and for page tables over one pool.
+   Finds whether keys and values are one. */
 static tqkv_result tqkv__check_streams(tqkv__attention *a)
 {
     const tqkv__stream *k = &a->keys, *v = &a->values;
@@ -169,7 +168,6 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
     return TQKV__INVALID("keys and values share bytes, but are not described in the same way");
 }
 
-/* Checks a store that has positions of a stream besides. */
 static TQKV__NOINLINE tqkv_result tqkv__check_beside(const tqkv__stream *stream, const tqkv__stream *s)
 {
     if (s->head_dim != stream->head_dim || s->n_kv_heads != stream->n_kv_heads)
@@ -191,8 +189,8 @@ static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream 
     return tqkv__check_beside(codes, s);
 }
 
-/* Returns the first position that a query reads from the halves of the newest. Without such halves it is 0, and these
-   are codes. A query whose own position does not matter stands at the end. */
+/* Returns the first position that a query reads from the halves of the newest, 0 where these are codes. A query whose
+   own position does not matter stands at the end. */
 static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
 {
     const tqkv_attention *call = &a->call;
@@ -212,8 +210,7 @@ static int64_t tqkv__exact_oldest(const tqkv_attention *call, int64_t first)
     return from < call->end ? from : call->end;
 }
 
-/* Takes the positions that are kept as halves, from stores opened by `open`; follows tqkv__check_streams and
-   tqkv__attention_range. */
+/* Takes the positions that are kept as halves, from stores opened by `open`. */
 static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
@@ -250,8 +247,8 @@ static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__
     return tqkv__check_beside(tail, s);
 }
 
-/* Takes the first positions that are no longer resident, if all streams have them, from stores opened by `open`. Those
-   of a ring are added apart from the start, so that no bit depends on when they go; follows tqkv__take_ends. */
+/* Takes the first positions that are no longer resident, if all streams have them. Those of a ring are added apart from
+   the start, so that no bit depends on when they go; follows tqkv__take_ends. */
 static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
@@ -279,9 +276,9 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
     return TQKV_OK;
 }
 
-/* Positions that are read from the same streams. A query reads what is no longer resident in its first pass, then [0,
-   b) and [b, end), where b is tqkv__exact_at. Queries of an item have other b: each looks only at its own positions of
-   the tiles that both passes have, so its sums are added in the same order alone and in a batch. */
+/* Positions that are read from the same streams. A query reads what is no longer resident, then [0, b), then [b, end),
+   where b is tqkv__exact_at. Each query of an item looks only at its own positions of a pass, so its sums have the same
+   order alone and in a batch. */
 enum { TQKV__GONE, TQKV__OLDER, TQKV__NEWEST, TQKV__PASSES };
 typedef struct tqkv__region {
     int number; /* tells regions apart: 2 * pass, plus 1 for the first positions */
@@ -306,11 +303,11 @@ static tqkv__region tqkv__region_at(const tqkv__attention *a, int64_t position, 
 }
 
 /* This is where an attention has stream i, whether it reads it or not. */
-#define TQKV__STREAM_AT(a, i)                                                                                          \
-    ((i) == TQKV__KEYS         ? &(a)->keys                                                                            \
-     : (i) == TQKV__VALUES     ? &(a)->values                                                                          \
-     : (i) == TQKV__TAIL       ? &(a)->tail                                                                            \
-     : (i) == TQKV__FIRST_TAIL ? &(a)->first_tail                                                                      \
+#define TQKV__STREAM_AT(a, i) \
+    ((i) == TQKV__KEYS         ? &(a)->keys \
+     : (i) == TQKV__VALUES     ? &(a)->values \
+     : (i) == TQKV__TAIL       ? &(a)->tail \
+     : (i) == TQKV__FIRST_TAIL ? &(a)->first_tail \
                                : &(a)->ends[tqkv__stream_kinds[i].end][tqkv__stream_kinds[i].side])
 
 static bool tqkv__has_stream(const tqkv__attention *a, int i)
@@ -321,7 +318,6 @@ static bool tqkv__has_stream(const tqkv__attention *a, int i)
     return kind.end == TQKV__NO_END || a->exact[kind.end][kind.side];
 }
 
-/* Returns stream i of an attention; NULL if it does not read it. */
 static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
 {
     return tqkv__has_stream(a, i) ? TQKV__STREAM_AT(a, i) : NULL;
@@ -359,7 +355,6 @@ static tqkv_result tqkv__check_row(const int32_t *row, int n)
     return TQKV_OK;
 }
 
-/* Checks the numbers of a list, but not its entries. */
 static tqkv_result tqkv__list_shape(tqkv__attention *a)
 {
     tqkv_attention *call = &a->call;
@@ -424,7 +419,6 @@ static tqkv_result tqkv__check_window(const tqkv__attention *a)
     return TQKV_OK;
 }
 
-/* Opens all but what is kept as halves. */
 static tqkv_result tqkv__attention_streams(const tqkv_attention *a, tqkv__attention *r)
 {
     tqkv_result result = tqkv__attention_shape(a, r);

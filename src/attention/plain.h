@@ -14,8 +14,8 @@
    F16 and TQ8 are multiplied as floats: the products of each 512 dimensions with fma in 16 sums, dimension d in sum
    d % 16, which are added by halves; values by one fma after the other, in the order of positions. */
 
-/* 127*256 + 127, so that a set may split an integer into two signed bytes. No sum in brackets leaves 32 bits: |c| <=
-   128 keeps a score of a panel of 256 dimensions below 1.07e9, and 64 positions of a tile below 2.7e8. */
+/* 127*256 + 127, so that a set may split an integer into two signed bytes. Sums stay within 32 bits: |c| <= 128 keeps a
+   score of 256 dimensions below 1.07e9, and 64 positions below 2.7e8. */
 #define TQKV__INTEGER_TOP 32639
 /* Smaller largest values count as this one, 2^-100: T over it is a float. */
 #define TQKV__INTEGER_LEAST 7.888609052210118e-31f
@@ -23,8 +23,8 @@
 /* Whether a stream is multiplied as floats. The centroids of TQ8 do not fit 8 bits. */
 static bool tqkv__in_floats(const tqkv__stream *s) { return s->kind == TQKV__HALF || s->book_bits == 8; }
 
-/* Finds the stream's integer centroids, repeated to 64, and their step. Books are symmetric: these are upper halves,
-   each with the step that adds the least distortion. docs/formats.md says how much that is. */
+/* Finds the stream's integer centroids, repeated to 64, and their step. These are the upper halves of symmetric books,
+   each with the step that adds the least distortion; docs/formats.md has the figures. */
 static void tqkv__fill_integers(tqkv__stream *s)
 {
     static const float steps[5] = {0.0251706206f, 0.0244347833f, 0.0261686062f, 0.0276549527f, 0.0319480885f};
@@ -45,7 +45,6 @@ static void tqkv__fill_integers(tqkv__stream *s)
     }
 }
 
-/* Finds the integers of n values from the first on; row: [row_bytes] */
 static void tqkv__integers_at(const tqkv__stream *s, const uint8_t *row, int first, int n, int8_t *integers)
 {
     const int main_bits = s->main_bits, upper_bits = s->upper_bits;
@@ -67,7 +66,6 @@ static float tqkv__integer_unit(uint32_t largest, float step)
     return TQKV__AS_FLOAT(TQKV__AS_FLOAT(value / top) * step);
 }
 
-/* Returns T / value; 0 if that is not finite */
 static float tqkv__integer_scale(uint32_t largest)
 {
     if (largest >= 0x7f800000u) return 0.0f;
@@ -75,7 +73,6 @@ static float tqkv__integer_scale(uint32_t largest)
     return TQKV__AS_FLOAT((float)TQKV__INTEGER_TOP / value);
 }
 
-/* Makes integers of x: [n] -> to: [n]; returns the unit */
 static float tqkv__to_integers(const float *x, int n, float step, int16_t *to)
 {
     uint32_t largest = 0;
@@ -94,8 +91,8 @@ static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, 
     memcpy(to, integers, (size_t)s->head_dim * sizeof *integers);
 }
 
-/* Replaces a query by what its integers leave of it. Returns whether that is worth a second digit, whose products are
-   added to the scores: fewer than 19 of 32 values reach an eighth of the largest, as in one Gaussian row of 400. */
+/* Replaces a query by what its integers leave of it. Returns whether that deserves a second digit: fewer than 19 of 32
+   values reach an eighth of the largest, as in one Gaussian row of 400. */
 static bool tqkv__round_rest(float *query, int n)
 {
     uint32_t largest = 0;
@@ -116,7 +113,6 @@ static bool tqkv__round_rest(float *query, int n)
 /* Gives NaN one pattern of bits: processors differ in those that they make. */
 static float tqkv__one_nan(float x) { return x != x ? tqkv__float(0x7fc00000u) : x; }
 
-/* Returns the factor of panel `panel` of panel_dim values of a row. */
 static float tqkv__panel_factor(const tqkv__stream *s, const float *norms, int panel)
 {
     return tqkv__factor(s, norms[panel * s->panel_dim / s->norm_dim]);
@@ -125,7 +121,6 @@ static float tqkv__panel_factor(const tqkv__stream *s, const float *norms, int p
 /* An infinite norm of a key counts as NaN: its score could be -infinity, which would leave the position out. */
 static float tqkv__norm_of_key(float norm) { return norm + norm * 0.0f; }
 
-/* Decodes a key that is multiplied as floats. to: [head_dim] */
 static void tqkv__decode_key(const tqkv__stream *s, const uint8_t *codes, const float *norms, float *to)
 {
     float checked[TQKV_MAX_HEAD_DIM / 256];
@@ -133,8 +128,8 @@ static void tqkv__decode_key(const tqkv__stream *s, const uint8_t *codes, const 
     tqkv__decode_row(s, codes, checked, to);
 }
 
-/* Products that 16 sums take. With equal products all roundings fall to one side: 1024 in a row would give keys of
-   constant halves an error of 3.4e-5. */
+/* Products that 16 sums take: 1024 equal ones, all rounded to one side, would give keys of constant halves an error of
+   3.4e-5. */
 #define TQKV__MOST_PRODUCTS 512
 
 static float tqkv__score_floats(const tqkv__stream *s, const float *key, const float *query, float score)
@@ -228,7 +223,6 @@ static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span
                           out + (size_t)row * (size_t)a->value_dim);
 }
 
-/* Adds: out += sum_j weights[j] * value j, for values that are multiplied as floats. out: [head_dim] */
 static void tqkv__add_floats(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
                              float *out)
 {
@@ -240,7 +234,6 @@ static void tqkv__add_floats(const tqkv__stream *s, int kv_head, const tqkv__seg
     }
 }
 
-/* Adds one panel of integers; integers: [n][panel_dim], out: [panel_dim] */
 static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int panel,
                                const int8_t *integers, const float *weights, float *out)
 {

@@ -1,6 +1,5 @@
 /* >>query: a row of a call: its query, its centres, its result. */
 
-/* One call of a job. */
 typedef struct tqkv__request {
     const tqkv__attention *a;
     const void *q; /* the caller's, as out, max and sum */
@@ -50,8 +49,8 @@ static const void *tqkv__query_part(const tqkv__attention *a, const void *query,
     return (const uint8_t *)query + (part ? (size_t)a->keys.head_dim * tqkv__type_size(a->call.query_type) : 0);
 }
 
-/* Brings part 0 or 1 of an item's queries into the basis of a stream, times scale, as floats or integers. Returns
-   whether there are second digits. arranged, halves (as floats, or NULL), rest (second digits): [n_rows][head_dim] */
+/* Brings part 0 or 1 of an item's queries into the basis of a stream, times scale, as floats or integers; returns
+   whether there are second digits. arranged, halves (as floats, or NULL), rest: [n_rows][head_dim] */
 static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item, const void *q, int part,
                                const tqkv__stream *s, float *arranged, float *halves, float *rest)
 {
@@ -84,7 +83,7 @@ static bool tqkv__arrange_part(const tqkv__attention *a, const tqkv__item *item,
 static size_t tqkv__query_floats(const tqkv__attention *a) { return tqkv__first_floats(a) + (size_t)a->key_dim; }
 
 /* Returns which parts have second digits: 1 for the keys, 2 for the tail. arranged: [n_rows][head_dim] of the keys, of
-   the tail and, if some keys are halves, of the keys for these; then the second digits of both parts */
+   the tail and, if some keys are halves, of the keys for these; then the second digits */
 static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *item, const void *q, float *arranged)
 {
     const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
@@ -114,8 +113,8 @@ static TQKV__NOINLINE double tqkv__center_product(const tqkv__attention *a, int 
     return sum;
 }
 
-/* Returns scale * q.c of all parts: what is missing in all scores of a row. In double: it may be a thousand times as
-   large as what differs between scores. query: [key_dim], the caller's */
+/* Returns scale * q.c of all parts: what is missing in all scores of a row. In double: it may be a thousand times what
+   differs between scores. query: [key_dim] */
 static double tqkv__center_score(const tqkv__attention *a, int kv_head, const void *query)
 {
     const double tail = a->call.tail ? tqkv__center_product(a, kv_head, 1, query) : 0.0;

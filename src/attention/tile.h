@@ -32,10 +32,10 @@ static bool tqkv__wraps(const tqkv__stream *s, int64_t position, int64_t n)
     return s->ring && tqkv__slots_left(s, position) < n;
 }
 
-/* Returns the length of a tile. It is contiguous in all its streams, or gathered: it ends where a large page ends, or
-   another region begins, and at positions that are a multiple of TQKV__TILE. Its scores are at the position modulo
-   TQKV__TILE. A query's sums are then the same bits alone or in a batch, and in a store of any kind and size. Otherwise
-   prefill and decode drift apart: a last bit changes the next layer's keys, and now and then a code. */
+/* Returns the length of a tile, which is contiguous in all its streams, or gathered. It ends where a large page ends,
+   or another region begins, and at multiples of TQKV__TILE; its scores are at the position modulo TQKV__TILE. So a
+   query's sums are the same bits alone, in a batch, and in any store. Otherwise prefill and decode drift apart: a last
+   bit changes the next layer's keys, and now and then a code. */
 static int tqkv__tile_length(const tqkv__attention *a, const tqkv__region *region, int64_t position, int64_t end)
 {
     const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = region->end - position;
@@ -66,17 +66,16 @@ typedef struct tqkv__tile {
     int n, begin;
     tqkv__region region;
     tqkv__segment keys, values, tail;
-    const tqkv__ranks *ranks;                                        /* of a list or of gathered rows, or NULL */
-    const tqkv__attention *streams;                                  /* that hold it: the caller's, or gathered ones */
-    int kv_head;                                                     /* there */
-    bool whole;                                                      /* every row sees all of it */
-    tqkv__span spans[TQKV__CHUNK_ROWS];                              /* what each row sees of it */
+    const tqkv__ranks *ranks;       /* of a list or of gathered rows, or NULL */
+    const tqkv__attention *streams; /* that hold it: the caller's, or gathered ones */
+    int kv_head;                    /* there */
+    bool whole;                     /* every row sees all of it */
+    tqkv__span spans[TQKV__CHUNK_ROWS];
     TQKV__ALIGNED float scores[(TQKV__CHUNK_ROWS + 1) * TQKV__TILE]; /* room for whole vectors at a tile's end */
     TQKV__ALIGNED float scaled[TQKV__CHUNK_ROWS * TQKV__TILE];       /* for value_tile */
 } tqkv__tile;
 
-/* Finds the slots of a tile of n positions. While it is computed the next tile of [.., end) is fetched, which a page
-   table may put anywhere. */
+/* Finds the slots of a tile of n positions, and where the next tile of [.., end) lies, for the prefetch. */
 static void tqkv__open_segment(const tqkv__stream *s, int64_t position, int n, int64_t end, tqkv__segment *segment)
 {
     const int64_t next = position + n;
@@ -88,7 +87,6 @@ static void tqkv__open_segment(const tqkv__stream *s, int64_t position, int n, i
     if (page >= 0 && page < s->capacity / s->page_size) segment->ahead = page * s->page_size - segment->slot;
 }
 
-/* Finds the segments of a tile of a region, which is contiguous in all its streams. */
 static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *region, int64_t end, tqkv__tile *tile)
 {
     tile->region = *region;
@@ -98,7 +96,7 @@ static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *re
 }
 
 /* Prefetches a line of each 4 KiB of the next tile, and its norms: the loops prefetch the rest, but late where the
-   processor does not know the memory page yet. It reads short rows that go on where this tile ends ahead by itself. */
+   memory page is not known yet. Short rows that go on behind this tile need none. */
 static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__segment *segment)
 {
     const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
@@ -130,8 +128,8 @@ static bool tqkv__segment_finite(const tqkv__attention *a, const tqkv__stream *s
     return true;
 }
 
-/* Does what value_tile does, safe for floats: if a tile holds NaN or infinity and some row does not see all of it, each
-   position is added alone, to the rows that see it, even with a weight that has underflowed to 0. */
+/* Does what value_tile does, safe for floats: where a tile holds NaN or infinity and some row does not see all of it,
+   each position is added alone, to the rows that see it. */
 static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__attention *a = tile->streams;
@@ -153,7 +151,6 @@ static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
         }
 }
 
-/* Returns the numbers below n, at most 64, as bits. */
 static uint64_t tqkv__bits_below(int n) { return n < 64 ? ((uint64_t)1 << n) - 1 : UINT64_MAX; }
 
 static tqkv__span tqkv__span_of(const tqkv__attention *a, int query, const tqkv__tile *tile, tqkv__range range)
@@ -204,10 +201,9 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
                         from->out + i * (size_t)value_dim, from->max[i], from->sum[i]);
 }
 
-/* The context is cut into stretches at multiples of 2048 positions, and these into pieces. Each has its own softmax and
-   float sums, merged in the order of the positions: the error does not grow with the context as in one long sum, not
-   even if all additions of equal values are rounded to the same side. A query's bits depend only on its positions, not
-   on other queries or on tasks. A merge costs as much as half a position. */
+/* The context is cut into stretches at multiples of 2048 positions, and these into pieces, each with its own softmax
+   and float sums, merged in order: the error does not grow with the context as in one long sum, and a query's bits
+   depend only on its positions. A merge costs as much as half a position. */
 #define TQKV__STRETCH 2048
 #define TQKV__PIECE   256
 

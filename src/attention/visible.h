@@ -12,7 +12,6 @@ static tqkv__range tqkv__visible(const tqkv__attention *a, int query, tqkv__rang
     return range;
 }
 
-/* Returns what the queries [first, last] see together. */
 static tqkv__range tqkv__visible_to(const tqkv__attention *a, int first, int last, tqkv__range range)
 {
     const tqkv__range seen = {tqkv__visible(a, first, range).from, tqkv__visible(a, last, range).to};
@@ -26,11 +25,10 @@ static bool tqkv__tree_has(const tqkv__attention *a, int j)
     return false;
 }
 
-/* What a query sees of a context by its list: the blocks entries[0 .. n_before), then all blocks from `recent` on,
-   where the newest positions begin. The positions of these blocks, visible or not, have the ranks base, base + 1 ...:
-   attention goes from rank to rank as it goes from position to position without a list. Tiles, pieces and stretches are
-   cut by rank, so a query's bits depend on its own list only. The first visible block has its positions as ranks: a
-   list of all blocks changes no bit. */
+/* What a query sees of a context by its list: the blocks entries[0 .. n_before), then all blocks from `recent` on. The
+   positions of these blocks, visible or not, have the ranks base, base + 1 ...: attention goes from rank to rank as it
+   goes from position to position without a list. Tiles and stretches are cut by rank, so a query's bits depend on its
+   own list alone. The first visible block has its positions as ranks: a list of all blocks changes no bit. */
 typedef struct tqkv__list {
     const int32_t *entries; /* from the first visible block on */
     int shift;              /* a block is 1 << shift positions */
@@ -164,7 +162,6 @@ static tqkv__range tqkv__listed_to(const tqkv__attention *a, tqkv__range range)
     return all;
 }
 
-/* Does what tqkv__check_pages does, for the positions of a list in stream i. */
 static tqkv_result tqkv__check_listed(const tqkv__attention *a, int i, tqkv__range range, int query,
                                       const tqkv__list *l)
 {
@@ -202,7 +199,6 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
     return r;
 }
 
-/* Does what tqkv__check_entries does, for the positions that are no longer resident. */
 static tqkv_result tqkv__check_kept(const tqkv__attention *a)
 {
     const tqkv__range kept = {0, a->kept}, seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, kept);
@@ -212,7 +208,6 @@ static tqkv_result tqkv__check_kept(const tqkv__attention *a)
     return r;
 }
 
-/* Does what tqkv__check_entries does, for the positions that some query sees. */
 static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 {
     const int64_t first = a->call.end - a->call.n_queries; /* of the tree */

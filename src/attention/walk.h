@@ -10,8 +10,8 @@ typedef struct tqkv__work {
     tqkv__tile *tiles; /* [2] */
     tqkv__tile *before;
     tqkv__sums piece, sums;
-    const tqkv__list *list;           /* or NULL: ranks are positions */
-    tqkv__range kept;                 /* as the request's */
+    const tqkv__list *list; /* or NULL: ranks are positions */
+    tqkv__range kept;
     int64_t exact[2];                 /* tqkv__exact_at of the first and the last row's query */
     tqkv__range passes[TQKV__PASSES]; /* of ranks, in a stretch */
     tqkv__range common[TQKV__PASSES]; /* what all rows see of these, without a list */
@@ -21,7 +21,6 @@ typedef struct tqkv__work {
     tqkv__ranks ranks[3];             /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
 
-/* Returns what the rows see together of a range of positions or, with a list, ranks. */
 static tqkv__range tqkv__range_of_rows(const tqkv__work *w, tqkv__range range)
 {
     const tqkv__item *item = w->item;
@@ -44,7 +43,7 @@ static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
 }
 
 /* Finds the passes through a range of positions or ranks or, for `kept`, through those that are added apart, and what
-   all rows see of them. Without halves of the newest all is in the last. */
+   all rows see of them. */
 static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
 {
     const tqkv__range none = {0, 0}, before = w->kept;
@@ -78,7 +77,7 @@ static tqkv__range tqkv__range_in_pass(const tqkv__work *w, int pass, int query,
     return range;
 }
 
-/* Takes from a span of a tile what its query's list does not name of the positions that are no longer resident. */
+/* Hides from a span of a tile what its query's list does not name of the positions that are no longer resident. */
 static void tqkv__hide_kept(const tqkv__list *l, const tqkv__tile *tile, tqkv__span *span)
 {
     bool seen = false;
@@ -124,7 +123,6 @@ static inline void tqkv__copy_row(uint8_t *to, const uint8_t *from, size_t size)
     if (size) memcpy(to, from, size);
 }
 
-/* Rows of a KV head and their norms. */
 typedef struct tqkv__source {
     const uint8_t *codes;
     const float *of_rows;
@@ -138,8 +136,8 @@ static tqkv__source tqkv__source_of(const tqkv__stream *s, int kv_head)
     return source;
 }
 
-/* Prefetches a row to the L1 cache: requests to the L2 take longer from memory. The last line of a row that is not
-   aligned to lines is left out: its request costs more than it brings. */
+/* Prefetches a row to the L1 cache, because requests to the L2 take longer from memory. The last line of a row that is
+   not aligned to lines is left out: it costs more than it brings. */
 static TQKV__INLINE void tqkv__ask_row(const tqkv__source *s, int32_t slot)
 {
     const uint8_t *row = s->codes + (size_t)slot * s->size;
@@ -161,8 +159,8 @@ static void tqkv__copy_rows(const tqkv__source *s, const int32_t *slot_list, int
     }
 }
 
-/* Copies the rows of a tile to slots of another stream from `slot` on, and prefetches the n_next of the next tile, none
-   of them hidden: one with each row of a norm, because a burst of requests would wait until most lines have come. */
+/* Copies the rows of a tile to slots of another stream from `slot` on, and prefetches the n_next rows of the next tile:
+   one with each row, because a burst of requests would wait. */
 static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
                          const int32_t *next, int n_next, const tqkv__stream *to, int slot)
 {
@@ -259,8 +257,8 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
     w->before = tile;
 }
 
-/* Asks for up to n positions that lie one after the other in the halves of an end, and returns their number; not for
-   pages. Inlined, because gcc drops calls of functions that only ask. */
+/* Prefetches up to n positions that lie one after the other in the halves of an end, and returns their number; 0 for
+   pages. Inlined, because gcc drops calls of functions that only prefetch. */
 static TQKV__INLINE int tqkv__ask_halves(const tqkv__work *w, int end, int64_t position, int n)
 {
     for (int side = 0; side < 2; side++) {
@@ -274,8 +272,7 @@ static TQKV__INLINE int tqkv__ask_halves(const tqkv__work *w, int end, int64_t p
     return n;
 }
 
-/* Finds where the rows' newest halves begin, and asks for the first tile of the first halves: queries are arranged
-   meanwhile. */
+/* Finds where the rows' newest halves begin, and prefetches the first tile of the first halves. */
 static void tqkv__open_ends(tqkv__work *w, tqkv__range seen)
 {
     const tqkv__attention *a = w->a;
@@ -286,8 +283,8 @@ static void tqkv__open_ends(tqkv__work *w, tqkv__range seen)
     if (!w->list && n > 0) tqkv__ask_halves(w, TQKV__FIRST_END, seen.from, n < TQKV__TILE ? (int)n : TQKV__TILE);
 }
 
-/* Prefetches a few of the newest halves with each tile of codes, so that all are there when their pass begins; nothing
-   else asks for the first of them. left: positions of codes before that pass */
+/* Prefetches a few of the newest halves with each tile of codes, so that all are there when their pass begins. left:
+   positions of codes before that pass */
 static void tqkv__ask_newest(tqkv__work *w, int64_t left)
 {
     enum { SHARE = 4 };

@@ -1,7 +1,7 @@
 /* >>exact: arithmetic that gives the same bits for every compiler, flag and floating-point mode of the caller */
 
-/* Rounds x to float at this point. Compilers may fuse a product with a following sum, by default (GCC, AArch64) or by a
-   flag, and not all of them obey pragmas. An empty asm that may change the value prevents it. */
+/* Rounds x to float at this point. Compilers may fuse a product with a following sum, and not all obey pragmas: an
+   empty asm that may change the value prevents it. */
 static inline float tqkv__rounded(float x)
 {
 #if defined(__SSE2_MATH__)
@@ -21,16 +21,15 @@ static inline float tqkv__rounded(float x)
 #define TQKV__AS_FLOAT(x) tqkv__rounded(x)
 #endif
 
-/* Rounds as tqkv__rounded does. */
 static inline double tqkv__rounded_double(double x)
 {
     __asm__("" : "+m"(x));
     return x;
 }
 
-/* Returns a*b + c, rounded once. The product of two floats is exact in double. Its sum with c is rounded to odd there:
-   if it is not exact, the last bit of the double is set, and the rounding to float cannot see a tie that is none.
-   clang 14 to 19 compile this function wrongly for s390x where they optimise it. */
+/* Returns a*b + c, rounded once. The product is exact in double; its sum with c is rounded to odd (if it is not exact,
+   the last bit is set), so the rounding to float cannot see a tie that is none. clang 14 to 19 optimise this function
+   wrongly for s390x. */
 #if defined(__clang__) && defined(__s390x__)
 __attribute__((noinline, optnone)) static float tqkv__fma(float a, float b, float c)
 #else
@@ -122,7 +121,6 @@ static uint16_t tqkv__half_at(const void *halves, size_t i)
     return half;
 }
 
-/* Does what tqkv__all_finite does, for n values of any type. */
 static bool tqkv__values_finite(tqkv_type type, const void *x, size_t n)
 {
     const uint32_t exponent = type == TQKV_TYPE_F16 ? 0x7c00u : 0x7f80u;

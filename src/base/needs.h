@@ -3,16 +3,15 @@
 #if defined(_MSC_VER) && !defined(__clang__)
 #error "tqkv.h: MSVC cannot compile the implementation; compile this file with clang-cl, or use MinGW"
 #endif
-#if !defined(TQKV_ALLOW_FAST_MATH) &&                                                                                  \
-    (defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) ||                        \
+#if !defined(TQKV_ALLOW_FAST_MATH) && \
+    (defined(__FAST_MATH__) || defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__) || \
      (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__))
 #error "tqkv.h: -ffast-math changes stored bytes; compile this file without it, or define TQKV_ALLOW_FAST_MATH"
 #endif
 
-/* Options of fast math that clang announces by no macro (-fassociative-math, -freciprocal-math,
-   -funsafe-math-optimizations) would change norms. On arm64 clang 14 does not know the pragma, and reorders no sum that
-   counts; clang 16 would. */
-#if defined(__clang__) && !defined(TQKV_ALLOW_FAST_MATH) &&                                                            \
+/* clang announces -fassociative-math, -freciprocal-math and -funsafe-math-optimizations by no macro; they would change
+   norms. On arm64 clang 14 does not know the pragma, and reorders no sum that counts. */
+#if defined(__clang__) && !defined(TQKV_ALLOW_FAST_MATH) && \
     (defined(__x86_64__) || (defined(__aarch64__) && __clang_major__ > 14))
 #define TQKV__PRECISE
 #pragma float_control(precise, on, push)
@@ -31,9 +30,9 @@
 #ifndef XXH_INLINE_ALL
 #define XXH_INLINE_ALL
 #endif
-/* gcc 12 -Og rejects the forced inlining of xxHash 0.8.1 (Debian 12). Without it gcc -O2 hashes snapshots at the same
-   speed, and gcc -O2 -mavx2 at 18 instead of 28 GB/s. xxhash.h evaluates this macro after it defines its version. */
-#if !defined(XXH_NO_INLINE_HINTS) && defined(__GNUC__) && !defined(__clang__) && !defined(__NO_INLINE__) &&            \
+/* gcc 12 -Og rejects the forced inlining of xxHash 0.8.1 (Debian 12). xxhash.h evaluates this macro after it defines
+   its version. */
+#if !defined(XXH_NO_INLINE_HINTS) && defined(__GNUC__) && !defined(__clang__) && !defined(__NO_INLINE__) && \
     !defined(__OPTIMIZE_SIZE__)
 #define XXH_NO_INLINE_HINTS (XXH_VERSION_NUMBER == 801)
 #endif
@@ -44,13 +43,13 @@
 #if defined(XXH_VERSION_NUMBER) && XXH_VERSION_NUMBER < 800
 #define TQKV__STRING(x) #x
 #define TQKV__EXPAND(x) TQKV__STRING(x)
-#define TQKV__XXH_FOUND                                                                                                \
+#define TQKV__XXH_FOUND \
     TQKV__EXPAND(XXH_VERSION_MAJOR) "." TQKV__EXPAND(XXH_VERSION_MINOR) "." TQKV__EXPAND(XXH_VERSION_RELEASE)
 #pragma message("tqkv.h: found xxhash.h " TQKV__XXH_FOUND)
 #error "tqkv.h: xxhash.h is too old, 0.8.0 is needed: Debian libxxhash-dev, Homebrew xxhash, or a copy beside tqkv.h"
 #endif
 
-/* With -fshort-enums or -fpack-struct for this file alone what callers pass has another layout. 32-bit ARM has short
+/* -fshort-enums or -fpack-struct for this file alone would give what callers pass another layout. 32-bit ARM has short
    enums in some systems, and says so. */
 enum tqkv__smallest { TQKV__SMALLEST };
 struct tqkv__gap {

@@ -46,12 +46,12 @@ static size_t tqkv__type_size(tqkv_type type)
 #define TQKV__NO_TYPE     "type, query_type or output_type: no tqkv_type"
 
 #define TQKV__SIZE_TEXT(x, dim, ...) #dim ", "
-#define TQKV__HEAD_DIMS                                                                                                \
-    "head_dim, value_dim or tail_dim: none of " TQKV__SIZES(                                                           \
+#define TQKV__HEAD_DIMS \
+    "head_dim, value_dim or tail_dim: none of " TQKV__SIZES( \
         TQKV__SIZE_TEXT, ) "to which rows can be padded with zeros; set scale then"
 
-/* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be chains of
-   comparisons, half a KB each; zeros without a row. */
+/* A row of TQKV__SIZES for a head_dim that the compiler does not know, where its columns would be half a KB of
+   comparisons each; zeros without a row. */
 typedef struct tqkv__size {
     int order, subrow, grid; /* subrow: values in each of `order` subrows */
     float root, inverse_root;
@@ -61,9 +61,9 @@ static inline const tqkv__size *tqkv__size_of(int head_dim)
 {
 #define TQKV__SIZE_ROW(x, dim, m, grid, root, inverse) {m, (dim) / (m), grid, root, inverse},
 #define TQKV__SIZE_NAME(x, dim, ...)                   TQKV__SIZE_##dim,
-#define TQKV__SIZE_CASE(x, dim, ...)                                                                                   \
-    case (dim) / 16:                                                                                                   \
-        row = TQKV__SIZE_##dim;                                                                                        \
+#define TQKV__SIZE_CASE(x, dim, ...) \
+    case (dim) / 16: \
+        row = TQKV__SIZE_##dim; \
         break;
     enum { no_row, TQKV__SIZES(TQKV__SIZE_NAME, ) n_rows };
     static const tqkv__size rows[n_rows] = {{0, 0, 0, 0.0f, 0.0f}, TQKV__SIZES(TQKV__SIZE_ROW, )};
@@ -75,13 +75,12 @@ static inline const tqkv__size *tqkv__size_of(int head_dim)
 }
 static bool tqkv__head_dim_known(int head_dim) { return tqkv__size_of(head_dim)->order != 0; }
 
-/* Returns TQKV__NORM_DIM of a head_dim that the compiler does not know */
 static int tqkv__norm_dim(int kind, int head_dim)
 {
     return kind == TQKV__GRID ? tqkv__size_of(head_dim)->grid : TQKV__NORM_DIM(kind, head_dim);
 }
 
-/* Bytes of the codes of one row (one position of one head); 0 for an unsupported format or head_dim. */
+/* Bytes of the codes of one row; 0 for an unsupported format or head_dim. */
 static size_t tqkv__row_bytes(tqkv_format f, int head_dim)
 {
     const tqkv__format *row = tqkv__format_of(f);
@@ -121,15 +120,14 @@ typedef struct tqkv__stream {
     int panel_dim;               /* values that attention decodes at a time, all of one norm, at most TQKV__PANEL */
     uint8_t *codes;
     float *norms;
-    size_t codes_size, norms_size;  /* bytes in use */
-    tqkv_type type;                 /* of the caller's rows; tqkv__check_rows checks it */
-    tqkv_strides strides;           /* likewise */
+    size_t codes_size, norms_size; /* bytes in use */
+    tqkv_type type;                /* of the caller's rows; tqkv__check_rows checks it */
+    tqkv_strides strides;
     const float *center;            /* [n_kv_heads][head_dim] or NULL */
     const float *channel_scale;     /* likewise */
     const float *inverses;          /* 1 / channel_scale, where they are kept; else NULL, see tqkv__inverses_of */
     const int32_t *pages;           /* [n_pages] or NULL: no table, or one that the processor does not know */
     int n_pages, page_size;         /* 0 without a table */
-    uint8_t planes[4][128];         /* TQ8: byte p of each centroid in planes[p]; see tqkv__fill_planes */
     int8_t centroids[64];           /* integers, and their step; see tqkv__fill_integers */
     float step, root, inverse_root; /* root: of head_dim */
 } tqkv__stream;
@@ -147,8 +145,7 @@ static bool tqkv__without_gaps(tqkv_strides strides, int n_heads, int dim)
     return strides.head == (size_t)dim && strides.token == (size_t)n_heads * (size_t)dim;
 }
 
-/* Finds the bytes from the first of [n][n_heads] rows to the end of the last one; false if one cannot compute with
-   them. */
+/* Finds the bytes from the first of [n][n_heads] rows to the end of the last one; false on overflow. */
 static bool tqkv__rows_extent(tqkv_strides strides, int n, int n_heads, int dim, size_t value_size, size_t *bytes)
 {
     size_t token, head;
@@ -172,7 +169,6 @@ static bool tqkv__rows_distinct(tqkv_strides strides, int n, int n_heads, int di
     return (strides.head >= row && strides.token >= heads) || (strides.token >= row && strides.head >= tokens);
 }
 
-/* Takes a page table and checks it, except for its entries. */
 static tqkv_result tqkv__table_shape(const tqkv_store *store, tqkv__stream *s)
 {
     if (store->ring) return TQKV__INVALID("pages: the store is a ring");
@@ -200,7 +196,6 @@ static void tqkv__take_format(tqkv_format format, tqkv__stream *s)
     s->n_factors = TQKV__N_FACTORS(s->book_bits);
 }
 
-/* Checks the shape of a store, not its buffers. */
 static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
 {
     memset(s, 0, sizeof *s);
@@ -243,7 +238,6 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
 static bool tqkv__channels_finite(const tqkv__stream *s, const float *x);
 static bool tqkv__channels_scale(const tqkv__stream *s, const float *x);
 
-/* Takes the scale; follows tqkv__stream_shape. */
 static tqkv_result tqkv__stream_scale(const tqkv_store *store, tqkv__stream *s)
 {
     const float *scale = store->channel_scale;
@@ -256,7 +250,6 @@ static tqkv_result tqkv__stream_scale(const tqkv_store *store, tqkv__stream *s)
     return TQKV_OK;
 }
 
-/* Takes centre and scale; follows tqkv__stream_shape in calls that use them. */
 static tqkv_result tqkv__stream_channels(const tqkv_store *store, tqkv__stream *s)
 {
     if ((uintptr_t)store->center % sizeof(float)) return TQKV__INVALID("center: not aligned as floats");
@@ -272,7 +265,6 @@ static size_t tqkv__center_size(const tqkv__stream *s)
     return (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float);
 }
 
-/* Returns what a head has of centre, scale or inverses, [head_dim]; NULL for NULL */
 static const float *tqkv__of_head(const tqkv__stream *s, const float *channels, int kv_head)
 {
     return channels ? channels + (size_t)kv_head * (size_t)s->head_dim : NULL;
@@ -287,20 +279,11 @@ static const float *tqkv__scale_of(const tqkv__stream *s, int kv_head)
 
 static size_t tqkv__table_size(const tqkv__stream *s) { return (size_t)s->n_pages * sizeof(int32_t); }
 
-/* TQ8 has more centroids than registers hold, but they are symmetric: centroid 255 - c is -centroid c, and the lower
-   half is enough. */
-static void tqkv__fill_planes(tqkv__stream *s)
-{
-    for (int i = 0; i < 128 && s->book_bits == 8; i++)
-        for (int p = 0; p < 4; p++) s->planes[p][i] = (uint8_t)(tqkv__bits(s->codebook[i]) >> (8 * p));
-}
-
 static bool tqkv__encoding_overlaps(const tqkv__stream *s, const void *p, size_t size)
 {
     return tqkv__overlap(s->codes, s->codes_size, p, size) || tqkv__overlap(s->norms, s->norms_size, p, size);
 }
 
-/* Takes the buffers of a store; follows tqkv__stream_shape. */
 static tqkv_result tqkv__stream_memory(const tqkv_store *store, tqkv__stream *s)
 {
     const tqkv_result r = tqkv__stream_channels(store, s);
@@ -313,7 +296,6 @@ static tqkv_result tqkv__stream_memory(const tqkv_store *store, tqkv__stream *s)
         return TQKV__INVALID("codes and norms overlap");
     s->codes = (uint8_t *)store->codes;
     s->norms = store->norms;
-    tqkv__fill_planes(s);
     if (tqkv__encoding_overlaps(s, s->center, tqkv__center_size(s)))
         return TQKV__INVALID("center overlaps codes or norms");
     if (tqkv__encoding_overlaps(s, s->channel_scale, tqkv__center_size(s)))
@@ -431,8 +413,8 @@ static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64
     return tqkv__check_pages_from(s, first, end, 0);
 }
 
-/* Whether no number of ids occurs twice or among others, but for negative ones; ids: [n], others: [n_others], or NULL
-   and 0. Marks 32768 numbers at a time in 4 KiB of stack. */
+/* Whether no number of ids, [n], occurs twice or among others, [n_others] or NULL; negative ones do not count. Marks
+   32768 numbers at a time in 4 KiB of stack. */
 static bool tqkv__all_distinct(const int32_t *ids, int64_t n, const int32_t *others, int64_t n_others)
 {
     enum { at_a_time = 32768 };
@@ -456,7 +438,6 @@ static bool tqkv__all_distinct(const int32_t *ids, int64_t n, const int32_t *oth
     return true;
 }
 
-/* Checks n positions; lowest: as tqkv__check_pages_from's */
 static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t position, int lowest)
 {
     if (position < 0 || position > INT64_MAX - n) return TQKV__REFUSE(OUT_OF_RANGE, "position: negative or too large");
@@ -466,7 +447,7 @@ static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t p
     return tqkv__check_pages_from(s, position, position + n, lowest);
 }
 
-/* Refuses a table that names a page twice among those of n positions to write; follows tqkv__check_positions. */
+/* Refuses a table that names a page twice among those to write; follows tqkv__check_positions. */
 static tqkv_result tqkv__check_written(const tqkv__stream *s, int n, int64_t position)
 {
     if (!s->pages || n == 0) return TQKV_OK;
@@ -475,7 +456,6 @@ static tqkv_result tqkv__check_written(const tqkv__stream *s, int n, int64_t pos
     return TQKV__INVALID("pages: a page twice among those to write");
 }
 
-/* Opens a store to read n of its positions, or to replace them as they are stored. */
 static tqkv_result tqkv__open_positions(const tqkv_store *store, int n, int64_t position, tqkv__stream *s)
 {
     const tqkv_result r = tqkv__stream_open(store, s);
@@ -485,7 +465,6 @@ static tqkv_result tqkv__open_positions(const tqkv_store *store, int n, int64_t 
     return tqkv__check_positions(s, n, position, 0);
 }
 
-/* Returns the bytes from the first of the caller's rows to that of a token and a head. */
 static size_t tqkv__row_offset(const tqkv__stream *s, size_t token, size_t head)
 {
     return (token * s->strides.token + head * s->strides.head) * tqkv__type_size(s->type);
@@ -496,7 +475,7 @@ static const void *tqkv__source_row(const tqkv__stream *s, const void *src, size
     return (const uint8_t *)src + tqkv__row_offset(s, token, head);
 }
 
-/* Checks p: [n][n_kv_heads] rows of the stream's type and strides; *bytes: their size, with gaps. */
+/* Checks p: [n][n_kv_heads] rows; *bytes: their size, with gaps. */
 static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n, size_t *bytes)
 {
     const size_t size = tqkv__type_size(s->type);

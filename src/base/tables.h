@@ -104,7 +104,7 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 #define TQKV__PLAIN_OF(f, format, name, kind, main, upper, book, plain) (f) == format ? plain:
 
 /* Values that share a norm, in a row of D values. */
-#define TQKV__NORM_DIM(kind, D)                                                                                        \
+#define TQKV__NORM_DIM(kind, D) \
     ((kind) == TQKV__GRID ? TQKV__GRID_DIM(D) : (kind) == TQKV__BOOK && ((D) == 512 || (D) == 1024) ? 256 : (D))
 
 /* One row a codebook: its bits, which are also part of the names of its tables and hashes. */

@@ -17,11 +17,11 @@ struct tqkv_cache {
     int own_room;                /* their capacity */
     void *grown;                 /* memory of newest halves for which that has no room, or NULL */
     size_t grown_size;
-    float *channels;   /* room for centres, scales and inverses, stream after stream: [n_kv_heads][head_dim] */
-    int64_t first;     /* resident positions [first, attention.end) */
-    tqkv_pairs pairs;  /* as in the desc */
-    int calibrate;     /* likewise */
-    uint64_t tag;      /* likewise */
+    float *channels;  /* room for centres, scales and inverses, stream after stream: [n_kv_heads][head_dim] */
+    int64_t first;    /* resident positions [first, attention.end) */
+    tqkv_pairs pairs; /* as in the desc */
+    int calibrate;
+    uint64_t tag;
     bool learns;       /* when it is empty it begins to learn; see >>cache-calibrate */
     bool learning;     /* positions are in `raw` alone */
     int learn_from;    /* so many positions */
@@ -41,11 +41,11 @@ struct tqkv_cache {
 enum { TQKV__APPENDED_ON_GPU = 512 }; /* tokens at once: memory for the newest halves does not grow there */
 
 /* This is where a cache has store i, whether there is one or not. */
-#define TQKV__STORE_AT(c, i)                                                                                           \
-    ((i) >= TQKV__RAW      ? &(c)->raw[(i)-TQKV__RAW]                                                                  \
-     : (i) == TQKV__KEYS   ? &(c)->keys                                                                                \
-     : (i) == TQKV__VALUES ? &(c)->values                                                                              \
-     : (i) == TQKV__TAIL   ? &(c)->tail                                                                                \
+#define TQKV__STORE_AT(c, i) \
+    ((i) >= TQKV__RAW      ? &(c)->raw[(i)-TQKV__RAW] \
+     : (i) == TQKV__KEYS   ? &(c)->keys \
+     : (i) == TQKV__VALUES ? &(c)->values \
+     : (i) == TQKV__TAIL   ? &(c)->tail \
                            : &(c)->ends[tqkv__stream_kinds[i].end][tqkv__stream_kinds[i].side])
 
 static bool tqkv__has_store(const tqkv_cache *c, int i)
@@ -53,7 +53,6 @@ static bool tqkv__has_store(const tqkv_cache *c, int i)
     return (i != TQKV__VALUES || !c->shared) && TQKV__STORE_AT(c, i)->head_dim > 0;
 }
 
-/* Returns store i of a cache; NULL: there is none. */
 static const tqkv_store *tqkv__store_of(const tqkv_cache *c, int i)
 {
     return tqkv__has_store(c, i) ? TQKV__STORE_AT(c, i) : NULL;
@@ -69,7 +68,7 @@ static int64_t tqkv__end_room(int64_t exact_last, int64_t n_queries)
 }
 
 /* Returns the oldest position that an edit leaves as halves: as if the ring had room for a tile of queries, so that no
-   bit depends on how positions came. exact_held is no higher. */
+   bit depends on how positions came. */
 static int64_t tqkv__exact_kept(const tqkv_cache *c)
 {
     const int64_t oldest = c->attention.end - tqkv__end_room(c->exact_last, TQKV__TILE);
@@ -133,7 +132,6 @@ static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
 
 #define TQKV__LARGE_CACHE "a cache of more than SIZE_MAX bytes"
 
-/* Where the arrays of a store begin. */
 typedef struct tqkv__place {
     size_t codes, norms;
 } tqkv__place;
@@ -154,7 +152,6 @@ static void tqkv__place_store(tqkv_store *s, uint8_t *memory, const tqkv__place 
 
 static const tqkv__backend *tqkv__backend_of(const tqkv_metal *m) { return (const tqkv__backend *)(const void *)m; }
 
-/* Takes the shape of store i, of what is kept of the first or of the newest positions. */
 static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
 {
     const int side = tqkv__stream_kinds[i].side;
@@ -174,7 +171,6 @@ static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
     s->capacity = last ? (int)room : c->exact_first;
 }
 
-/* Takes the shapes of what is kept besides. More than the capacity is what no query sees. */
 static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
     const int first = desc->exact_first, last = desc->exact_last;
@@ -227,7 +223,6 @@ static void tqkv__cache_attach(tqkv_attention *a, const tqkv_cache *c)
     a->last.values = tqkv__store_of(c, c->shared ? TQKV__LAST_KEYS : TQKV__LAST_VALUES);
 }
 
-/* Resolves the defaults of a desc; checks it and the shapes of all streams. */
 static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
     tqkv__attention resolved;
@@ -265,13 +260,11 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     return TQKV_OK;
 }
 
-/* Where arrays begin in the memory of a cache. */
 typedef struct tqkv__cache_memory {
     size_t sinks, channels, is_new, size;
     tqkv__place stores[TQKV__CACHE_STORES];
 } tqkv__cache_memory;
 
-/* Divides a cache's memory; false on overflow. */
 static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__cache_memory *at)
 {
     size_t channels;
@@ -335,7 +328,6 @@ static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values
     return TQKV_OK;
 }
 
-/* Whether a desc has centres or scales: a cache then learns none. */
 static bool tqkv__gives_channels(const tqkv_cache_desc *desc)
 {
     return desc->key_center || desc->key_scale || desc->value_center || desc->value_scale;
@@ -353,7 +345,6 @@ static tqkv_result tqkv__check_given(const tqkv_cache_desc *desc, const tqkv_cac
     return r == TQKV_OK ? tqkv__check_channels(TQKV__SCALES, desc->value_scale, n_values) : r;
 }
 
-/* Returns what a desc gives of stream i, and how far its heads are apart; NULL: nothing. */
 static const float *tqkv__given(const tqkv_cache_desc *desc, const tqkv_cache *c, int i, tqkv__channels kind,
                                 size_t *stride)
 {
@@ -498,7 +489,7 @@ static void tqkv__copy_newest(const tqkv_cache *c, int side, int64_t from, const
         }
 }
 
-/* Gets memory for rings of `room` positions: the cache's own, and NULL, where they are that large. */
+/* Gets memory for rings of `room` positions, or the cache's own, and NULL, where that is enough. */
 static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_store rings[2], void **memory, size_t *size)
 {
     size_t at[2] = {0, 0};
@@ -519,8 +510,8 @@ static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_stor
     return TQKV_OK;
 }
 
-/* Makes the rings of the newest halves as large as n_tokens more need them: all of their queries find what they read.
-   They are back in the cache's memory when that is enough. */
+/* Makes the rings of the newest halves as large as n_tokens more need them. They return to the cache's memory when that
+   is enough. */
 static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
 {
     const int64_t most = (int64_t)c->keys.capacity - c->exact_last + 1; /* of a ring no query sees more */
@@ -596,7 +587,6 @@ static void tqkv__count_ends(const tqkv_cache *c, tqkv_attention *a)
     a->last.from = c->exact_from;
 }
 
-/* The attention of one query to codes and what is kept besides. */
 static tqkv_attention tqkv__view_codes(const tqkv_cache *c)
 {
     tqkv_attention view = c->attention;

@@ -1,8 +1,7 @@
 /* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then
    keys and values are halves of the rows as they came, `raw`; the append that brings the last of these positions
-   encodes all. It learns from positions that tell something: `new` is one whose values differ from those of the
-   position before. A text whose positions are all alike, padding or one token again and again, would teach scales
-   that ruin any other. */
+   encodes all. A position is `new` if its values differ from those of the position before: padding, or one token again
+   and again, would teach scales that ruin any other text. */
 
 /* Positions from which a scale can be learned, and the new ones that are enough of any number. */
 #define TQKV__LEAST_POSITIONS 16
@@ -54,13 +53,11 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     return TQKV_OK;
 }
 
-/* Where what is raw begins in memory of its own. */
 typedef struct tqkv__raw_room {
     tqkv__place at[TQKV__CACHE_STREAMS];
     size_t is_new, size;
 } tqkv__raw_room;
 
-/* Divides that memory; false on overflow. */
 static bool tqkv__divide_raw(const tqkv_cache *c, tqkv__raw_room *room)
 {
     room->size = 0;
@@ -119,8 +116,8 @@ static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float 
         codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, raw->head_dim, row);
 }
 
-/* Whether |v - v'|^2 > |v|^2 / 4, for the values v of a position and v' of the one before, over all heads. Both sums
-   are 16, value d of a head in number d mod 16, then added by halves. */
+/* Whether |v - v'|^2 > |v|^2 / 4, for the values v of a position and v' of the one before, over all heads, in 16 sums
+   that are added by halves. */
 static TQKV__NOINLINE bool tqkv__judge(const tqkv__stream *raw, int slot)
 {
     enum { LANES = 16 };
@@ -158,8 +155,8 @@ static int tqkv__count_new(const tqkv_cache *c, int first)
     return n;
 }
 
-/* Finds the mean over the new positions from `first` on, or that of the squares, of a head's raw halves less a centre,
-   unless that is NULL, as tqkv__channel_means does. */
+/* Finds the mean over the new positions from `first` on, or that of the squares, of a head's raw halves less a centre
+   or NULL. */
 static void tqkv__raw_means(const tqkv_cache *c, const tqkv__stream *raw, int kv_head, int first, const float *center,
                             bool squared, float *means)
 {
@@ -195,8 +192,8 @@ static TQKV__NOINLINE void tqkv__limit_scales(const tqkv_cache *c, const tqkv__s
     for (int d = 0; d < raw->head_dim; d++) scale[d] = TQKV__AS_FLOAT(scale[d] * factor);
 }
 
-/* Learns centre and scale of the keys from the new positions, without those that stay exact, if enough remain. Where
-   too few are new it learns from all, since a model's biases show in any text, but bounds the scales. */
+/* Learns centre and scale of the keys from the new positions, without those that stay exact, if enough remain. Too few
+   new ones: it learns from all, because a model's biases show in any text, but bounds the scales. */
 static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
 {
     float room[TQKV_MAX_HEAD_DIM];
@@ -238,7 +235,7 @@ typedef struct tqkv__raw_job {
     int64_t end;
 } tqkv__raw_job;
 
-/* Encodes n raw halves of a head; newest: NULL, or a ring of halves that takes those that it will hold at `end`. */
+/* Encodes n raw halves of a head; newest: NULL, or a ring of halves for those that it will hold at `end`. */
 static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv__stream *to, const tqkv__stream *newest,
                                             int kv_head, int n, int64_t end)
 {
@@ -283,7 +280,6 @@ static void tqkv__raw_task(void *context, int index)
     tqkv__fp_restore(mode);
 }
 
-/* Opens the stores of one side; their buffers were checked when the cache was made. */
 static void tqkv__open_raw_side(const tqkv_cache *c, const tqkv_store *raw, int side, tqkv__raw_job *job)
 {
     const tqkv_store *first = tqkv__store_of(c, TQKV__FIRST_KEYS + side),
@@ -305,7 +301,6 @@ static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw,
     return r;
 }
 
-/* What the cache has of n raw positions when they are encoded for an append up to `end`. */
 static void tqkv__count_settled(tqkv_cache *c, int64_t n, int64_t end)
 {
     c->learning = false;

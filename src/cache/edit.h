@@ -1,6 +1,6 @@
 /* >>cache-edit: truncate, remove, keep, fork. */
 
-/* Lets positions below `from` be read as codes after an edit. Where none is kept as halves there is nothing to say. */
+/* Lets positions below `from` be read as codes after an edit. */
 static void tqkv__exact_begins(tqkv_cache *c, int64_t from)
 {
     c->exact_from = c->exact_last && !c->learning ? from : 0;
@@ -17,7 +17,7 @@ static void tqkv__unlearn(tqkv_cache *c)
 }
 
 /* Whether an edit that takes positions back from `end` on takes some that the last append has learned from. The cache
-   then is as if they had never come: their halves are there until the next append. */
+   then is as if they had never come. */
 static bool tqkv__takes_learnt(const tqkv_cache *c, int64_t end)
 {
     return !c->learning && end < c->raw_below && c->raw[0].codes;
@@ -48,8 +48,8 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     return TQKV_OK;
 }
 
-/* Moves n positions down, see tqkv__move_rows: halves of the first positions as far as there are any, of the newest
-   ones if all have them. */
+/* Moves n positions down: halves of the first positions as far as there are any, of the newest ones if all have them.
+   */
 static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t target, int64_t n)
 {
     const int64_t below = c->exact_below - source < n ? c->exact_below - source : n;
@@ -148,8 +148,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     return tqkv__follow_tail(c);
 }
 
-/* The fields of a desc, and where a cache has them: those that a snapshot holds, then those that another desc may
-   bring. */
+/* The fields of a desc, and where a cache has them: those that a snapshot holds, then others. */
 // clang-format off
 #define TQKV__CACHE_SHAPE(row)                                                                                         \
     row(head_dim,     keys.head_dim)       row(value_dim,  values.head_dim)                                            \
@@ -217,8 +216,8 @@ static tqkv_result tqkv__check_same_given(const tqkv_cache_desc *desc, const tqk
 
 static tqkv_result tqkv__check_match(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
 {
-#define TQKV__FIELD_MATCHES(field, member)                                                                             \
-    if (meant.field != 0 && meant.field != found->field)                                                               \
+#define TQKV__FIELD_MATCHES(field, member) \
+    if (meant.field != 0 && meant.field != found->field) \
         return TQKV__INVALID("desc: " #field " is neither 0 nor that of the cache or snapshot");
     tqkv_cache_desc meant = *wanted;
     if (meant.softcap < 0.0f && found->softcap == 0.0f) meant.softcap = 0.0f; /* off in both */

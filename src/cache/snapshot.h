@@ -103,7 +103,6 @@ static tqkv_result tqkv__move_hash(tqkv__pipe *pipe)
     return memcmp(bytes, expected, sizeof bytes) == 0 ? TQKV_OK : TQKV__REFUSE(CORRUPT, TQKV__DAMAGED);
 }
 
-/* Writes floats, or reads them to `to`. from, to: [n] */
 static tqkv_result tqkv__move_floats(tqkv__pipe *pipe, const float *from, float *to, size_t n)
 {
     uint8_t bytes[1024];
@@ -150,7 +149,6 @@ static tqkv_result tqkv__move_channels(tqkv__pipe *pipe, const tqkv__stream *s, 
     return r;
 }
 
-/* Moves all stores of a cache: centres and scales of streams, and what the stores hold. */
 static tqkv_result tqkv__move_stores(tqkv__pipe *pipe, const tqkv_cache *c)
 {
     tqkv_result r = TQKV_OK;
@@ -178,7 +176,6 @@ static void tqkv__pipe_open(tqkv__pipe *pipe, tqkv_write write, tqkv_read read, 
 
 static const char tqkv__magic[9] = "tqkv\r\n\x1a\n", tqkv__store_magic[9] = "tqks\r\n\x1a\n";
 
-/* Writes magic, version and size of a header of `size` bytes without its hash. */
 static void tqkv__put_name(const char *magic, size_t size, uint8_t *header)
 {
     memcpy(header, magic, 8);
@@ -186,7 +183,6 @@ static void tqkv__put_name(const char *magic, size_t size, uint8_t *header)
     tqkv__put(header + 12, 4, size + TQKV__HASH_SIZE);
 }
 
-/* Reads a header and its hash; header: [size] */
 static tqkv_result tqkv__read_header(tqkv__pipe *pipe, const char *magic, size_t size, uint8_t *header)
 {
     uint8_t name[TQKV__NAME_SIZE];
@@ -212,7 +208,6 @@ static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
     return bits;
 }
 
-/* header: [TQKV__HEADER_SIZE] */
 static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
 {
     const tqkv_store *keys = &c->keys;
@@ -273,7 +268,7 @@ typedef struct tqkv__header {
     int64_t first, end, exact_below, exact_from;
 } tqkv__header;
 
-/* Takes the shape that a header's fields describe; false if no cache has it. tqkv__cache_resolve looks closer. */
+/* Takes the shape that a header's fields describe; false if no cache has it. */
 static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_cache_desc *d)
 {
     for (int i = 1; i < TQKV__HEADER_FIELDS; i++)
@@ -319,7 +314,6 @@ static bool tqkv__check_positions_of(const tqkv__header *h)
            h->learn_from <= d->capacity && h->learn_from <= INT_MAX / 4 && h->end < h->learn_from;
 }
 
-/* Takes what a header says; false if no cache can have written it. */
 static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
 {
     uint32_t fields[TQKV__HEADER_FIELDS];
@@ -401,8 +395,8 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
     return TQKV_OK;
 }
 
-/* Returns the bytes to read before the cache is created: none up to 1 MiB; then a sixteenth of the cache's size, or all
-   that the header announces if that is less. A file that was cut short cannot make load allocate much. */
+/* Returns the bytes to read before the cache is created: none up to 1 MiB, then a sixteenth of the cache's size, or all
+   that the header announces. So a file that was cut short cannot make load allocate much. */
 static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     size_t all = 0, announced = 0;
@@ -420,8 +414,7 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
-/* Takes centres and scales of the streams whose bits are set from where they lie in the cache: before these are read,
-   and with inverses after it. */
+/* Takes centres and scales of the streams whose bits are set: before these are read, and with inverses after it. */
 static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
@@ -433,7 +426,7 @@ static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales
         }
 }
 
-/* Opens the room for the centres and scales that the snapshot has: ones, until they are read. */
+/* Fills the room for the centres and scales of a snapshot with ones, until they are read. */
 static void tqkv__open_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
 {
     size_t channels = 0;
@@ -518,7 +511,6 @@ static uint64_t tqkv__channels_hash(const tqkv__stream *s)
     return XXH3_64bits_digest(&pipe.hash);
 }
 
-/* header: [TQKV__STORE_HEADER_SIZE] */
 static void tqkv__store_header(const tqkv__stream *s, int64_t position, int n, uint8_t *header)
 {
     const bool half = s->kind == TQKV__HALF, scaled = s->kind == TQKV__BOOK && s->norms_per_row > 1;

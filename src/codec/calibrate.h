@@ -17,7 +17,6 @@ typedef struct tqkv__learnt {
     float center[TQKV_MAX_HEAD_DIM], rows[TQKV_MAX_HEAD_DIM], queries[TQKV_MAX_HEAD_DIM];
 } tqkv__learnt;
 
-/* sums += x, or its square; x, sums: [n] */
 static TQKV__NOINLINE void tqkv__add_row(const float *x, bool squared, int n, float *sums)
 {
     for (int d = 0; d < n; d++) sums[d] = TQKV__AS_FLOAT(sums[d] + (squared ? tqkv__rounded(x[d] * x[d]) : x[d]));
@@ -118,8 +117,7 @@ static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const voi
     memcpy(scale, learnt.rows, size);
 }
 
-/* Takes queries of the stream's type, [n_queries][n_heads][head_dim], or none; *bytes: their size. Follows
-   tqkv__stream_shape. */
+/* Takes queries of the stream's type, [n_queries][n_heads][head_dim], or none; *bytes: their size. */
 static tqkv_result tqkv__take_queries(const tqkv__stream *s, const void *q, int n_heads, int n_queries,
                                       tqkv__queries *queries, size_t *bytes)
 {
@@ -225,7 +223,6 @@ static TQKV__NOINLINE void tqkv__row_error(const tqkv__stream *s, const tqkv__qu
     for (int d = 0; d < s->head_dim; d++) error[d] -= source[d];
 }
 
-/* Returns q.e of a query and an error, in four sums; n: a multiple of 16 */
 static double tqkv__noise_of(const float *q, const float *error, int n)
 {
     double sums[4] = {0.0, 0.0, 0.0, 0.0};
@@ -234,7 +231,6 @@ static double tqkv__noise_of(const float *q, const float *error, int n)
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-/* Adds what a row of a head adds to the scores of its query rows [first, first + n). */
 static void tqkv__add_noise(const tqkv__queries *queries, int kv_head, size_t first, int n, const float *error,
                             tqkv__noises *sums)
 {

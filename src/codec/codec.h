@@ -1,8 +1,7 @@
 /* >>codec: norms, quantising, packing, and back, in plain C: the specification */
 
-/* Returns the norm of a TQ row, or of 256 of its values, from the sum of their squares; scale: the factor that brings
-   them to variance 1. If the rotation of a row overflows, the sum is NaN, whose sign depends on the machine: fabsf
-   clears the norm's. */
+/* Returns the norm of a TQ row, or of 256 of its values, from the sum of their squares; scale brings them to variance
+   1. fabsf clears the sign of a NaN, which depends on the machine. */
 static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
 {
     const bool one = s->norms_per_row == 1;
@@ -12,9 +11,8 @@ static float tqkv__norm_tq(const tqkv__stream *s, float sum, float *scale)
     return norm;
 }
 
-/* Returns the norm of the values of an I8 row that share it: the largest magnitude / 127; scale: 1 / step of the grid.
-   Both are 0 for values near 0. With -freciprocal-math, which clang announces by no macro, the compiler would multiply
-   by 1/127 if it knew the divisor or could hoist it. */
+/* Returns the norm of the I8 values that share it, the largest magnitude / 127; scale: 1 / step of the grid. Both are 0
+   for values near 0. -freciprocal-math would multiply by 1/127 if the compiler knew the divisor. */
 static float tqkv__norm_i8(float largest, float *scale)
 {
     const volatile float steps = 127.0f;
@@ -40,8 +38,8 @@ static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, 
 }
 
 /* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
-   row was: norm * sqrt(D)/|c|, where c are the centroids of the codes; where a row has several norms, norm *
-   block_scale / RMS of c. sums: of the squares of c */
+   row was: norm * sqrt(D)/|c|, c being the codes' centroids; of several norms, norm * block_scale / RMS of c. sums: of
+   the squares of c */
 static void tqkv__correct_norms(const tqkv__stream *s, const float *sums, float *norms)
 {
     const bool one = s->norms_per_row == 1;
@@ -113,7 +111,7 @@ static uint16_t tqkv__half_from_float(float x)
 static float tqkv__float_from_half(uint16_t half)
 {
     const uint32_t sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
-    if (magnitude < 0x400u) { /* a multiple of 2^-24 */
+    if (magnitude < 0x400u) {
         const float x = (float)magnitude * (1.0f / 16777216.0f);
         return sign ? -x : x;
     }
@@ -138,8 +136,7 @@ static TQKV__NOINLINE void tqkv__invert(const float *scales, int n, float *inver
     for (int i = 0; i < n; i++) inverses[i] = TQKV__AS_FLOAT(dividend / scales[i]);
 }
 
-/* Makes floats of a row, which is exact, less its centre and times its inverses, unless these are NULL. src, center,
-   inverses, row: [n] */
+/* Makes floats of a row, less its centre and times its inverses, unless these are NULL. All arrays: [n] */
 static void tqkv__widen_row(tqkv_type type, const void *src, const float *center, const float *inverses, int n,
                             float *row)
 {
@@ -171,7 +168,6 @@ static uint16_t tqkv__bfloat16_rounded(float x)
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-/* Rounds a row to a type. row, dst: [n] */
 static void tqkv__narrow_row(tqkv_type type, const float *row, int n, void *dst)
 {
     uint8_t *to = (uint8_t *)dst;
@@ -211,10 +207,9 @@ static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *cod
 /* A value beyond every boundary: max(v, -TQKV__FAR) has the code of v and is never NaN. */
 #define TQKV__FAR 100.0f
 
-/* Quantising without bisection. The boundaries are symmetric; the positive ones suffice. 2^bits cells of equal width
-   hold at most one boundary each, away from the cell's ends: roundings that bring a value near an end to the next cell
-   change nothing. Boundaries in earlier cells are below the value, boundaries in later cells are above it. One
-   comparison remains, with the boundary in the value's own cell or, if it has none, the next one. */
+/* Quantising without bisection. Boundaries are symmetric; the positive ones suffice. Each of 2^bits cells of equal
+   width holds at most one, away from the cell's ends, so a rounding into the next cell changes nothing. One comparison
+   remains, with the boundary in the value's cell or, if it has none, the next one. */
 #define TQKV__CELL_MARGIN 0.004f /* of a cell's width; a value's cell is off by 0.0001 at most */
 typedef struct tqkv__cell {
     float bound, below, above; /* what a value there is compared with, and the centroids on both sides of that */
@@ -256,12 +251,11 @@ static void tqkv__quantiser_open(const tqkv__stream *s, tqkv__quantiser *q)
     for (i = 0; i < 8; i++) q->squares[i] = TQKV__AS_FLOAT(s->codebook[i & 3] * s->codebook[i & 3]);
 }
 
-/* Source and destination of a row. src, of the stream's type, center and inverses (or NULL): [head_dim], codes:
-   [row_bytes], norms, and factors (or NULL), those that a search chose: [norms_per_row]; half: [2 * head_dim] or NULL,
-   takes the rotated row as halves, too */
+/* Source and destination of a row. src, center and inverses (or NULL): [head_dim], codes: [row_bytes], norms, and
+   factors of a search (or NULL): [norms_per_row]; half: [2 * head_dim] or NULL, takes the rotated row as halves */
 typedef struct tqkv__row {
     const void *src;
-    const float *center, *inverses; /* inverses: see tqkv__inverses_of */
+    const float *center, *inverses;
     uint8_t *codes;
     float *norms, *factors;
     uint8_t *half;
@@ -277,8 +271,8 @@ static void tqkv__store_halves(const float *x, int n, uint8_t *to)
 }
 
 /* The norm of a row is not the scale that its values are best coded with. Tries the format's factors on n scaled values
-   that share a norm, and takes the first whose codes are nearest in direction: the largest (sum of v*c)^2 / (sum of
-   c*c), c being the codes' centroids; the first of all if that is NaN. v: [n] -> codes: [n]; returns the sum of c*c */
+   that share a norm, and takes the first with the largest (sum of v*c)^2 / (sum of c*c), c being the codes' centroids;
+   the first of all if that is NaN. v: [n] -> codes: [n]; returns the sum of c*c */
 static TQKV__NOINLINE float tqkv__search_block(const tqkv__stream *s, const float *v, int n, uint8_t *codes,
                                                float *factor)
 {
@@ -336,14 +330,13 @@ static const tqkv__codec tqkv__codec_scalar = {
     tqkv__values_finite, tqkv__largest_bits, tqkv__scales_valid, tqkv__invert,    tqkv__widen_row,
     tqkv__narrow_row,    tqkv__rotate_row,   tqkv__unrotate_row, tqkv__scale_row, tqkv__encode_rows};
 
-/* Returns the factor of the centroids or integers that share a norm. */
 static float tqkv__factor(const tqkv__stream *s, float norm)
 {
     if (s->kind == TQKV__GRID) return norm;
     return TQKV__AS_FLOAT(s->norms_per_row == 1 ? norm * s->inverse_root : norm / s->block_scale);
 }
 
-/* Decodes row and norms -> dst: [head_dim], in the basis of the stream. */
+/* dst: [head_dim], in the basis of the stream */
 static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t *row, const float *norms, float *dst)
 {
     uint8_t codes[TQKV_MAX_HEAD_DIM];

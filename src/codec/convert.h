@@ -1,7 +1,7 @@
 /* >>convert: rows moved, and stores in another format */
 
-/* Moves the rows of n positions from `source` on to `target` on, in the same stream (downwards) or in another one. In
-   ascending order no row is overwritten before it has moved: in a ring too, whose resident positions differ in slot. */
+/* Moves the rows of n positions from `source` on to `target` on, downwards in one stream or to another one. In
+   ascending order no row is overwritten before it has moved, in a ring too. */
 static void tqkv__move_rows(const tqkv__stream *from, int64_t source, const tqkv__stream *to, int64_t target, int64_t n)
 {
     while (n > 0) {
@@ -67,7 +67,6 @@ static bool tqkv__same_rows(const tqkv__stream *a, const tqkv__stream *b)
            (a->block_scale == b->block_scale || a->kind != TQKV__BOOK || a->norms_per_row == 1);
 }
 
-/* Whether the streams, with the same n_kv_heads and head_dim, have the same centre or scale. */
 static bool tqkv__same_channels(const tqkv__stream *s, const float *a, const float *b)
 {
     return a == b || (a && b && memcmp(a, b, tqkv__center_size(s)) == 0);
@@ -83,7 +82,6 @@ static bool tqkv__same_scale(const tqkv__stream *a, const tqkv__stream *b)
     return tqkv__same_channels(a, a->channel_scale, b->channel_scale);
 }
 
-/* Opens two stores whose positions [position, position + n) are to be converted, and makes all checks. */
 TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, const tqkv_store *from_store,
                                                  int64_t position, int n, tqkv__stream *to, tqkv__stream *from)
 {

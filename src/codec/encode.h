@@ -34,7 +34,6 @@ static bool tqkv__rows_finite(const tqkv__stream *s, const void *src, int n_toke
                                  s->head_dim);
 }
 
-/* Checks a source, and the array `to` that a call makes of it without a store. */
 static tqkv_result tqkv__check_source(const tqkv__stream *s, const void *src, int n_tokens, const void *to,
                                       size_t alignment, size_t size)
 {
@@ -128,8 +127,8 @@ static bool tqkv__in_halves(const float *row, int n, bool centered)
            (centered || largest == 0 || largest >= tqkv__bits(TQKV__LEAST_HALF));
 }
 
-/* Whether halves hold what they keep of n tokens: in any rotation if the largest value is not near their ends, since
-   the rotation of 1024 values makes it at most 32 times as large or small. False for NaN and infinity. */
+/* Whether halves hold n tokens: in any rotation if the largest value is not near their ends, because a rotation of 1024
+   values changes it by a factor of 32 at most. False for NaN and infinity. */
 static TQKV__NOINLINE bool tqkv__rows_in_halves(const tqkv__stream *s, int halves, const void *src, int n)
 {
     TQKV__ALIGNED float own[TQKV_MAX_HEAD_DIM];
@@ -161,9 +160,9 @@ static TQKV__NOINLINE bool tqkv__rows_in_halves(const tqkv__stream *s, int halve
    runs them twice: first they test for NaN and Inf, and for what halves do not hold, then they encode. */
 enum { TQKV__ENCODE_STREAMS = 3, TQKV__ENCODE_TASKS = 16 };
 typedef struct tqkv__encode_job {
-    const tqkv__stream *streams[TQKV__ENCODE_STREAMS], *halves[TQKV__ENCODE_STREAMS]; /* see tqkv__encode_tokens */
+    const tqkv__stream *streams[TQKV__ENCODE_STREAMS], *halves[TQKV__ENCODE_STREAMS];
     const void *src[TQKV__ENCODE_STREAMS];
-    int as_halves[TQKV__ENCODE_STREAMS]; /* what is kept besides */
+    int as_halves[TQKV__ENCODE_STREAMS];
     tqkv_parallel parallel;
     int n_streams, n_tokens, n_tasks; /* n_tasks: of each stream */
     int64_t position;

@@ -1,6 +1,5 @@
 /* >>measure: errors, and the rotation of rows alone */
 
-/* Sums over the rows of a head, for tqkv_quality. */
 typedef struct tqkv__moments {
     const void *first;              /* one of the rows, of the source: what differs may be far smaller than a row */
     double row[TQKV_MAX_HEAD_DIM];  /* of the rows less the first */
@@ -8,7 +7,6 @@ typedef struct tqkv__moments {
     double second, fourth, beyond;  /* of the scaled values */
 } tqkv__moments;
 
-/* Adds a row; row: with an encoded copy of it. */
 static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__row *row, tqkv__moments *m)
 {
     float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];

@@ -28,8 +28,8 @@ enum {
 };
 
 #define TQKV__KERNEL_DIM_TEXT(x, n, size) #size ", "
-#define TQKV__KERNELS_TEXT                                                                                             \
-    "a GPU takes head_dim " TQKV__KERNELS(                                                                             \
+#define TQKV__KERNELS_TEXT \
+    "a GPU takes head_dim " TQKV__KERNELS( \
         TQKV__KERNEL_DIM_TEXT, ) "and keys of 192 with values of 128, of 448 or 512 with a tail of 64"
 
 /* Whether there are kernels for rows of these sizes. value_dim: in calls of both streams, else head_dim; tail_dim: 0

@@ -21,9 +21,9 @@ TQKV_METAL_API const char *tqkv_metal_stale_table(const void *bytes)
 #define TQKV__STRUCT_SIZE(name) sizeof(tqkv__##name),
 #define TQKV__SIZES_OF(x, i, D) {TQKV__KERNEL_SIZES(D)},
 #define TQKV__DIFFERS(member)   memcmp(report->tables.member, tqkv__tables.member, sizeof report->tables.member) != 0
-#define TQKV__CHECK_BOOK(report, bits)                                                                                 \
-    if (TQKV__DIFFERS(codebook_##bits)) return "table codebook_" #bits;                                                \
-    if (TQKV__DIFFERS(boundaries_##bits)) return "table boundaries_" #bits;                                            \
+#define TQKV__CHECK_BOOK(report, bits) \
+    if (TQKV__DIFFERS(codebook_##bits)) return "table codebook_" #bits; \
+    if (TQKV__DIFFERS(boundaries_##bits)) return "table boundaries_" #bits; \
     if (TQKV__DIFFERS(factors_##bits)) return "table factors_" #bits;
     static const char *const names[] = {TQKV__SHARED_STRUCTS(TQKV__STRUCT_NAME)};
     static const size_t sizes[] = {TQKV__SHARED_STRUCTS(TQKV__STRUCT_SIZE)};

@@ -52,9 +52,9 @@
 
 #define TQKV__CONSTANTS 36 /* of them */
 /* Whether a function constant is a uint. */
-#define TQKV__IS_NUMBER(constant)                                                                                      \
-    ((constant) == TQKV_FC_FORMAT || (constant) == TQKV_FC_VALUE_FORMAT || (constant) == TQKV_FC_COLUMNS ||            \
-     (constant) == TQKV_FC_TYPE || (constant) == TQKV_FC_VALUE_TYPE || (constant) == TQKV_FC_TAIL_FORMAT ||            \
+#define TQKV__IS_NUMBER(constant) \
+    ((constant) == TQKV_FC_FORMAT || (constant) == TQKV_FC_VALUE_FORMAT || (constant) == TQKV_FC_COLUMNS || \
+     (constant) == TQKV_FC_TYPE || (constant) == TQKV_FC_VALUE_TYPE || (constant) == TQKV_FC_TAIL_FORMAT || \
      (constant) == TQKV_FC_HALVES)
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
@@ -88,7 +88,7 @@
 #define TQKV__LONG_ROW_BYTES(D)      (16 * (D))   /*     four queries */
 #define TQKV__LONG_VALUES            64           /* values of a row a simdgroup */
 #define TQKV__MATRIX_SIMDGROUPS      4            /* at most, of a threadgroup */
-#define TQKV__MATRICES(columns)                                                                                        \
+#define TQKV__MATRICES(columns) \
     ((columns) <= 8 ? 1 : (columns) <= 16 ? 2 : (columns) <= 32 ? 4 : 8) /* that hold them */
 
 /* Threadgroup memory, in bytes. Attend takes all four. */
@@ -98,24 +98,24 @@
 #define TQKV__ROW_BYTES(D, n) (TQKV__HAS_MATRIX(D) ? (n)*128 * (TQKV__MATRIX_ORDER(D) + 1) : 0)
 #define TQKV__TABLE_BYTES     1024 /* (0) of decode: a codebook */
                                    /* (2) of encode: squares of its centroids */
-#define TQKV__ATTEND_TABLE_BYTES                                                                                       \
+#define TQKV__ATTEND_TABLE_BYTES \
     (2 * TQKV__TABLE_BYTES) /* (0) codebooks of keys and values; TABLE_BYTES for a tail's */
 #define TQKV__ATTEND_QUERY_BYTES(D) (6 * (D)*TQKV__MAX_COLUMNS(D)) /* (1) padded queries */
 #define TQKV__ATTEND_PASS_FLOATS(D) ((D) <= 256 ? 512 : 256)       /* (2) of a simdgroup: a tile's weights, then sums */
-#define TQKV__ATTEND_SUM_BYTES(D, columns)                                                                             \
-    ((columns) * (D) <= 256 && (columns) <= 4                                                                          \
-         ? 1024                                                                                                        \
+#define TQKV__ATTEND_SUM_BYTES(D, columns) \
+    ((columns) * (D) <= 256 && (columns) <= 4 \
+         ? 1024 \
          : 4 * TQKV__ATTEND_PASS_FLOATS(D))          /* of a pass, or of all columns; of a strand weights and shares */
 #define TQKV__MATRIX_QUERY_BYTES(D) (32 * (D))       /* (1) of attend_matrix: 8 queries, and */
 #define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4)) /*     padded sums of 4 simdgroups and columns */
 #define TQKV__COLUMN_BYTES(columns) (56 * (columns)) /* (3) of attend and attend_matrix: 14 numbers a column, and */
-#define TQKV__STRAND_BLOCKS(D)                                                                                         \
+#define TQKV__STRAND_BLOCKS(D) \
     ((D) <= 128 ? 1 : 2) /* norms of a row of values, at most, where attend_matrix has strands */
-#define TQKV__MATRIX_STRAND_BYTES(D, n)                                                                                \
+#define TQKV__MATRIX_STRAND_BYTES(D, n) \
     ((D) <= 128 ? 8192 * (n) : 12288 * (n))        /* (1): factors and weights of four tiles */
 #define TQKV__STATE_BYTES(columns) (8 * (columns)) /*     maximum and sum of a simdgroup */
 #define TQKV__SLOT_BYTES(lists)    (256 * (lists)) /*     slots of a tile and the next one, in so many lists: */
-#define TQKV__SLOT_LISTS(apart, same_slots, tail_elsewhere)                                                            \
+#define TQKV__SLOT_LISTS(apart, same_slots, tail_elsewhere) \
     (((apart) ? (same_slots) ? 1 : 2 : 0) + ((tail_elsewhere) ? 1 : 0)) /* keys, values, tail, where rows lie apart */
 #define TQKV__MERGE_BYTES(D, n) ((n) * ((D) + 4) * 4)                   /* (0) a row and its sum, n simdgroups */
 
@@ -129,8 +129,8 @@
 #define TQKV__SECTION             16
 #define TQKV__MOST_STRAND_COLUMNS 16 /* by matrices */
 #define TQKV__STRANDS             4  /* of a stretch of `length` tiles: what the simdgroups of attend add up */
-#define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
-    ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
+#define TQKV__STRETCH_OF_TILE(tile, length, n_short) \
+    ((tile) / (length) < (n_short) ? (tile) / (length) \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
 
 /* Counts of a digit in index_choice, and sums of neighbouring ones. Scratch of a query, in words, where it has chunks:
@@ -138,7 +138,7 @@
 #define TQKV__CHOOSE_COUNTS 4096
 #define TQKV__CHOOSE_SUMS   64
 #define TQKV__CHOOSE_HEADER 4
-#define TQKV__CHOOSE_SCRATCH(chunks, blocks)                                                                           \
+#define TQKV__CHOOSE_SCRATCH(chunks, blocks) \
     ((chunks) * (TQKV__CHOOSE_COUNTS + TQKV__CHOOSE_SUMS) + TQKV__CHOOSE_HEADER + 2 * (blocks))
 /* Steps: a chunk counts, a chunk gathers, the choice among the gathered blocks, the choice among all. */
 #define TQKV__CHOOSE_COUNT  0
@@ -156,18 +156,18 @@
 #define TQKV__MERGE_SIMDGROUPS(D) ((D) <= TQKV__MERGE_VALUES / 8 ? 8 : TQKV__MERGE_VALUES / (D))
 
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
-#define TQKV__KERNEL_SIZES(D)                                                                                          \
-    TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
+#define TQKV__KERNEL_SIZES(D) \
+    TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES, \
         TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_PASS_FLOATS(D), TQKV__ATTEND_SUM_BYTES(D, 1), \
         TQKV__MERGE_BYTES(D, 1), TQKV__TAIL_DIM(D), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D), \
-        TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__COLUMN_BYTES(1), TQKV__STATE_BYTES(1),           \
+        TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__COLUMN_BYTES(1), TQKV__STATE_BYTES(1), \
         TQKV__LONG_WEIGHT_BYTES(1), TQKV__SLOT_BYTES(1)
 enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 20 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
    TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for
    values. */
-#define TQKV__KERNELS(row, x)                                                                                          \
+#define TQKV__KERNELS(row, x) \
     row(x, 0, 32) row(x, 1, 48) row(x, 2, 64) row(x, 3, 80) row(x, 4, 96) row(x, 5, 128) row(x, 6, 192) row(x, 7, 256) \
         row(x, 8, 448) row(x, 9, 512) row(x, 10, 1024)
 #define TQKV__WIDE_KEYS     192
@@ -311,8 +311,8 @@ typedef struct tqkv__calibrate_args {
 } tqkv__calibrate_args;
 
 /* The structs that C and the shaders share. */
-#define TQKV__SHARED_STRUCTS(row)                                                                                      \
-    row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item) row(choose_args)   \
+#define TQKV__SHARED_STRUCTS(row) \
+    row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item) row(choose_args) \
         row(index_args) row(calibrate_args)
 enum { TQKV__N_SHARED_STRUCTS = 9 };
 

@@ -51,26 +51,6 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     const __m128 sums = _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
-/* Loads centroids of TQ8, eight at a time, and multiplies them by a factor. The asm keeps the codes in a register of
-   which x86 reads the two lowest bytes (Q), and each shift a shift of 16, where compilers shift once for each code.
-   */
-TQKV__OP void tqkv__decode_tq8_avx2(const tqkv__stream *s, const uint8_t *from, int n, float factor, float *to)
-{
-    const float *centroids = s->codebook;
-    for (int d = 0; d < n; d += 8) {
-        __m128 pairs[4];
-        uint64_t codes;
-        memcpy(&codes, from + d, sizeof codes);
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++, codes >>= 16) {
-            __asm__("" : "+Q"(codes));
-            pairs[i] =
-                _mm_unpacklo_ps(_mm_load_ss(centroids + (codes & 255)), _mm_load_ss(centroids + (codes >> 8 & 255)));
-        }
-        _mm_storeu_ps(to + d, _mm_movelh_ps(pairs[0], pairs[1]) * _mm_set1_ps(factor));
-        _mm_storeu_ps(to + d + 4, _mm_movelh_ps(pairs[2], pairs[3]) * _mm_set1_ps(factor));
-    }
-}
 TQKV__OP __m256 tqkv__load_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(tqkv__load_128(p)); }
 TQKV__OP __m256 tqkv__load_bf16_avx2(const uint8_t *p)
 {
@@ -88,7 +68,7 @@ TQKV__OP __m256 tqkv__invert_above_avx2(float least, __m256 x)
 {
     return _mm256_and_ps(_mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GT_OQ), _mm256_div_ps(_mm256_set1_ps(1.0f), x));
 }
-/* Flips the signs whose bits are set, from bit i on. A byte in all places of a register comes by one load. */
+/* Flips the signs whose bits are set, from bit i on. */
 TQKV__OP __m256 tqkv__flip_avx2(__m256 x, const uint8_t *signs, int i)
 {
     const __m256i bits = _mm256_set1_epi8((char)signs[i / 8]);
@@ -135,7 +115,6 @@ TQKV__OP __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); 
    are 0 and find the first entry, which is 0. */
 TQKV__OP __m256i tqkv__load_16_avx2(const uint8_t *table) { return _mm256_broadcastsi128_si256(tqkv__load_128(table)); }
 TQKV__OP __m256i tqkv__look_up_16_avx2(__m256i table, __m256i index) { return _mm256_shuffle_epi8(table, index); }
-/* Looks up floats of a table of eight. */
 TQKV__OP __m256 tqkv__look_up_8_avx2(const __m256 *table, __m256i index)
 {
     return _mm256_permutevar8x32_ps(*table, index);
@@ -145,7 +124,6 @@ TQKV__OP __m256i tqkv__code_from_avx2(__m256i count, __m256 bound, __m256 w, __m
     const __m256i above = _mm256_castps_si256(_mm256_cmp_ps(bound, w, _CMP_LE_OQ));
     return _mm256_xor_si256(_mm256_sub_epi32(count, above), side);
 }
-/* Returns above where bound <= w, else below. */
 TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 above)
 {
     return _mm256_blendv_ps(below, above, _mm256_cmp_ps(bound, w, _CMP_LE_OQ));

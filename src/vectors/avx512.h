@@ -16,14 +16,13 @@ TQKV__OP __m512 tqkv__copysign_avx512(__m512 magnitude, __m512 sign)
     return _mm512_or_ps(magnitude, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign)); /* magnitude >= 0 */
 }
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored                                                                                         \
+#pragma GCC diagnostic ignored \
     "-Wsign-conversion" /* without optimisation GCC's intrinsic is a macro with a cast of -1 */
 TQKV__OP __m512 tqkv__round_avx512(__m512 x) { return _mm512_roundscale_ps(x, 8); }
 #pragma GCC diagnostic pop
 TQKV__OP __m512 tqkv__exp2_avx512(__m512 n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n); }
 TQKV__OP float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
 TQKV__OP float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
-/* Adds up 16 sums, in one order for all sets: lane i and i + 8, then i + 4, i + 2, i + 1. */
 TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
 {
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(*x), _mm512_extractf32x8_ps(*x, 1));
@@ -32,7 +31,6 @@ TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
     return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
 }
 
-/* Finds to[m] (+)= sum_16 of x[m], m < 4 */
 TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
 {
     const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xee));
@@ -60,35 +58,6 @@ TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
 TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p) { return _mm512_cvtph_ps(tqkv__load_256_avx512(p)); }
-
-/* Looks up n centroids of TQ8 times a factor, 64 at a time: those of the lower half, for a code c of the upper half
-   that of ~c with its sign flipped. Unpacks of bytes undo the order of dwords. n: a multiple of 16 */
-TQKV__OP void tqkv__decode_tq8_avx512(const tqkv__stream *s, const uint8_t *codes, int n, float factor, float *to)
-{
-    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
-    for (int d = 0; d < n; d += 64) {
-        const __mmask16 mask = (__mmask16)(0xffff >> (n - d < 64 ? 16 - (n - d) / 4 : 0));
-        __m512i index = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi32(mask, (const void *)(codes + d)));
-        __m512i plane[4], words[4];
-        const __mmask64 upper = _mm512_movepi8_mask(index);
-        index = _mm512_mask_sub_epi8(index, upper, _mm512_set1_epi8(-1), index);
-        TQKV__UNROLL
-        for (int p = 0; p < 4; p++)
-            plane[p] = _mm512_permutex2var_epi8(_mm512_loadu_si512((const void *)s->planes[p]), index,
-                                                _mm512_loadu_si512((const void *)(s->planes[p] + 64)));
-        plane[3] = _mm512_mask_add_epi8(plane[3], upper, plane[3], _mm512_set1_epi8(-128));
-        const __m512i low[2] = {_mm512_unpacklo_epi8(plane[0], plane[1]), _mm512_unpackhi_epi8(plane[0], plane[1])};
-        const __m512i high[2] = {_mm512_unpacklo_epi8(plane[2], plane[3]), _mm512_unpackhi_epi8(plane[2], plane[3])};
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++)
-            words[i] =
-                i % 2 ? _mm512_unpackhi_epi16(low[i / 2], high[i / 2]) : _mm512_unpacklo_epi16(low[i / 2], high[i / 2]);
-        TQKV__UNROLL
-        for (int i = 0; i < 4; i++)
-            if (d + 16 * i < n)
-                _mm512_storeu_ps(to + d + 16 * i, _mm512_castsi512_ps(words[i]) * _mm512_set1_ps(factor));
-    }
-}
 
 TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
 {

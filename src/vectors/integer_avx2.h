@@ -5,14 +5,11 @@
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 
-/* Codes of two positions, in 16 bytes of each: up to two vectors of main fields and one of upper ones. Codes of a byte
-   are loaded where they are looked up, from `at`. */
 typedef struct tqkv__i_raw_avx2 {
     __m256i main[2], upper;
     const uint8_t *at;
     size_t stride;
 } tqkv__i_raw_avx2;
-/* What is left of a chunk: masks of lanes, bytes of 8 that upper codes of one bit do not fill; and the codebook */
 typedef struct tqkv__i_chunk_avx2 {
     __m128i main[2], upper;
     int unfilled;
@@ -54,7 +51,6 @@ TQKV__OP tqkv__i_chunk_avx2 tqkv__i_open_chunk_avx2(const tqkv_format format, in
                                  _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)centroids + 16 * i)));
     return chunk;
 }
-/* Loads 16 bytes, or as many as the mask says, of two positions. */
 TQKV__OP __m256i tqkv__i_load_two_avx2(__m128i mask, const uint8_t *p, size_t stride)
 {
     const __m128i a = _mm_maskload_epi32((const int *)(const void *)p, mask);
@@ -87,12 +83,10 @@ TQKV__OP __m256i tqkv__i_spread_avx2(const int bits, const int half, __m256i x)
     const __m256i low = _mm256_and_si256(x, mask), high = _mm256_and_si256(_mm256_srli_epi16(x, bits), mask);
     return half ? _mm256_unpackhi_epi8(low, high) : _mm256_unpacklo_epi8(low, high);
 }
-/* Takes the codes of sixteen k of a field of 2 bits. */
 TQKV__OP __m256i tqkv__i_take_pairs_avx2(const int k, __m256i x)
 {
     return tqkv__i_spread_avx2(2, k % 2, tqkv__i_spread_avx2(4, k / 2, x));
 }
-/* Returns all ones for a bit of sixteen k. */
 TQKV__OP __m256i tqkv__i_take_bits_avx2(const int k, __m256i x)
 {
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201u);
@@ -112,7 +106,6 @@ TQKV__OP __m256i tqkv__i_centroids_avx2(const int bits, const __m256i *books, __
         _mm256_blendv_epi8(_mm256_shuffle_epi8(books[2], index), _mm256_shuffle_epi8(books[3], index), fifth);
     return _mm256_blendv_epi8(low, high, sixth);
 }
-/* Reads a unit of codes that were decoded before. */
 TQKV__OP tqkv__i_unit_avx2 tqkv__i_load_unit_avx2(const int8_t *p)
 {
     tqkv__i_unit_avx2 x;
@@ -207,7 +200,6 @@ TQKV__OP void tqkv__i_transpose_avx2(__m256i *x)
     x[2] = _mm256_unpacklo_epi64(b, d);
     x[3] = _mm256_unpackhi_epi64(b, d);
 }
-/* Two bytes of four become words. */
 TQKV__OP void tqkv__i_key_lanes_avx2(__m256i *x, __m256i *lanes)
 {
     tqkv__i_transpose_avx2(x);
@@ -217,7 +209,6 @@ TQKV__OP void tqkv__i_key_lanes_avx2(__m256i *x, __m256i *lanes)
     for (int i = 0; i < 8; i++)
         lanes[i] = _mm256_shuffle_epi8(x[i / 2], i % 2 ? _mm256_add_epi8(at, _mm256_set1_epi16(2)) : at);
 }
-/* A byte of each position becomes a word. */
 TQKV__OP void tqkv__i_value_lanes_avx2(const tqkv_format format, const tqkv__i_unit_avx2 *x, __m256i *lanes)
 {
     if (TQKV__KIND(format) == TQKV__GRID) {

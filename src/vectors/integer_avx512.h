@@ -12,7 +12,6 @@ typedef struct tqkv__i_raw_avx512 {
     const uint8_t *at;
     size_t stride;
 } tqkv__i_raw_avx512;
-/* What is left of a chunk: a bit for each byte of a vector's 16; and the codebook */
 typedef struct tqkv__i_chunk_avx512 {
     __mmask16 main[2], upper;
     __m512i book;
@@ -37,7 +36,6 @@ TQKV__OP tqkv__i_chunk_avx512 tqkv__i_open_chunk_avx512(const tqkv_format format
         chunk.book = _mm512_xor_si512(_mm512_loadu_si512((const void *)centroids), chunk.book);
     return chunk;
 }
-/* Loads 16 bytes, or as many as the mask says, of four positions. */
 TQKV__OP __m512i tqkv__i_load_four_avx512(__mmask16 mask, const uint8_t *p, size_t stride)
 {
     __m256i a = _mm256_castsi128_si256(_mm_maskz_loadu_epi8(mask, (const void *)p));

@@ -114,7 +114,6 @@ TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int8_t *p, int plane, int i)
     (void)plane;
     return vreinterpretq_u32_s16(vcombine_s16(vld1_dup_s16(words), vld1_dup_s16(words + 1)));
 }
-/* Four positions of four dimensions */
 TQKV__OP void tqkv__i_transpose_neon(const uint32x4_t *x, uint32x4_t *four)
 {
     TQKV__UNROLL

@@ -69,8 +69,8 @@ static const tqkv__isa *tqkv__isa_now(void)
     return first ? isa : now;
 }
 
-/* Returns the chosen set, or the next narrower one that has three vectors in a row of head_dim. A processor that has a
-   set has the narrower ones; asking it again would take microseconds in a virtual machine. */
+/* Returns the chosen set, or the next narrower one that has three vectors in a row of head_dim. A processor has the
+   narrower ones, too: asking again takes microseconds in a virtual machine. */
 static const tqkv__isa *tqkv__isa_for(int head_dim)
 {
     const tqkv__isa *isa = tqkv__isa_now();

@@ -1,6 +1,6 @@
-/* The loops of attention and of encoding follow. The implementation includes this file again for each instruction set,
-   and compiles the sections from here to >>set-avx512 for it. TQKV__(name) is that set's version of name, TQKV__LANES
-   the number of floats in its vector, and TQKV__TARGET the attribute that enables it in the compiler. */
+/* The loops of attention and of encoding. The implementation includes this file again for each instruction set.
+   TQKV__(name) is that set's version of name, TQKV__LANES the number of floats in its vector, TQKV__TARGET the
+   attribute that enables it in the compiler. */
 #ifdef TQKV__LANES
 
 #include "loops/begin.h"

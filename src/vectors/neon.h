@@ -47,18 +47,6 @@ TQKV__OP void tqkv__add_sums_of_16_neon(const float32x4_t *x, bool add, float *t
     }
     vst1q_f32(to, vaddq_f32(add ? vld1q_f32(to) : vdupq_n_f32(0.0f), vpaddq_f32(pairs[0], pairs[1])));
 }
-/* Loads centroids of TQ8, eight at a time, and multiplies them by a factor. */
-TQKV__OP void tqkv__decode_tq8_neon(const tqkv__stream *s, const uint8_t *codes, int n, float factor, float *to)
-{
-    for (int d = 0; d < n; d += 8) {
-        uint64_t eight;
-        memcpy(&eight, codes + d, sizeof eight);
-        TQKV__UNROLL
-        for (int i = 0; i < 8; i++, eight >>= 8) to[d + i] = s->codebook[eight & 255];
-        vst1q_f32(to + d, vld1q_f32(to + d) * factor);
-        vst1q_f32(to + d + 4, vld1q_f32(to + d + 4) * factor);
-    }
-}
 TQKV__OP float32x4_t tqkv__load_f16_neon(const uint8_t *p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
 TQKV__OP float32x4_t tqkv__load_bf16_neon(const uint8_t *p)
 {
@@ -123,12 +111,10 @@ TQKV__OP float32x4_t tqkv__fold_neon(const int half, float32x4_t v, uint32x4_t *
 }
 TQKV__OP uint32x4_t tqkv__truncate_neon(float32x4_t x) { return vcvtq_u32_f32(x); }
 TQKV__OP uint32x4_t tqkv__load_16_neon(const uint8_t *table) { return vreinterpretq_u32_u8(vld1q_u8(table)); }
-/* Looks up bytes: the upper three of each lane are 0 and find the table's first entry, which is 0. */
 TQKV__OP uint32x4_t tqkv__look_up_16_neon(uint32x4_t table, uint32x4_t index)
 {
     return vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(table), vreinterpretq_u8_u32(index)));
 }
-/* Looks up floats of a table of eight, in two vectors: entry i is its bytes 4i to 4i + 3. */
 TQKV__OP float32x4_t tqkv__look_up_8_neon(const float32x4_t *table, uint32x4_t index)
 {
     const uint8x16x2_t entries = {{vreinterpretq_u8_f32(table[0]), vreinterpretq_u8_f32(table[1])}};
@@ -139,12 +125,10 @@ TQKV__OP uint32x4_t tqkv__code_from_neon(uint32x4_t count, float32x4_t bound, fl
 {
     return veorq_u32(vsubq_u32(count, vcleq_f32(bound, w)), side);
 }
-/* Returns above where bound <= w, else below. */
 TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32x4_t below, float32x4_t above)
 {
     return vbslq_f32(vcleq_f32(bound, w), above, below);
 }
-/* Loads four cells: see >>set-avx2. */
 TQKV__OP void tqkv__load_cells_neon(const tqkv__cell *cells, const uint32_t *at, float32x4_t *x)
 {
     float32x4_t four[4];

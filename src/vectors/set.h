@@ -78,8 +78,7 @@ typedef struct tqkv__kernels {
        maximum goes on from here. */
     void (*end_piece)(int n_rows, int value_dim, const tqkv__sums *piece, const tqkv__sums *sums);
     /* out[row] += sum_j weights[row][j] * value[slot + j] for j < n. A weight of 0 adds nothing to integers, even
-       beside a NaN norm; floats see tqkv__add_values. weights, scaled (scratch): [n_rows][TQKV__TILE], out:
-       [n_rows][head_dim] */
+       beside a NaN norm; for floats see tqkv__add_values. weights, scaled (scratch): [n_rows][TQKV__TILE] */
     void (*value_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
                        int n_rows, float *scaled, float *out);
     /* sums[j] += weights[row] * f(scores[row][j] + offsets[row]), row after row, each rounded once; f: see >>index.
@@ -88,7 +87,6 @@ typedef struct tqkv__kernels {
                       float *sums);
 } tqkv__kernels;
 
-/* An instruction set, as tqkv_isa_name has it. */
 typedef struct tqkv__isa {
     const char *name;
     int lanes; /* floats in a vector */

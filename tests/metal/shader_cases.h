@@ -38,10 +38,10 @@ struct full_context {
 void add_length(const length_row &row);
 
 // The call must report nothing.
-#define CHECK_RUN(call)                                                                                                \
-    do {                                                                                                               \
-        std::string check_run_ = (call);                                                                               \
-        CHECK(check_run_.empty(), "%s", check_run_.c_str());                                                           \
+#define CHECK_RUN(call) \
+    do { \
+        std::string check_run_ = (call); \
+        CHECK(check_run_.empty(), "%s", check_run_.c_str()); \
     } while (0)
 
 #endif

@@ -262,11 +262,11 @@ static void check_batch_pages(const void *row)
     }
 }
 
-#define REFUSED(expected, change)                                                                                      \
-    do {                                                                                                               \
-        set_up_batch(&b);                                                                                              \
-        change;                                                                                                        \
-        CHECK_RESULT(planned(&b), TQKV_##expected);                                                                    \
+#define REFUSED(expected, change) \
+    do { \
+        set_up_batch(&b); \
+        change; \
+        CHECK_RESULT(planned(&b), TQKV_##expected); \
     } while (0)
 
 static void check_batch_refusals(const void *row)

@@ -12,11 +12,11 @@ using namespace tqkv_llama;
 
 extern int n_bad; /* checks of the present case that did not hold */
 
-#define CHECK(holds)                                                                                                   \
-    do {                                                                                                               \
-        if (!(holds)) {                                                                                                \
-            if (n_bad++ < 5) printf("%s:%d: %s\n", __FILE__, __LINE__, #holds);                                        \
-        }                                                                                                              \
+#define CHECK(holds) \
+    do { \
+        if (!(holds)) { \
+            if (n_bad++ < 5) printf("%s:%d: %s\n", __FILE__, __LINE__, #holds); \
+        } \
     } while (0)
 
 enum { DIM = 64, HEADS = 2, GROUP = 2, ROW = HEADS * DIM };

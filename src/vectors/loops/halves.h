@@ -15,15 +15,19 @@
 TQKV__OP void TQKV__S(decode_floats)(const tqkv__stream *s, const uint8_t *codes, const float *norms, int n, bool keys,
                                      float *to)
 {
-    for (int d = 0; d < n * s->head_dim; d += s->norm_dim, norms++) {
+    for (int d = 0, end = s->norm_dim; d < n * s->head_dim; end += s->norm_dim, norms++) {
         const float factor = tqkv__factor(s, keys ? tqkv__norm_of_key(*norms) : *norms);
-        TQKV__(decode_tq8)(s, codes + d, s->norm_dim, factor, to + d);
+        for (; d < end; d += TQKV__INTEGER_LANES) {
+            TQKV__UNROLL
+            for (int i = 0; i < TQKV__INTEGER_LANES; i++) to[d + i] = s->codebook[codes[d + i]];
+            TQKV__(store)(to + d, TQKV__(load)(to + d) * TQKV__(set1)(factor));
+        }
     }
 }
 
 /* Finds scores[row][j] (+)= query[row] . key j over the dimensions [begin, end), for four keys, which are halves or
-   floats; rows and halves are constants. Eight of the 16 sums are in registers where these hold no more. ahead: bytes
-   to the keys that are read next, whose lines are asked for one by one, or 0 */
+   floats; rows and halves are constants. ahead: bytes to the keys that are read next, whose lines are prefetched one by
+   one, or 0 */
 TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, int begin, int end,
                                          const uint8_t *const *keys, ptrdiff_t ahead, const float *q, bool add,
                                          float *scores)
@@ -63,8 +67,7 @@ TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int 
     for (int r = 0; r < rows; r++) TQKV__(add_sums_of_16)(&sums[r][0][0], add, scores + r * TQKV__TILE);
 }
 
-/* Does the same for n keys, `stride` bytes apart; past the end the last one again. ahead: bytes to those that are read
-   next, 0: they are not prefetched */
+/* Does the same for n keys, `stride` bytes apart; past the end the last one again. */
 TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
                                        int n, ptrdiff_t ahead, const float *q, bool add, float *scores)
 {
@@ -79,7 +82,6 @@ TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int di
     }
 }
 
-/* Does the same for all rows; halves is a constant. */
 TQKV__OP void TQKV__S(score_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
                                  ptrdiff_t ahead, const float *q, int n_rows, bool add, float *scores)
 {
@@ -172,7 +174,6 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim,
     }
 }
 
-/* Does the same for all rows; halves is a constant. */
 TQKV__OP void TQKV__S(add_to_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
                                   ptrdiff_t ahead, const float *weights, int n_rows, float *out)
 {

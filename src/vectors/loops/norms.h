@@ -1,6 +1,5 @@
 /* >>k-norms: sums of squares in 16 strided lanes, as in >>codec, and the norms of rows. */
 
-/* Returns the sum of the squares of x: [n] */
 TQKV__OP float TQKV__(sum_of_squares)(const float *x, int n)
 {
     TQKV__VECTOR lanes[16 / TQKV__LANES];
@@ -32,7 +31,6 @@ TQKV__OP float TQKV__(squares_of_codes)(const tqkv__quantiser *q, const uint8_t 
     return TQKV__(sum_16)(lanes);
 }
 
-/* Returns the largest magnitude of x: [n] */
 TQKV__OP float TQKV__(largest_size)(const float *x, int n)
 {
     TQKV__VECTOR even = TQKV__(set1)(0.0f), odd = even;
@@ -43,7 +41,6 @@ TQKV__OP float TQKV__(largest_size)(const float *x, int n)
     return TQKV__(largest_lane)(TQKV__(max)(even, odd));
 }
 
-/* Finds the norms and scales of a row. y: [head_dim], norms, scales: [norms_per_row] */
 TQKV__OP void TQKV__(norms)(const tqkv__stream *s, const float *y, float *norms, float *scales)
 {
     for (int b = 0; b < s->norms_per_row; b++, y += s->norm_dim)

@@ -28,8 +28,8 @@ TQKV__OP void TQKV__(quantise_short)(const int bits, const tqkv__quantiser *q, c
     }
 }
 
-/* Likewise for a codebook whose tables do not fit registers, up to 256 values: one loop stores the cells, since a load
-   of a cell soon after would wait for the store. */
+/* Likewise for a codebook of up to 256 values, whose tables do not fit registers: one loop stores the cells, because a
+   load soon after would wait for the store. */
 TQKV__OP void TQKV__(quantise_256)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
     TQKV__ALIGNED uint32_t cells[256];
@@ -98,7 +98,6 @@ TQKV__TARGET static void TQKV__(pack_row)(const tqkv__stream *s, const uint8_t *
     if (s->main_bits == 2 && s->upper_bits == 1) TQKV__(pack_field)(1, 2, s->head_dim, codes, upper);
 }
 
-/* Stores the codes of F16; type is a constant. */
 TQKV__OP void TQKV__(store_f16_as)(const tqkv_type type, const void *src, int head_dim, uint8_t *row)
 {
     for (int d = 0; d < head_dim; d += 16) {
@@ -117,9 +116,8 @@ TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, 
         TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
 }
 
-/* Returns the values of a row that are to be quantised: less its centre, times its inverses, rotated but for mix_rows,
-   in row: [head_dim] or, where nothing is to be done, in the source, of its type if the format is F16. Halves are not
-   widened first: that pass would make them a tenth slower than floats. */
+/* Returns the values of a row that are to be quantised, rotated but for mix_rows: in row, [head_dim], or, where nothing
+   is to be done, in the source. Halves are not widened first: that pass would cost a tenth. */
 TQKV__TARGET static const void *TQKV__(open_row)(const tqkv__stream *s, const tqkv__row *source, float *row)
 {
     const void *src = source->src;

@@ -17,7 +17,6 @@ TQKV__OP void TQKV__(butterflies)(const int count, TQKV__VECTOR *x)
     }
 }
 
-/* Loads count vectors from value i on; count is a constant. */
 TQKV__OP void TQKV__(load_vectors)(const int count, tqkv_type type, const void *in, int i, TQKV__VECTOR *x)
 {
     if (type == TQKV_TYPE_F16) {
@@ -103,8 +102,7 @@ TQKV__OP void TQKV__(open_signs)(int m, float *signs)
         }
 }
 
-/* Applies the matrix of order m to two columns of subrows n floats apart, in place: four sums of each in registers, as
-   many as hide their latency, for whatever m. */
+/* Applies the matrix of order m to two columns of subrows n floats apart, in place: four sums of each in registers. */
 TQKV__OP void TQKV__(mix)(const bool pair, int m, int n, const float *signs, float factor,
                           const TQKV__(column) * columns)
 {
@@ -161,7 +159,6 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_rows)(int head_dim, float *ro
     }
 }
 
-/* Does what hadamard does for head_dim = m * n, m > 1: H over the subrows */
 TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, const void *in, int head_dim, bool flip,
                                                                float *out)
 {

@@ -75,7 +75,6 @@ static TQKV__S(panel) TQKV__S(open_panel)(const tqkv__stream *s, const uint8_t *
     return panel;
 }
 
-/* Where the codes of some positions are: main fields, upper ones */
 typedef struct TQKV__S(cursor) {
     const uint8_t *fields[2];
 } TQKV__S(cursor);
@@ -96,8 +95,8 @@ typedef struct TQKV__S(request) {
     size_t step, size;
 } TQKV__S(request);
 
-/* Opens the share of a pass over the dimensions [d, d + dims): requests are spread, because many at once wait for each
-   other. */
+/* Opens the share of a pass over the dimensions [d, d + dims): prefetches are spread, because many at once wait for
+   each other. */
 TQKV__OP TQKV__S(request)
     TQKV__S(open_request)(const tqkv_format format, const TQKV__S(panel) * a, int positions, int j, int d, int dims)
 {
@@ -114,14 +113,12 @@ TQKV__OP void TQKV__S(ask)(TQKV__S(request) * request)
     request->next += request->step;
 }
 
-/* Goes on by so many positions. */
 TQKV__OP void TQKV__S(move)(const TQKV__S(panel) * a, int positions, TQKV__S(cursor) * cursor)
 {
     cursor->fields[0] += (size_t)positions * a->stride;
     cursor->fields[1] += (size_t)positions * a->stride;
 }
 
-/* Returns the largest magnitude of n floats, as bits: NaN is above all others. n: a multiple of LANES */
 TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
 {
     TQKV__(codes) largest;
@@ -197,7 +194,6 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(round_weights)(const tqkv__strea
     to[TQKV__WEIGHTS_UNIT] = tqkv__integer_unit(largest, s->step);
 }
 
-/* The rows that are multiplied with a panel: their integers, and results. */
 typedef struct TQKV__I(product) {
     const int8_t *rows; /* of the first row; the next ones are row_floats floats on, like their units and offsets */
     const float *units, *offsets; /* offsets: NULL if codes are what they are */
@@ -208,7 +204,6 @@ typedef struct TQKV__I(product) {
     bool add;             /* to the scores */
 } TQKV__I(product);
 
-/* Goes on to the next rows. */
 TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
 {
     p->rows += rows * p->row_floats * (int)sizeof(float);
@@ -279,14 +274,14 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
 }
 
 /* Codes of 5 bits in bytes are decoded as those of 6: the codebook is repeated. */
-#define TQKV__DECODED_APART(format, kind, book)                                                                        \
+#define TQKV__DECODED_APART(format, kind, book) \
     ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (book) <= 6 && (format) != TQKV_TQ5_BYTES))
-#define TQKV__DECODER(unused, format, name, kind, main, upper, book, plain)                                            \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__S(decode_##format)(const TQKV__S(panel) * panel, bool keys, int d,   \
-                                                                     int left, int first, int n, int8_t *room)         \
-    {                                                                                                                  \
-        const TQKV__S(panel) a = *panel;                                                                               \
-        if (TQKV__DECODED_APART(format, kind, book)) TQKV__S(decode)(format, &a, keys, d, left, first, n, room);       \
+#define TQKV__DECODER(unused, format, name, kind, main, upper, book, plain) \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__S(decode_##format)(const TQKV__S(panel) * panel, bool keys, int d, \
+                                                                     int left, int first, int n, int8_t *room) \
+    { \
+        const TQKV__S(panel) a = *panel; \
+        if (TQKV__DECODED_APART(format, kind, book)) TQKV__S(decode)(format, &a, keys, d, left, first, n, room); \
     }
 TQKV__FORMATS(TQKV__DECODER, )
 #define TQKV__DECODER_OF(unused, format, ...) TQKV__S(decode_##format),
@@ -437,7 +432,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
 /* -- Sums of values: a lane is a dimension. -- */
 
 /* Sixteens of dimensions whose sums fit in registers */
-#define TQKV__SIXTEENS(rows)                                                                                           \
+#define TQKV__SIXTEENS(rows) \
     ((rows)*TQKV__MOST_SIXTEENS <= TQKV__SUM_SIXTEENS ? TQKV__MOST_SIXTEENS : TQKV__SUM_SIXTEENS / (rows))
 
 /* Whether a pass may have less than its sixteens. */
@@ -503,9 +498,8 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
     }
 }
 
-/* Adds: results[row][d] += (sum_j rows[row][j] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
-   on, straight from the codes or from lanes in tile: [sixteens][n / TQKV__PRODUCTS][lanes]. format, rows and sixteens
-   are constants. */
+/* Adds: results[row][d] += (sum_j rows[row][d] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
+   on, straight from the codes or from lanes in tile. format, rows and sixteens are constants. */
 TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const int sixteens, const TQKV__S(panel) * a,
                                  int d, const TQKV__I(product) * p, const int8_t *tile)
 {
@@ -539,7 +533,6 @@ TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const
         TQKV__I(add_sums)(p, rows, all, left / 16 * TQKV__DIM_LANES, d, whole);
 }
 
-/* The dimensions of a panel below `end`, see fused_end */
 TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel, int end,
                                 const TQKV__I(product) * p)
 {
@@ -567,8 +560,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_values)(const TQKV__S(panel
         }
 }
 
-#define TQKV__ADD_LANES(rows)                                                                                          \
-    (whole ? TQKV__I(add_chunk)(TQKV__READY, rows, TQKV__MANY_SIXTEENS, &a, d, &p, tile)                               \
+#define TQKV__ADD_LANES(rows) \
+    (whole ? TQKV__I(add_chunk)(TQKV__READY, rows, TQKV__MANY_SIXTEENS, &a, d, &p, tile) \
            : TQKV__I(add_chunk)(TQKV__READY, rows, 1, &a, d, &p, tile))
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) * panel, TQKV__I(product) p, int d,
                                                            bool whole, const int8_t *tile, int n_rows)
@@ -593,29 +586,29 @@ typedef struct TQKV__I(loops) {
 } TQKV__I(loops);
 
 /* Whether a format has such loops: I8 and packed codes, of 6 bits where these gain 15%. */
-#define TQKV__FEW_LOOPS(kind, main, book)                                                                              \
+#define TQKV__FEW_LOOPS(kind, main, book) \
     ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (main) < 8 && (book) < (TQKV__INTEGER_LANES == 16 ? 7 : 6)))
-#define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain)                                    \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a, int end,                 \
-                                                                    const TQKV__I(product) * p, int rows)              \
-    {                                                                                                                  \
-        if (TQKV__FEW_LOOPS(kind, main, book)) TQKV__BY_ROWS(score_rows, format, kind, book);                          \
-    }                                                                                                                  \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a, int end,                   \
-                                                                  const TQKV__I(product) * p, int rows)                \
-    {                                                                                                                  \
-        if (TQKV__FEW_LOOPS(kind, main, book)) TQKV__BY_ROWS(add_rows, format, kind, book);                            \
+#define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain) \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a, int end, \
+                                                                    const TQKV__I(product) * p, int rows) \
+    { \
+        if (TQKV__FEW_LOOPS(kind, main, book)) TQKV__BY_ROWS(score_rows, format, kind, book); \
+    } \
+    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a, int end, \
+                                                                  const TQKV__I(product) * p, int rows) \
+    { \
+        if (TQKV__FEW_LOOPS(kind, main, book)) TQKV__BY_ROWS(add_rows, format, kind, book); \
     }
-#define TQKV__BY_ROWS(loop, format, kind, book)                                                                        \
-    (rows == 1   ? TQKV__I(loop)(format, 1, a, end, p)                                                                 \
-     : rows == 2 ? TQKV__I(loop)(format, 2, a, end, p)                                                                 \
-     : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || (TQKV__LANES_ROWS_OF_BOOKS > 3 && (book) < 6))                   \
-         ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, end, p)                                                            \
+#define TQKV__BY_ROWS(loop, format, kind, book) \
+    (rows == 1   ? TQKV__I(loop)(format, 1, a, end, p) \
+     : rows == 2 ? TQKV__I(loop)(format, 2, a, end, p) \
+     : TQKV__FEW_ROWS > 2 && ((kind) == TQKV__GRID || (TQKV__LANES_ROWS_OF_BOOKS > 3 && (book) < 6)) \
+         ? TQKV__I(loop)(format, TQKV__FEW_ROWS, a, end, p) \
          : (void)0)
 TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
 
-#define TQKV__LOOPS_ENTRY(unused, format, name, kind, main, upper, book, plain)                                        \
-    {TQKV__FEW_LOOPS(kind, main, book) ? TQKV__I(score_##format) : NULL,                                               \
+#define TQKV__LOOPS_ENTRY(unused, format, name, kind, main, upper, book, plain) \
+    {TQKV__FEW_LOOPS(kind, main, book) ? TQKV__I(score_##format) : NULL, \
      TQKV__FEW_LOOPS(kind, main, book) ? TQKV__I(add_##format) : NULL},
 static const TQKV__I(loops) TQKV__I(loops_by_format)[] = {{NULL, NULL}, TQKV__FORMATS(TQKV__LOOPS_ENTRY, )};
 
@@ -634,7 +627,6 @@ static int TQKV__I(fused_end)(const TQKV__S(panel) * a, int n_rows)
     return TQKV__ARE_PARTIAL(n_rows) ? a->dim : a->dim / 32 * 32;
 }
 
-/* Calls a loop for few rows. */
 TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const TQKV__I(product) *, int),
                                 const TQKV__S(panel) * panel, int end, TQKV__I(product) p, int n_rows)
 {

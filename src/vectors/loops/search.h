@@ -9,7 +9,7 @@ typedef struct TQKV__(sizes) {
 } TQKV__(sizes);
 
 /* y: [head_dim], scales: [norms_per_row] -> v: scaled, [head_dim]. NaN becomes infinity, which is no larger with any
-   factor either, and has the square of NaN's code. */
+   factor either. */
 TQKV__OP void TQKV__(open_sizes)(const tqkv__stream *s, const float *y, const float *scales, float *v,
                                  TQKV__(sizes) * t)
 {
@@ -107,7 +107,7 @@ TQKV__OP void TQKV__(try_factor)(const int bits, const tqkv__stream *s, const tq
 }
 
 /* Finds the best factor of each norm, the first of the largest (sum of v*c)^2 / (sum of c*c), and its sum of c*c. All
-   lanes have the same numbers: a comparison of floats would be a branch that is hard to predict. */
+   lanes have the same numbers: a comparison of floats would be a branch. */
 TQKV__OP void TQKV__(search_as)(const int bits, const tqkv__stream *s, const tqkv__quantiser *q, TQKV__(sizes) * t,
                                 float *factors, float *squares)
 {

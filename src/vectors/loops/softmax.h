@@ -137,8 +137,8 @@ TQKV__TARGET static void TQKV__(sum_heads)(const float *scores, const float *wei
     }
 }
 
-/* Finds the factors of a tile's codes, per panel and position; of keys see tqkv__norm_of_key. factors:
-   [n_panels][TQKV__TILE], zero beyond n */
+/* Finds the factors of a tile's codes, per panel and position; see tqkv__norm_of_key. factors: [n_panels][TQKV__TILE],
+   zero beyond n */
 TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *norms, const tqkv__segment *segment,
                                          bool keys, float *factors)
 {

@@ -89,7 +89,7 @@ TQKV__TARGET static uint32_t TQKV__(largest_of)(const float *x, size_t n)
 }
 
 /* Does what tqkv__values_finite does for whole rows. Two halves, or bfloat16s, in a word: a 1 added at the lowest bit
-   of an exponent carries into the sign bit from an exponent of all ones, and from no other. */
+   of an exponent carries into the sign bit only from an exponent of all ones. */
 TQKV__TARGET static bool TQKV__(rows_finite)(tqkv_type type, const void *x, size_t n)
 {
     const uint32_t one = type == TQKV_TYPE_F16 ? 0x04000400u : 0x00800080u;

@@ -49,11 +49,11 @@ void host_end(host_work *work);
 /* A call, planned and recorded; and the scratch that it needs, which its plan without scratch tells. */
 extern const tqkv_metal_buffer host_none;
 tqkv_metal_plan *host_plan(void); /* of this thread */
-#define HOST(metal, encoder, call, ...)                                                                                \
+#define HOST(metal, encoder, call, ...) \
     ((void)tqkv_metal_plan_##call(__VA_ARGS__, host_plan()), tqkv_metal_record(metal, encoder, host_plan()))
-#define HOST_SCRATCH(bytes, call, ...)                                                                                 \
+#define HOST_SCRATCH(bytes, call, ...) \
     ((void)tqkv_metal_plan_##call(__VA_ARGS__, host_plan()), *(bytes) = host_plan()->scratch_size, host_plan()->result)
-#define HOST_PREPARE(metal, call, ...)                                                                                 \
+#define HOST_PREPARE(metal, call, ...) \
     ((void)tqkv_metal_plan_##call(__VA_ARGS__, host_plan()), tqkv_metal_prepare(metal, host_plan()))
 /* A cache's attention with lists or a tree. */
 tqkv_result host_attend_some(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv_cache *c,
@@ -64,12 +64,12 @@ tqkv_result host_attend_some(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder
 float *host_floats(uint64_t seed, size_t count);
 
 /* CHECK_RESULT; the context's text must also contain `words`. */
-#define CHECK_REFUSED(metal, call, expected, words)                                                                    \
-    do {                                                                                                               \
-        char text_[400];                                                                                               \
-        CHECK_RESULT(call, expected);                                                                                  \
-        tqkv_metal_error(metal, text_, sizeof text_);                                                                  \
-        CHECK(strstr(text_, words), "the text is \"%s\"", text_);                                                      \
+#define CHECK_REFUSED(metal, call, expected, words) \
+    do { \
+        char text_[400]; \
+        CHECK_RESULT(call, expected); \
+        tqkv_metal_error(metal, text_, sizeof text_); \
+        CHECK(strstr(text_, words), "the text is \"%s\"", text_); \
     } while (0)
 
 void codec_host_cases(void);

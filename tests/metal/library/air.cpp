@@ -6,8 +6,8 @@
 #include <string.h>
 
 #define HERE "air", (int)(intptr_t)__builtin_return_address(0)
-#define AIR(result, name, label, parameters)                                                                           \
-    extern "C" result name parameters __asm__("air." label);                                                           \
+#define AIR(result, name, label, parameters) \
+    extern "C" result name parameters __asm__("air." label); \
     result name parameters
 
 template <class T>
