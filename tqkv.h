@@ -8547,7 +8547,6 @@ typedef struct tqkv__work {
     int64_t exact[2];                 /* tqkv__exact_at of the first and the last row's query */
     tqkv__range passes[TQKV__PASSES]; /* of ranks, in a stretch */
     tqkv__range common[TQKV__PASSES]; /* what all rows see of these, without a list */
-    int64_t asked;                    /* the newest halves, from their pass's first, are asked for up to it */
     bool small_pages, odd_rings;      /* pages, or rings, may end within a tile */
     const tqkv__attention *gathered;  /* streams in scratch, for rows that do not lie together */
     tqkv__ranks ranks[3];             /* likewise: of the tile before, of this one and of the next */
@@ -8789,42 +8788,6 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
     w->before = tile;
 }
 
-/* Prefetches up to n positions that lie one after the other in the halves of an end, and returns their number; 0 for
-   pages. Inlined, because gcc drops calls of functions that only prefetch. */
-static TQKV__INLINE int tqkv__ask_halves(const tqkv__work *w, int end, int64_t position, int n)
-{
-    for (int side = 0; side < 2; side++) {
-        const tqkv__stream *s = &w->a->ends[end][side];
-        if (!w->a->exact[end][side]) continue;
-        if (s->pages) return 0;
-        const int slot = tqkv__slot(s, position);
-        n = n < s->capacity - slot ? n : s->capacity - slot;
-        tqkv__prefetch(TQKV__L2, tqkv__codes_at(s, w->item->kv_head, slot), (size_t)n * s->row_bytes);
-    }
-    return n;
-}
-
-/* Finds where the rows' newest halves begin, and prefetches the first tile of the first halves. */
-static void tqkv__open_ends(tqkv__work *w, tqkv__range seen)
-{
-    const tqkv__attention *a = w->a;
-    const tqkv__item *item = w->item;
-    const int64_t n = a->exact_below - seen.from;
-    w->exact[0] = tqkv__exact_at(a, item->first_row / a->group);
-    w->exact[1] = tqkv__exact_at(a, (item->first_row + item->n_rows - 1) / a->group);
-    if (!w->list && n > 0) tqkv__ask_halves(w, TQKV__FIRST_END, seen.from, n < TQKV__TILE ? (int)n : TQKV__TILE);
-}
-
-/* Prefetches a few of the newest halves with each tile of codes, so that all are there when their pass begins. left:
-   positions of codes before that pass */
-static void tqkv__ask_newest(tqkv__work *w, int64_t left)
-{
-    enum { SHARE = 4 };
-    const int64_t halves = w->passes[TQKV__NEWEST].to - w->asked;
-    if (halves <= 0 || left > TQKV__TILE / SHARE * halves) return;
-    w->asked += tqkv__ask_halves(w, TQKV__LAST_END, w->asked, halves < SHARE ? (int)halves : SHARE);
-}
-
 static void tqkv__touch_streams(const tqkv__tile *tile)
 {
     const tqkv__attention *a = tile->streams;
@@ -9050,7 +9013,6 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
         if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
         if (!wraps) tqkv__find_segments(a, &region, seen.to, tile);
         if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
-        if (pass == TQKV__OLDER) tqkv__ask_newest(w, seen.to - position);
         tqkv__attend_tile(w, tile);
     }
 }
@@ -9383,7 +9345,6 @@ static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, in
     w->before = NULL;
     w->sums = *sums;
     tqkv__find_passes(w, range, request->kept.from < request->kept.to && stretch == request->stretch);
-    w->asked = w->passes[TQKV__NEWEST].from;
     tqkv__clear_sums(&w->piece, (size_t)n_rows, request->a->value_dim);
     tqkv__clear_sums(sums, (size_t)n_rows, request->a->value_dim);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
@@ -9439,7 +9400,8 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next, &gathered);
     next += tqkv__gathered_floats(a);
     w.kept = request->kept;
-    tqkv__open_ends(&w, request->seen);
+    w.exact[0] = tqkv__exact_at(a, item.first_row / a->group);
+    w.exact[1] = tqkv__exact_at(a, (item.first_row + item.n_rows - 1) / a->group);
     w.digits = tqkv__arrange_queries(a, &item, request->q, q);
     tqkv__find_offsets(a, &item, request->q, offsets);
     if (job->spread) {

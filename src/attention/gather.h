@@ -215,7 +215,6 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
         if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
         if (!wraps) tqkv__find_segments(a, &region, seen.to, tile);
         if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
-        if (pass == TQKV__OLDER) tqkv__ask_newest(w, seen.to - position);
         tqkv__attend_tile(w, tile);
     }
 }

@@ -67,7 +67,6 @@ static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, in
     w->before = NULL;
     w->sums = *sums;
     tqkv__find_passes(w, range, request->kept.from < request->kept.to && stretch == request->stretch);
-    w->asked = w->passes[TQKV__NEWEST].from;
     tqkv__clear_sums(&w->piece, (size_t)n_rows, request->a->value_dim);
     tqkv__clear_sums(sums, (size_t)n_rows, request->a->value_dim);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
@@ -123,7 +122,8 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next, &gathered);
     next += tqkv__gathered_floats(a);
     w.kept = request->kept;
-    tqkv__open_ends(&w, request->seen);
+    w.exact[0] = tqkv__exact_at(a, item.first_row / a->group);
+    w.exact[1] = tqkv__exact_at(a, (item.first_row + item.n_rows - 1) / a->group);
     w.digits = tqkv__arrange_queries(a, &item, request->q, q);
     tqkv__find_offsets(a, &item, request->q, offsets);
     if (job->spread) {

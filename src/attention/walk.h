@@ -15,7 +15,6 @@ typedef struct tqkv__work {
     int64_t exact[2];                 /* tqkv__exact_at of the first and the last row's query */
     tqkv__range passes[TQKV__PASSES]; /* of ranks, in a stretch */
     tqkv__range common[TQKV__PASSES]; /* what all rows see of these, without a list */
-    int64_t asked;                    /* the newest halves, from their pass's first, are asked for up to it */
     bool small_pages, odd_rings;      /* pages, or rings, may end within a tile */
     const tqkv__attention *gathered;  /* streams in scratch, for rows that do not lie together */
     tqkv__ranks ranks[3];             /* likewise: of the tile before, of this one and of the next */
@@ -255,42 +254,6 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
     w->a->kernels->softmax_tile(w->a, tile->spans, w->offsets, n_rows, tile->scores, w->piece.max, w->piece.sum,
                                 w->piece.out);
     w->before = tile;
-}
-
-/* Prefetches up to n positions that lie one after the other in the halves of an end, and returns their number; 0 for
-   pages. Inlined, because gcc drops calls of functions that only prefetch. */
-static TQKV__INLINE int tqkv__ask_halves(const tqkv__work *w, int end, int64_t position, int n)
-{
-    for (int side = 0; side < 2; side++) {
-        const tqkv__stream *s = &w->a->ends[end][side];
-        if (!w->a->exact[end][side]) continue;
-        if (s->pages) return 0;
-        const int slot = tqkv__slot(s, position);
-        n = n < s->capacity - slot ? n : s->capacity - slot;
-        tqkv__prefetch(TQKV__L2, tqkv__codes_at(s, w->item->kv_head, slot), (size_t)n * s->row_bytes);
-    }
-    return n;
-}
-
-/* Finds where the rows' newest halves begin, and prefetches the first tile of the first halves. */
-static void tqkv__open_ends(tqkv__work *w, tqkv__range seen)
-{
-    const tqkv__attention *a = w->a;
-    const tqkv__item *item = w->item;
-    const int64_t n = a->exact_below - seen.from;
-    w->exact[0] = tqkv__exact_at(a, item->first_row / a->group);
-    w->exact[1] = tqkv__exact_at(a, (item->first_row + item->n_rows - 1) / a->group);
-    if (!w->list && n > 0) tqkv__ask_halves(w, TQKV__FIRST_END, seen.from, n < TQKV__TILE ? (int)n : TQKV__TILE);
-}
-
-/* Prefetches a few of the newest halves with each tile of codes, so that all are there when their pass begins. left:
-   positions of codes before that pass */
-static void tqkv__ask_newest(tqkv__work *w, int64_t left)
-{
-    enum { SHARE = 4 };
-    const int64_t halves = w->passes[TQKV__NEWEST].to - w->asked;
-    if (halves <= 0 || left > TQKV__TILE / SHARE * halves) return;
-    w->asked += tqkv__ask_halves(w, TQKV__LAST_END, w->asked, halves < SHARE ? (int)halves : SHARE);
 }
 
 static void tqkv__touch_streams(const tqkv__tile *tile)
