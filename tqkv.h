@@ -8661,35 +8661,22 @@ static TQKV__INLINE void tqkv__ask_row(const tqkv__source *s, int32_t slot)
     if (s->norms) tqkv__prefetch(TQKV__L1, (const uint8_t *)(s->of_rows + (size_t)slot * s->norms), 1);
 }
 
-/* Copies n rows and their norms; what is hidden becomes zeros, because it may be NaN. */
-static void tqkv__copy_rows(const tqkv__source *s, const int32_t *slot_list, int n, uint8_t *row, float *norm)
-{
-    for (int j = 0; j < n; j++, row += s->size) {
-        const size_t from = slot_list[j] < 0 ? 0 : (size_t)slot_list[j];
-        if (slot_list[j] < 0)
-            memset(row, 0, s->size);
-        else
-            tqkv__copy_row(row, s->codes + from * s->size, s->size);
-        for (size_t i = 0; i < s->norms; i++) *norm++ = slot_list[j] < 0 ? 0.0f : s->of_rows[from * s->norms + i];
-    }
-}
-
-/* Copies the rows of a tile to slots of another stream from `slot` on, and prefetches the n_next rows of the next tile:
-   one with each row, because a burst of requests would wait. */
+/* Copies the rows of a tile and their norms to slots of another stream from `slot` on; what is hidden becomes zeros,
+   because it may be NaN. */
 static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
-                         const int32_t *next, int n_next, const tqkv__stream *to, int slot)
+                         const tqkv__stream *to, int slot)
 {
     const tqkv__source s = tqkv__source_of(from, kv_head);
-    const int n = ranks->gaps || s.norms != 1 ? 0 : ranks->n;
     uint8_t *row = tqkv__codes_at(to, 0, slot);
     float *norm = tqkv__norms_at(to, 0, slot);
-    for (int j = 0; j < n; j++, row += s.size) {
-        if (j < n_next) tqkv__prefetch(TQKV__L1, s.codes + (size_t)next[j] * s.size, s.size);
-        tqkv__copy_row(row, s.codes + (size_t)slot_list[j] * s.size, s.size);
-        norm[j] = s.of_rows[slot_list[j]];
+    for (int j = 0; j < ranks->n; j++, row += s.size) {
+        const size_t at = slot_list[j] < 0 ? 0 : (size_t)slot_list[j];
+        if (slot_list[j] < 0)
+            memset(row, 0, s.size);
+        else
+            tqkv__copy_row(row, s.codes + at * s.size, s.size);
+        for (size_t i = 0; i < s.norms; i++) *norm++ = slot_list[j] < 0 ? 0.0f : s.of_rows[at * s.norms + i];
     }
-    for (int j = n; j < n_next; j++) tqkv__ask_row(&s, next[j]);
-    if (n < ranks->n) tqkv__copy_rows(&s, slot_list, ranks->n, row, norm);
 }
 
 static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list)
@@ -8703,12 +8690,6 @@ static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ran
     const size_t first = (size_t)slot_list[0], n = (size_t)ranks->n, norms = source.norms * sizeof(float);
     tqkv__prefetch(TQKV__L1, source.codes + first * source.size, n * source.size);
     if (norms) tqkv__prefetch(TQKV__L1, (const uint8_t *)source.of_rows + first * norms, n * norms);
-}
-
-/* Whether the rows of a tile are gathered while the next tile's are asked for. */
-static bool tqkv__asks_meanwhile(const tqkv__ranks *ranks, const tqkv__ranks *next)
-{
-    return next->n && !next->gaps && !ranks->together && !next->together && ranks->region.number == next->region.number;
 }
 
 static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
@@ -8735,18 +8716,15 @@ static tqkv__tile *tqkv__next_tile(const tqkv__work *w, int64_t position, int n)
     return tile;
 }
 
-/* Adds the values of the tile before. next: where those of the tile in progress lie, which are then asked for; or
-   NULL */
+/* Adds the values of the tile before. next: where those of the tile in progress lie, to prefetch them; or NULL */
 static void tqkv__add_before(tqkv__work *w, const tqkv__ranks *next)
 {
     tqkv__tile *tile = w->before;
     const tqkv__ranks *ranks = tile ? tile->ranks : NULL;
     const int kv_head = w->item->kv_head;
-    const bool asks = next && ranks && tqkv__asks_meanwhile(ranks, next);
-    if (next && !asks) tqkv__ask_values(w->a, kv_head, next);
+    if (next) tqkv__ask_values(w->a, kv_head, next);
     if (ranks && !ranks->together && !w->a->shared)
-        tqkv__gather(ranks->region.values, kv_head, ranks, ranks->values, asks ? next->values : NULL,
-                     asks ? next->n : 0, tile->region.values, tile->values.slot);
+        tqkv__gather(ranks->region.values, kv_head, ranks, ranks->values, tile->region.values, tile->values.slot);
     if (tile) tqkv__add_values(tile, w->item->n_rows, w->piece.out);
 }
 
@@ -8921,11 +8899,6 @@ static void tqkv__find_ranks(const tqkv__work *w, int pass, int64_t rank, tqkv__
     }
 }
 
-static void tqkv__find_first_ranks(const tqkv__work *w, tqkv__ranks *ranks)
-{
-    tqkv__find_ranks(w, 0, w->passes[0].from, ranks);
-}
-
 /* Returns the slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first
    slot, or -1 */
 static tqkv__segment tqkv__segment_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch,
@@ -8949,14 +8922,11 @@ static tqkv__tile *tqkv__tile_of_ranks(const tqkv__work *w, const tqkv__ranks *r
     tile->keys = tqkv__segment_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
     tile->values = tqkv__segment_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
     if (a->call.tail) tile->tail = tqkv__segment_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
-    const bool asks = tqkv__asks_meanwhile(ranks, next);
-    const int n_next = asks ? next->n : 0;
-    if (!ahead && !asks) tqkv__ask_keys(a, kv_head, next);
+    if (!ahead) tqkv__ask_keys(a, kv_head, next);
     tile->ranks = ranks;
     if (ranks->together) return tile;
-    tqkv__gather(ranks->region.keys, kv_head, ranks, ranks->keys, next->keys, n_next, tile->region.keys, slot);
-    if (a->call.tail)
-        tqkv__gather(ranks->region.tail, kv_head, ranks, ranks->tail, next->tail, n_next, tile->region.tail, slot);
+    tqkv__gather(ranks->region.keys, kv_head, ranks, ranks->keys, tile->region.keys, slot);
+    if (a->call.tail) tqkv__gather(ranks->region.tail, kv_head, ranks, ranks->tail, tile->region.tail, slot);
     tile->streams = streams;
     tile->kv_head = 0;
     return tile;
@@ -8996,30 +8966,15 @@ static bool tqkv__heads_follow(const tqkv__attention *a)
     return !a->call.list.rows || (a->call.n_queries == 1 && a->call.list.heads == 1);
 }
 
-/* Asks for the first tile of the next KV head, which has the same list and comes next: nothing else would in time. */
-static void tqkv__ask_next_head(const tqkv__work *w)
-{
-    tqkv__ranks ranks;
-    const int kv_head = w->item->kv_head + 1;
-    if (!w->list || kv_head == w->a->n_kv_heads || !tqkv__heads_follow(w->a)) return;
-    tqkv__find_first_ranks(w, &ranks);
-    tqkv__ask_keys(w->a, kv_head, &ranks);
-    tqkv__ask_values(w->a, kv_head, &ranks);
-}
-
 /* Does what tqkv__attend_rows does, for lists and small pages; range: of ranks */
 static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
 {
-    const tqkv__attention *a = w->a;
-    const int kv_head = w->item->kv_head;
-    const bool asked = w->list && kv_head > 0 && tqkv__heads_follow(a);
-    tqkv__find_first_ranks(w, &w->ranks[0]);
-    if (!asked) tqkv__ask_keys(a, kv_head, &w->ranks[0]);
+    tqkv__find_ranks(w, 0, w->passes[0].from, &w->ranks[0]);
+    tqkv__ask_keys(w->a, w->item->kv_head, &w->ranks[0]);
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
         tqkv__ranks *next = &w->ranks[(now + 1) % 3];
         tqkv__find_ranks(w, ranks->region.number / 2, ranks->rank + ranks->n, next);
-        if (!next->n) tqkv__ask_next_head(w);
         tqkv__tile *tile = tqkv__tile_of_ranks(w, ranks, next);
         tqkv__find_spans(w, range, tile);
         tqkv__attend_tile(w, tile);

@@ -147,11 +147,6 @@ static void tqkv__find_ranks(const tqkv__work *w, int pass, int64_t rank, tqkv__
     }
 }
 
-static void tqkv__find_first_ranks(const tqkv__work *w, tqkv__ranks *ranks)
-{
-    tqkv__find_ranks(w, 0, w->passes[0].from, ranks);
-}
-
 /* Returns the slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first
    slot, or -1 */
 static tqkv__segment tqkv__segment_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch,
@@ -175,14 +170,11 @@ static tqkv__tile *tqkv__tile_of_ranks(const tqkv__work *w, const tqkv__ranks *r
     tile->keys = tqkv__segment_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
     tile->values = tqkv__segment_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
     if (a->call.tail) tile->tail = tqkv__segment_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
-    const bool asks = tqkv__asks_meanwhile(ranks, next);
-    const int n_next = asks ? next->n : 0;
-    if (!ahead && !asks) tqkv__ask_keys(a, kv_head, next);
+    if (!ahead) tqkv__ask_keys(a, kv_head, next);
     tile->ranks = ranks;
     if (ranks->together) return tile;
-    tqkv__gather(ranks->region.keys, kv_head, ranks, ranks->keys, next->keys, n_next, tile->region.keys, slot);
-    if (a->call.tail)
-        tqkv__gather(ranks->region.tail, kv_head, ranks, ranks->tail, next->tail, n_next, tile->region.tail, slot);
+    tqkv__gather(ranks->region.keys, kv_head, ranks, ranks->keys, tile->region.keys, slot);
+    if (a->call.tail) tqkv__gather(ranks->region.tail, kv_head, ranks, ranks->tail, tile->region.tail, slot);
     tile->streams = streams;
     tile->kv_head = 0;
     return tile;
@@ -222,30 +214,15 @@ static bool tqkv__heads_follow(const tqkv__attention *a)
     return !a->call.list.rows || (a->call.n_queries == 1 && a->call.list.heads == 1);
 }
 
-/* Asks for the first tile of the next KV head, which has the same list and comes next: nothing else would in time. */
-static void tqkv__ask_next_head(const tqkv__work *w)
-{
-    tqkv__ranks ranks;
-    const int kv_head = w->item->kv_head + 1;
-    if (!w->list || kv_head == w->a->n_kv_heads || !tqkv__heads_follow(w->a)) return;
-    tqkv__find_first_ranks(w, &ranks);
-    tqkv__ask_keys(w->a, kv_head, &ranks);
-    tqkv__ask_values(w->a, kv_head, &ranks);
-}
-
 /* Does what tqkv__attend_rows does, for lists and small pages; range: of ranks */
 static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
 {
-    const tqkv__attention *a = w->a;
-    const int kv_head = w->item->kv_head;
-    const bool asked = w->list && kv_head > 0 && tqkv__heads_follow(a);
-    tqkv__find_first_ranks(w, &w->ranks[0]);
-    if (!asked) tqkv__ask_keys(a, kv_head, &w->ranks[0]);
+    tqkv__find_ranks(w, 0, w->passes[0].from, &w->ranks[0]);
+    tqkv__ask_keys(w->a, w->item->kv_head, &w->ranks[0]);
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
         tqkv__ranks *next = &w->ranks[(now + 1) % 3];
         tqkv__find_ranks(w, ranks->region.number / 2, ranks->rank + ranks->n, next);
-        if (!next->n) tqkv__ask_next_head(w);
         tqkv__tile *tile = tqkv__tile_of_ranks(w, ranks, next);
         tqkv__find_spans(w, range, tile);
         tqkv__attend_tile(w, tile);
