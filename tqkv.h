@@ -8382,6 +8382,22 @@ static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *re
     if (a->call.tail) tqkv__open_segment(region->tail, tile->position, tile->n, end, &tile->tail);
 }
 
+/* Prefetches a line of each 4 KiB of the next tile, and its norms: the loops prefetch the rest, but late where the
+   memory page is not known yet. Short rows that go on behind this tile need none. */
+static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__segment *segment)
+{
+    const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
+    const uint8_t *codes =
+        tqkv__codes_at(s, kv_head, segment->slot) + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
+    if (segment->ahead != TQKV__TILE || s->row_bytes >= 128) {
+        for (size_t i = 0; i < size; i += 4096) tqkv__prefetch(TQKV__L1, codes + i, 1);
+        tqkv__prefetch(TQKV__L1, codes + size - 1, 1);
+    }
+    if (!norms_size) return;
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot) + (ptrdiff_t)segment->ahead * s->norms_per_row;
+    tqkv__prefetch(TQKV__L1, (const uint8_t *)norms, norms_size + 63); /* they may begin within a line */
+}
+
 /* Whether no value of a segment is infinite or NaN, so that a weight of 0 adds nothing. */
 static bool tqkv__segment_finite(const tqkv__attention *a, const tqkv__stream *s, int kv_head,
                                  const tqkv__segment *segment)
@@ -8750,6 +8766,14 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
     w->before = tile;
 }
 
+static void tqkv__touch_streams(const tqkv__tile *tile)
+{
+    const tqkv__attention *a = tile->streams;
+    tqkv__touch_next(tile->region.keys, tile->kv_head, &tile->keys);
+    if (a->call.tail) tqkv__touch_next(tile->region.tail, tile->kv_head, &tile->tail);
+    if (!a->shared) tqkv__touch_next(tile->region.values, tile->kv_head, &tile->values);
+}
+
 /* >>gather: lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where
    they are a tile as others are. */
 
@@ -8922,7 +8946,10 @@ static tqkv__tile *tqkv__tile_of_ranks(const tqkv__work *w, const tqkv__ranks *r
     tile->keys = tqkv__segment_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
     tile->values = tqkv__segment_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
     if (a->call.tail) tile->tail = tqkv__segment_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
-    if (!ahead) tqkv__ask_keys(a, kv_head, next);
+    if (ahead)
+        tqkv__touch_streams(tile);
+    else
+        tqkv__ask_keys(a, kv_head, next);
     tile->ranks = ranks;
     if (ranks->together) return tile;
     tqkv__gather(ranks->region.keys, kv_head, ranks, ranks->keys, tile->region.keys, slot);
@@ -8955,6 +8982,7 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
         if (!wraps) tile->region = region;
         if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
         if (!wraps) tqkv__find_segments(a, &region, seen.to, tile);
+        if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
         tqkv__attend_tile(w, tile);
     }
 }
@@ -10037,6 +10065,7 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
         if (n > to - position) n = to - position;
         tqkv__segment segment;
         tqkv__open_segment(keys, position, (int)n, to, &segment);
+        if (position + n < to) tqkv__touch_next(keys, 0, &segment);
         tqkv__score_keys(x, &s, &segment);
         for (int i = 0; i < s.n_queries; i++) {
             const int64_t end = tqkv__index_end(x, s.first_query + i), seen = end - position < n ? end - position : n;

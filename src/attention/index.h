@@ -179,6 +179,7 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
         if (n > to - position) n = to - position;
         tqkv__segment segment;
         tqkv__open_segment(keys, position, (int)n, to, &segment);
+        if (position + n < to) tqkv__touch_next(keys, 0, &segment);
         tqkv__score_keys(x, &s, &segment);
         for (int i = 0; i < s.n_queries; i++) {
             const int64_t end = tqkv__index_end(x, s.first_query + i), seen = end - position < n ? end - position : n;

@@ -95,6 +95,22 @@ static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *re
     if (a->call.tail) tqkv__open_segment(region->tail, tile->position, tile->n, end, &tile->tail);
 }
 
+/* Prefetches a line of each 4 KiB of the next tile, and its norms: the loops prefetch the rest, but late where the
+   memory page is not known yet. Short rows that go on behind this tile need none. */
+static void tqkv__touch_next(const tqkv__stream *s, int kv_head, const tqkv__segment *segment)
+{
+    const size_t size = TQKV__TILE * s->row_bytes, norms_size = (size_t)(TQKV__TILE * s->norms_per_row) * sizeof(float);
+    const uint8_t *codes =
+        tqkv__codes_at(s, kv_head, segment->slot) + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
+    if (segment->ahead != TQKV__TILE || s->row_bytes >= 128) {
+        for (size_t i = 0; i < size; i += 4096) tqkv__prefetch(TQKV__L1, codes + i, 1);
+        tqkv__prefetch(TQKV__L1, codes + size - 1, 1);
+    }
+    if (!norms_size) return;
+    const float *norms = tqkv__norms_at(s, kv_head, segment->slot) + (ptrdiff_t)segment->ahead * s->norms_per_row;
+    tqkv__prefetch(TQKV__L1, (const uint8_t *)norms, norms_size + 63); /* they may begin within a line */
+}
+
 /* Whether no value of a segment is infinite or NaN, so that a weight of 0 adds nothing. */
 static bool tqkv__segment_finite(const tqkv__attention *a, const tqkv__stream *s, int kv_head,
                                  const tqkv__segment *segment)

@@ -233,3 +233,11 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
                                 w->piece.out);
     w->before = tile;
 }
+
+static void tqkv__touch_streams(const tqkv__tile *tile)
+{
+    const tqkv__attention *a = tile->streams;
+    tqkv__touch_next(tile->region.keys, tile->kv_head, &tile->keys);
+    if (a->call.tail) tqkv__touch_next(tile->region.tail, tile->kv_head, &tile->tail);
+    if (!a->shared) tqkv__touch_next(tile->region.values, tile->kv_head, &tile->values);
+}
