@@ -47,15 +47,12 @@
      TQKV_STATIC            every function is static: private to the including file
      TQKV_API               linkage of the public functions, by default `extern`. In a shared library compiled with
                             -fvisibility=hidden `__attribute__((visibility("default")))` shows them alone
-     TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
-                            fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles the implementation
-                            decides: a library that others link has no reasons for them
+     TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument, as in
+                            fprintf(stderr, "tqkv: %s\n", text). Default: nothing
      TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/building.md)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
-     TQKV_WINDOWS_AVX       puts both in with gcc on Windows, where they are left out otherwise: gcc does not align the
-                            stack there as its own AVX code needs (GCC bug 54412), and a thread of two crashes. Define
-                            it with a gcc that is patched, as those of Debian, MSYS2 and w64devkit are, or with
-                            -Wa,-muse-unaligned-vector-move. clang aligns it: there both are always in
+     TQKV_WINDOWS_AVX       puts both in with gcc on Windows, whose stack does not suit its AVX code (GCC bug 54412):
+                            with a patched gcc, as Debian's and MSYS2's, or -Wa,-muse-unaligned-vector-move
      TQKV_METAL             declares the calls of tqkv_metal.m. On Apple's systems it is there, unless TQKV_NO_METAL is
                             defined
      TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links
@@ -74,8 +71,7 @@
      writes a slot that another writes or sees. So two threads may encode into different slots, and one may encode a
      position while others attend to those before it.
      The only hidden state is the choice of an instruction set, made once. The hook tqkv_parallel runs tasks of one call
-     on the caller's threads. The number of threads does not
-     change any bit of the results. A call takes at most 64 KiB of stack.
+     on the caller's threads, whose number changes no bit. A call takes at most 64 KiB of stack.
 
    MATHEMATICS
 
@@ -679,7 +675,7 @@ TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *x, const float *scores,
 /* >>isa
    The instruction set in use: "avx512" (with VBMI and VNNI), "avx2" (with FMA), "neon" or "scalar". The first call
    chooses the best set of the processor, or the one named by the environment variable TQKV_ISA: where that one is not
-   there, TQKV_EXPLAIN gets a sentence. Codes and norms are the same in all sets; attention differs in the last bits. */
+   there, TQKV_EXPLAIN gets a sentence. The bits of all results are the same in all sets. */
 TQKV_API const char *tqkv_isa_name(void);
 /* For tests: uses that set from now on, in all threads. NULL: chooses again. TQKV_INVALID_ARGUMENT for an unknown name,
    TQKV_UNSUPPORTED if the processor lacks the set. */
@@ -993,7 +989,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *
                                                         tqkv_metal_buffer scores, tqkv_metal_plan *plan);
 /* As tqkv_index_choose: the same list for the same scores, but a block whose score is NaN is chosen only as one of
    `first` and `newest`. scores: float [n_queries][number of blocks up to end], list: int32_t [n_queries][k]. Of keys
-   only the shape is read. It needs no scratch for many queries, or few blocks. */
+   only the shape is read. */
 TQKV_METAL_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqkv_metal_buffer scores, int k,
                                                         tqkv_metal_buffer scratch, tqkv_metal_buffer list,
                                                         tqkv_metal_plan *plan);
@@ -8164,7 +8160,6 @@ static bool tqkv__has_gaps(const int32_t *numbers, int n)
 static int64_t tqkv__row_length(const int32_t *row, int length)
 {
     int64_t n = 0;
-    while (n + 32 <= length && !tqkv__has_gaps(row + n, 32)) n += 32;
     while (n < length && row[n] >= 0) n++;
     return n;
 }
@@ -8695,29 +8690,23 @@ static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__rank
     }
 }
 
-static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list)
+static void tqkv__ask(const tqkv__stream *s, int kv_head, int n, const int32_t *slot_list)
 {
     const tqkv__source source = tqkv__source_of(s, kv_head);
-    if (!ranks->together) {
-        for (int j = 0; j < ranks->n; j++)
-            if (slot_list[j] >= 0) tqkv__ask_row(&source, slot_list[j]);
-        return;
-    }
-    const size_t first = (size_t)slot_list[0], n = (size_t)ranks->n, norms = source.norms * sizeof(float);
-    tqkv__prefetch(TQKV__L1, source.codes + first * source.size, n * source.size);
-    if (norms) tqkv__prefetch(TQKV__L1, (const uint8_t *)source.of_rows + first * norms, n * norms);
+    for (int j = 0; j < n; j++)
+        if (slot_list[j] >= 0) tqkv__ask_row(&source, slot_list[j]);
 }
 
 static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
 {
     if (!ranks->n) return;
-    tqkv__ask(ranks->region.keys, kv_head, ranks, ranks->keys);
-    if (a->call.tail) tqkv__ask(ranks->region.tail, kv_head, ranks, ranks->tail);
+    tqkv__ask(ranks->region.keys, kv_head, ranks->n, ranks->keys);
+    if (a->call.tail) tqkv__ask(ranks->region.tail, kv_head, ranks->n, ranks->tail);
 }
 
 static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
 {
-    if (!a->shared && ranks->n) tqkv__ask(ranks->region.values, kv_head, ranks, ranks->values);
+    if (!a->shared && ranks->n) tqkv__ask(ranks->region.values, kv_head, ranks->n, ranks->values);
 }
 
 static tqkv__tile *tqkv__next_tile(const tqkv__work *w, int64_t position, int n)
@@ -8923,8 +8912,7 @@ static void tqkv__find_ranks(const tqkv__work *w, int pass, int64_t rank, tqkv__
     }
 }
 
-/* Returns the slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first
-   slot, or -1 */
+/* Returns the slots of a tile: its rows', or in scratch. ahead: the next tile's first slot, or -1 */
 static tqkv__segment tqkv__segment_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch,
                                             int64_t ahead)
 {
@@ -9179,8 +9167,7 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
 }
 
-/* Finds the values' centre of a head in the basis of outputs, behind the scale: a channel is then not rounded against
-   larger ones. Returns it, or NULL without; room: [TQKV_MAX_HEAD_DIM] */
+/* Returns the values' centre of a head in the basis of outputs, behind the scale, or NULL; room: [TQKV_MAX_HEAD_DIM] */
 static const float *tqkv__output_center(const tqkv__attention *a, int kv_head, float *room)
 {
     if (!a->values.center || a->call.output_basis == TQKV_ORIGINAL) return tqkv__center_of(&a->values, kv_head);
@@ -9375,8 +9362,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     tqkv__deliver(request, &item, &all);
 }
 
-/* Returns the last request that begins at or before the unit; requests without units in this wave begin where the next
-   one does. */
+/* Returns the last request that begins at or before the unit. */
 static const tqkv__request *tqkv__request_of(const tqkv__job *job, int unit)
 {
     int low = 0, high = job->n_requests;
@@ -9733,8 +9719,7 @@ static bool tqkv__writes_overlap(const tqkv__writes *writes)
     return false;
 }
 
-/* Whether an item reads one of n > 0 sorted extents. Halves them: thousands of items are not compared each with
-   each. */
+/* Whether an item reads one of n > 0 sorted extents, by halves. */
 static bool tqkv__reads_extent(const tqkv__request *request, const tqkv__extent *extents, size_t n)
 {
     const uint8_t *low = (const uint8_t *)(uintptr_t)extents[0].begin;
@@ -11115,8 +11100,7 @@ static void tqkv__raw_means(const tqkv_cache *c, const tqkv__stream *raw, int kv
     tqkv__divide_sums(means, raw->head_dim, (float)tqkv__count_new(c, first));
 }
 
-/* Makes the scales of a head so large, all by one factor, that halves hold its raw rows however they are rotated.
-   largest: [head_dim], for what it finds on the way */
+/* Makes the scales of a head so large, all by one factor, that halves hold its raw rows however they are rotated. */
 static TQKV__NOINLINE void tqkv__limit_scales(const tqkv_cache *c, const tqkv__stream *raw, int kv_head,
                                               const float *center, float *largest, float *scale)
 {
@@ -11170,8 +11154,7 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
 
 /* -- Encoding what was raw -- */
 
-/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append, what the rings
-   of the newest halves must hold up to */
+/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append */
 typedef struct tqkv__raw_job {
     tqkv__stream raw[2], to[2], first[2], newest[2];
     bool has_first[2], has_newest[2];
@@ -11357,8 +11340,8 @@ static void tqkv__count_append(tqkv_cache *c, int n_tokens)
     tqkv__cache_advance(c, n_tokens);
 }
 
-/* On a GPU a tail is encoded to its stream while the cache learns, too: kernels do not copy rows of any format. After
-   what moved raw rows, or brought them, the stream follows. */
+/* On a GPU a tail is encoded to its stream while the cache learns, too; after raw rows moved or came, the stream
+   follows. */
 static tqkv_result tqkv__follow_tail(const tqkv_cache *c)
 {
     return c->metal && c->learning ? tqkv__settle_tail(c, c->raw, (int)c->attention.end) : TQKV_OK;
@@ -12304,8 +12287,7 @@ TQKV_API tqkv_result tqkv_store_save(const tqkv_store *store, int64_t position, 
     return r == TQKV_OK ? tqkv__move_stored(&pipe, &s, range) : r;
 }
 
-/* Every size comes from the store: a header that differs from the one that this store writes is refused, but for the
-   first position. */
+/* A header that differs from the one that this store writes is refused, but for the first position. */
 TQKV_API tqkv_result tqkv_store_load(const tqkv_store *store, int64_t position, int n_positions, tqkv_read read,
                                      void *user)
 {

@@ -155,7 +155,7 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 #define TQKV__PLAIN_OF(f, format, name, kind, main, upper, book, plain) (f) == format ? plain:
 
 /* Values that share a norm, in a row of D values. */
-#define TQKV__NORM_DIM(kind, D)                                                                                        \
+#define TQKV__NORM_DIM(kind, D) \
     ((kind) == TQKV__GRID ? TQKV__GRID_DIM(D) : (kind) == TQKV__BOOK && ((D) == 512 || (D) == 1024) ? 256 : (D))
 
 /* One row a codebook: its bits, which are also part of the names of its tables and hashes. */
@@ -395,9 +395,9 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 
 #define TQKV__CONSTANTS 36 /* of them */
 /* Whether a function constant is a uint. */
-#define TQKV__IS_NUMBER(constant)                                                                                      \
-    ((constant) == TQKV_FC_FORMAT || (constant) == TQKV_FC_VALUE_FORMAT || (constant) == TQKV_FC_COLUMNS ||            \
-     (constant) == TQKV_FC_TYPE || (constant) == TQKV_FC_VALUE_TYPE || (constant) == TQKV_FC_TAIL_FORMAT ||            \
+#define TQKV__IS_NUMBER(constant) \
+    ((constant) == TQKV_FC_FORMAT || (constant) == TQKV_FC_VALUE_FORMAT || (constant) == TQKV_FC_COLUMNS || \
+     (constant) == TQKV_FC_TYPE || (constant) == TQKV_FC_VALUE_TYPE || (constant) == TQKV_FC_TAIL_FORMAT || \
      (constant) == TQKV_FC_HALVES)
 
 /* Most query rows of a threadgroup of attend: their sums take 64 registers, 8 a lane and row up to D=256. */
@@ -431,7 +431,7 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 #define TQKV__LONG_ROW_BYTES(D)      (16 * (D))   /*     four queries */
 #define TQKV__LONG_VALUES            64           /* values of a row a simdgroup */
 #define TQKV__MATRIX_SIMDGROUPS      4            /* at most, of a threadgroup */
-#define TQKV__MATRICES(columns)                                                                                        \
+#define TQKV__MATRICES(columns) \
     ((columns) <= 8 ? 1 : (columns) <= 16 ? 2 : (columns) <= 32 ? 4 : 8) /* that hold them */
 
 /* Threadgroup memory, in bytes. Attend takes all four. */
@@ -441,24 +441,24 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 #define TQKV__ROW_BYTES(D, n) (TQKV__HAS_MATRIX(D) ? (n)*128 * (TQKV__MATRIX_ORDER(D) + 1) : 0)
 #define TQKV__TABLE_BYTES     1024 /* (0) of decode: a codebook */
                                    /* (2) of encode: squares of its centroids */
-#define TQKV__ATTEND_TABLE_BYTES                                                                                       \
+#define TQKV__ATTEND_TABLE_BYTES \
     (2 * TQKV__TABLE_BYTES) /* (0) codebooks of keys and values; TABLE_BYTES for a tail's */
 #define TQKV__ATTEND_QUERY_BYTES(D) (6 * (D)*TQKV__MAX_COLUMNS(D)) /* (1) padded queries */
 #define TQKV__ATTEND_PASS_FLOATS(D) ((D) <= 256 ? 512 : 256)       /* (2) of a simdgroup: a tile's weights, then sums */
-#define TQKV__ATTEND_SUM_BYTES(D, columns)                                                                             \
-    ((columns) * (D) <= 256 && (columns) <= 4                                                                          \
-         ? 1024                                                                                                        \
+#define TQKV__ATTEND_SUM_BYTES(D, columns) \
+    ((columns) * (D) <= 256 && (columns) <= 4 \
+         ? 1024 \
          : 4 * TQKV__ATTEND_PASS_FLOATS(D))          /* of a pass, or of all columns; of a strand weights and shares */
 #define TQKV__MATRIX_QUERY_BYTES(D) (32 * (D))       /* (1) of attend_matrix: 8 queries, and */
 #define TQKV__MATRIX_SUM_BYTES(D)   (64 * ((D) + 4)) /*     padded sums of 4 simdgroups and columns */
 #define TQKV__COLUMN_BYTES(columns) (56 * (columns)) /* (3) of attend and attend_matrix: 14 numbers a column, and */
-#define TQKV__STRAND_BLOCKS(D)                                                                                         \
+#define TQKV__STRAND_BLOCKS(D) \
     ((D) <= 128 ? 1 : 2) /* norms of a row of values, at most, where attend_matrix has strands */
-#define TQKV__MATRIX_STRAND_BYTES(D, n)                                                                                \
+#define TQKV__MATRIX_STRAND_BYTES(D, n) \
     ((D) <= 128 ? 8192 * (n) : 12288 * (n))        /* (1): factors and weights of four tiles */
 #define TQKV__STATE_BYTES(columns) (8 * (columns)) /*     maximum and sum of a simdgroup */
 #define TQKV__SLOT_BYTES(lists)    (256 * (lists)) /*     slots of a tile and the next one, in so many lists: */
-#define TQKV__SLOT_LISTS(apart, same_slots, tail_elsewhere)                                                            \
+#define TQKV__SLOT_LISTS(apart, same_slots, tail_elsewhere) \
     (((apart) ? (same_slots) ? 1 : 2 : 0) + ((tail_elsewhere) ? 1 : 0)) /* keys, values, tail, where rows lie apart */
 #define TQKV__MERGE_BYTES(D, n) ((n) * ((D) + 4) * 4)                   /* (0) a row and its sum, n simdgroups */
 
@@ -472,8 +472,8 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 #define TQKV__SECTION             16
 #define TQKV__MOST_STRAND_COLUMNS 16 /* by matrices */
 #define TQKV__STRANDS             4  /* of a stretch of `length` tiles: what the simdgroups of attend add up */
-#define TQKV__STRETCH_OF_TILE(tile, length, n_short)                                                                   \
-    ((tile) / (length) < (n_short) ? (tile) / (length)                                                                 \
+#define TQKV__STRETCH_OF_TILE(tile, length, n_short) \
+    ((tile) / (length) < (n_short) ? (tile) / (length) \
                                    : (n_short) + ((tile) - (n_short) * (length)) / (TQKV__STRETCH_GROWTH * (length)))
 
 /* Counts of a digit in index_choice, and sums of neighbouring ones. Scratch of a query, in words, where it has chunks:
@@ -481,7 +481,7 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 #define TQKV__CHOOSE_COUNTS 4096
 #define TQKV__CHOOSE_SUMS   64
 #define TQKV__CHOOSE_HEADER 4
-#define TQKV__CHOOSE_SCRATCH(chunks, blocks)                                                                           \
+#define TQKV__CHOOSE_SCRATCH(chunks, blocks) \
     ((chunks) * (TQKV__CHOOSE_COUNTS + TQKV__CHOOSE_SUMS) + TQKV__CHOOSE_HEADER + 2 * (blocks))
 /* Steps: a chunk counts, a chunk gathers, the choice among the gathered blocks, the choice among all. */
 #define TQKV__CHOOSE_COUNT  0
@@ -499,18 +499,18 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 #define TQKV__MERGE_SIMDGROUPS(D) ((D) <= TQKV__MERGE_VALUES / 8 ? 8 : TQKV__MERGE_VALUES / (D))
 
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
-#define TQKV__KERNEL_SIZES(D)                                                                                          \
-    TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES,        \
+#define TQKV__KERNEL_SIZES(D) \
+    TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES, \
         TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_PASS_FLOATS(D), TQKV__ATTEND_SUM_BYTES(D, 1), \
         TQKV__MERGE_BYTES(D, 1), TQKV__TAIL_DIM(D), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D), \
-        TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__COLUMN_BYTES(1), TQKV__STATE_BYTES(1),           \
+        TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__COLUMN_BYTES(1), TQKV__STATE_BYTES(1), \
         TQKV__LONG_WEIGHT_BYTES(1), TQKV__SLOT_BYTES(1)
 enum { TQKV__KERNEL_DIMS = 11, TQKV__N_KERNEL_SIZES = 20 };
 
 /* The values of head_dim that have kernels, as row(x, number, D). Besides, keys of TQKV__WIDE_KEYS take values of
    TQKV__NARROW_VALUES in encode_kv and attend, and keys of D a tail of TQKV__TAIL_DIM(D): encode_kv takes it for
    values. */
-#define TQKV__KERNELS(row, x)                                                                                          \
+#define TQKV__KERNELS(row, x) \
     row(x, 0, 32) row(x, 1, 48) row(x, 2, 64) row(x, 3, 80) row(x, 4, 96) row(x, 5, 128) row(x, 6, 192) row(x, 7, 256) \
         row(x, 8, 448) row(x, 9, 512) row(x, 10, 1024)
 #define TQKV__WIDE_KEYS     192
@@ -654,8 +654,8 @@ typedef struct tqkv__calibrate_args {
 } tqkv__calibrate_args;
 
 /* The structs that C and the shaders share. */
-#define TQKV__SHARED_STRUCTS(row)                                                                                      \
-    row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item) row(choose_args)   \
+#define TQKV__SHARED_STRUCTS(row) \
+    row(table_set) row(rows_args) row(rotate_args) row(attend_args) row(merge_args) row(batch_item) row(choose_args) \
         row(index_args) row(calibrate_args)
 enum { TQKV__N_SHARED_STRUCTS = 9 };
 
@@ -1001,26 +1001,26 @@ inline uint upper_bits(uint format) { return (0u TQKV__FORMATS(UPPER_FIELD, )) >
 inline uint code_width(uint format) { return main_bits(format) < 4u ? 4u : main_bits(format); }
 
 // A macro of head_dim and width, for the width of a format's codes.
-#define BY_CODE_WIDTH(format, SIZE, D)                                                                                 \
+#define BY_CODE_WIDTH(format, SIZE, D) \
     (code_width(format) == 4 ? SIZE(D, 4) : code_width(format) == 8 ? SIZE(D, 8) : SIZE(D, 16))
 
 // A statement with W, the width of a format's codes, and `codes`, what a struct has for that width: of_4, of_8 or
 // of_16. One of the three members and statements is used, and the others disappear when the pipeline is built.
-#define WITH_CODES(format, any, ...)                                                                                   \
-    if (code_width(format) == 4) {                                                                                     \
-        const int W = 4;                                                                                               \
-        thread auto &codes = (any).of_4;                                                                               \
-        __VA_ARGS__;                                                                                                   \
-    }                                                                                                                  \
-    if (code_width(format) == 8) {                                                                                     \
-        const int W = 8;                                                                                               \
-        thread auto &codes = (any).of_8;                                                                               \
-        __VA_ARGS__;                                                                                                   \
-    }                                                                                                                  \
-    if (code_width(format) == 16) {                                                                                    \
-        const int W = 16;                                                                                              \
-        thread auto &codes = (any).of_16;                                                                              \
-        __VA_ARGS__;                                                                                                   \
+#define WITH_CODES(format, any, ...) \
+    if (code_width(format) == 4) { \
+        const int W = 4; \
+        thread auto &codes = (any).of_4; \
+        __VA_ARGS__; \
+    } \
+    if (code_width(format) == 8) { \
+        const int W = 8; \
+        thread auto &codes = (any).of_8; \
+        __VA_ARGS__; \
+    } \
+    if (code_width(format) == 16) { \
+        const int W = 16; \
+        thread auto &codes = (any).of_16; \
+        __VA_ARGS__; \
     }
 
 // log2 of the number of centroids; 0 without a codebook.
@@ -1927,9 +1927,9 @@ constant bool rotate_tail_center [[function_constant(TQKV_FC_TAIL_ROTATED)]];
 
 // A loop over columns runs to the constant maximum and tests inside. It unrolls into registers, and the iterations
 // beyond `columns` disappear when the pipeline is built.
-#define FOR_COLUMNS(c)                                                                                                 \
-    TQKV_UNROLL                                                                                                        \
-    for (int c = 0; c < C; c++)                                                                                        \
+#define FOR_COLUMNS(c) \
+    TQKV_UNROLL \
+    for (int c = 0; c < C; c++) \
         if (uint(c) < columns)
 
 // The running maximum starts here, below every score. It is finite, so a masked score minus it is -INFINITY, not NaN.
@@ -2813,13 +2813,13 @@ inline key_part tail_part(thread const attend_task &task)
 // Lanes that share a row of keys, as many of 4 as divide what has one norm: all values or, in 8 bits, perhaps a block.
 // They share R rows: lanes l*R .. l*R+R-1 have rows l, l + 32/R, l + 2*32/R ..
 #define KEY_BLOCK(D, W) ((W) == 8 ? TQKV__GRID_DIM(D) : (D))
-#define KEY_LANES(D, W)                                                                                                \
+#define KEY_LANES(D, W) \
     (KEY_BLOCK(D, W) % (4 * KEY_VALUES(D, W)) == 0 ? 4 : KEY_BLOCK(D, W) % (2 * KEY_VALUES(D, W)) == 0 ? 2 : 1)
 
 // Loads of a row that a lane starts before it uses the first of them; an odd number of loads all at once, if they fit
 // into 40 registers. Or one at a time: see TQKV_LOADS_AHEAD.
 #define KEY_STEPS(D, W) ((D) / KEY_VALUES(D, W) / KEY_LANES(D, W))
-#define KEY_BATCH(D, W)                                                                                                \
+#define KEY_BATCH(D, W) \
     (TQKV_LOADS_AHEAD == 1 ? 1 : KEY_STEPS(D, W) % 2 == 0 ? 2 : (D) * (W) / 32 <= 40 ? KEY_STEPS(D, W) : 1)
 
 // The row of a tile whose score a lane ends with.
@@ -3671,8 +3671,8 @@ inline void store_strand_states(constant tqkv__attend_args &args, thread const a
 
 #define STRAND_VALUES   2                                // a lane has of a piece
 #define STRAND_STEPS(D) (TQKV__STRANDS * VALUE_LANES(D)) // of all tiles
-#define STRAND_BATCH(D)                                                                                                \
-    (TQKV_STRAND_WORDS / VALUE_PIECES(D) < 2 * VALUE_LANES(D) ? TQKV_STRAND_WORDS / VALUE_PIECES(D)                    \
+#define STRAND_BATCH(D) \
+    (TQKV_STRAND_WORDS / VALUE_PIECES(D) < 2 * VALUE_LANES(D) ? TQKV_STRAND_WORDS / VALUE_PIECES(D) \
                                                               : 2 * VALUE_LANES(D))
 #define STRAND_SUMS(D)  (STRAND_VALUES * VALUE_PIECES(D))
 #define STRAND_QUADS(D) uint(VALUE_LANES(D) / TQKV__STRANDS) // of four lanes, of a simdgroup and row
@@ -4686,7 +4686,7 @@ inline void load_key_chunk(constant tqkv__attend_args &args, thread const attend
 }
 
 // Chunks that a lane loads before it uses the first of them: two, or one where the sums leave no registers for more.
-#define MATRIX_KEY_BATCH(D, W, F)                                                                                      \
+#define MATRIX_KEY_BATCH(D, W, F) \
     (TQKV_LOADS_AHEAD == 1 || ((F) > 2 && !TQKV_STORED_RIGHTS) || (D) / (4 * MATRIX_KEY_VALUES(D, W)) % 2 != 0 ? 1 : 2)
 
 template <int D, int W, int F>
@@ -5987,7 +5987,7 @@ inline void store_strand_sums(constant tqkv__attend_args &args, thread const att
 #define STRAND_PART(D)    ((D) / TQKV__STRANDS)                     // values of a simdgroup
 #define STRAND_NUMBERS(D) (STRAND_PART(D) / 8)                      // and of a lane
 #define STRAND_TILE(D, W) (8 * (((W)*STRAND_NUMBERS(D) + 31) / 32)) // words of a tile that a lane loads
-#define STRAND_AHEAD(D, W)                                                                                             \
+#define STRAND_AHEAD(D, W) \
     (4 * STRAND_TILE(D, W) <= TQKV_STRAND_WORDS ? 4 : 2 * STRAND_TILE(D, W) <= TQKV_STRAND_WORDS ? 2 : 1)
 
 // The codes of a simdgroup's part of the next tiles, two halves each.
@@ -6921,7 +6921,7 @@ inline float block_length(float squares)
 }
 
 // Lanes that share the block of a maximum, and such blocks of a lane.
-#define MAXIMUM_LANES(D)                                                                                               \
+#define MAXIMUM_LANES(D) \
     (MAXIMUM_BLOCK(D) > ENCODE_LANES(D) * ENCODE_PIECE(D) ? ENCODE_LANES(D) : MAXIMUM_BLOCK(D) / ENCODE_PIECE(D))
 #define MAXIMUM_BLOCKS(D) (D / ENCODE_LANES(D) * MAXIMUM_LANES(D) / MAXIMUM_BLOCK(D))
 

@@ -47,15 +47,12 @@
      TQKV_STATIC            every function is static: private to the including file
      TQKV_API               linkage of the public functions, by default `extern`. In a shared library compiled with
                             -fvisibility=hidden `__attribute__((visibility("default")))` shows them alone
-     TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument. Example:
-                            fprintf(stderr, "tqkv: %s\n", text). Default: nothing. Who compiles the implementation
-                            decides: a library that others link has no reasons for them
+     TQKV_EXPLAIN(text)     receives the reason of a refused call, a string that names the argument, as in
+                            fprintf(stderr, "tqkv: %s\n", text). Default: nothing
      TQKV_NO_AVX512         leaves AVX-512 out: half the code, half the time to compile it (see docs/building.md)
      TQKV_NO_AVX2           leaves both out, because AVX-512 takes short rows from AVX2: a quarter of the code
-     TQKV_WINDOWS_AVX       puts both in with gcc on Windows, where they are left out otherwise: gcc does not align the
-                            stack there as its own AVX code needs (GCC bug 54412), and a thread of two crashes. Define
-                            it with a gcc that is patched, as those of Debian, MSYS2 and w64devkit are, or with
-                            -Wa,-muse-unaligned-vector-move. clang aligns it: there both are always in
+     TQKV_WINDOWS_AVX       puts both in with gcc on Windows, whose stack does not suit its AVX code (GCC bug 54412):
+                            with a patched gcc, as Debian's and MSYS2's, or -Wa,-muse-unaligned-vector-move
      TQKV_METAL             declares the calls of tqkv_metal.m. On Apple's systems it is there, unless TQKV_NO_METAL is
                             defined
      TQKV_NO_IMPLEMENTATION makes TQKV_IMPLEMENTATION void: for a build that compiles files which define it, and links
@@ -74,8 +71,7 @@
      writes a slot that another writes or sees. So two threads may encode into different slots, and one may encode a
      position while others attend to those before it.
      The only hidden state is the choice of an instruction set, made once. The hook tqkv_parallel runs tasks of one call
-     on the caller's threads. The number of threads does not
-     change any bit of the results. A call takes at most 64 KiB of stack.
+     on the caller's threads, whose number changes no bit. A call takes at most 64 KiB of stack.
 
    MATHEMATICS
 

@@ -170,7 +170,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *
                                                         tqkv_metal_buffer scores, tqkv_metal_plan *plan);
 /* As tqkv_index_choose: the same list for the same scores, but a block whose score is NaN is chosen only as one of
    `first` and `newest`. scores: float [n_queries][number of blocks up to end], list: int32_t [n_queries][k]. Of keys
-   only the shape is read. It needs no scratch for many queries, or few blocks. */
+   only the shape is read. */
 TQKV_METAL_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *x, tqkv_metal_buffer scores, int k,
                                                         tqkv_metal_buffer scratch, tqkv_metal_buffer list,
                                                         tqkv_metal_plan *plan);

@@ -168,8 +168,7 @@ static bool tqkv__writes_overlap(const tqkv__writes *writes)
     return false;
 }
 
-/* Whether an item reads one of n > 0 sorted extents. Halves them: thousands of items are not compared each with
-   each. */
+/* Whether an item reads one of n > 0 sorted extents, by halves. */
 static bool tqkv__reads_extent(const tqkv__request *request, const tqkv__extent *extents, size_t n)
 {
     const uint8_t *low = (const uint8_t *)(uintptr_t)extents[0].begin;

@@ -147,8 +147,7 @@ static void tqkv__find_ranks(const tqkv__work *w, int pass, int64_t rank, tqkv__
     }
 }
 
-/* Returns the slots of a tile: those of its rows, if these are together, else in scratch. ahead: the next tile's first
-   slot, or -1 */
+/* Returns the slots of a tile: its rows', or in scratch. ahead: the next tile's first slot, or -1 */
 static tqkv__segment tqkv__segment_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch,
                                             int64_t ahead)
 {

@@ -142,8 +142,7 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     tqkv__deliver(request, &item, &all);
 }
 
-/* Returns the last request that begins at or before the unit; requests without units in this wave begin where the next
-   one does. */
+/* Returns the last request that begins at or before the unit. */
 static const tqkv__request *tqkv__request_of(const tqkv__job *job, int unit)
 {
     int low = 0, high = job->n_requests;

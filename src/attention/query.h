@@ -168,8 +168,7 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
 }
 
-/* Finds the values' centre of a head in the basis of outputs, behind the scale: a channel is then not rounded against
-   larger ones. Returns it, or NULL without; room: [TQKV_MAX_HEAD_DIM] */
+/* Returns the values' centre of a head in the basis of outputs, behind the scale, or NULL; room: [TQKV_MAX_HEAD_DIM] */
 static const float *tqkv__output_center(const tqkv__attention *a, int kv_head, float *room)
 {
     if (!a->values.center || a->call.output_basis == TQKV_ORIGINAL) return tqkv__center_of(&a->values, kv_head);

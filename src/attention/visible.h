@@ -101,7 +101,6 @@ static bool tqkv__has_gaps(const int32_t *numbers, int n)
 static int64_t tqkv__row_length(const int32_t *row, int length)
 {
     int64_t n = 0;
-    while (n + 32 <= length && !tqkv__has_gaps(row + n, 32)) n += 32;
     while (n < length && row[n] >= 0) n++;
     return n;
 }

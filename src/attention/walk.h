@@ -163,29 +163,23 @@ static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__rank
     }
 }
 
-static void tqkv__ask(const tqkv__stream *s, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list)
+static void tqkv__ask(const tqkv__stream *s, int kv_head, int n, const int32_t *slot_list)
 {
     const tqkv__source source = tqkv__source_of(s, kv_head);
-    if (!ranks->together) {
-        for (int j = 0; j < ranks->n; j++)
-            if (slot_list[j] >= 0) tqkv__ask_row(&source, slot_list[j]);
-        return;
-    }
-    const size_t first = (size_t)slot_list[0], n = (size_t)ranks->n, norms = source.norms * sizeof(float);
-    tqkv__prefetch(TQKV__L1, source.codes + first * source.size, n * source.size);
-    if (norms) tqkv__prefetch(TQKV__L1, (const uint8_t *)source.of_rows + first * norms, n * norms);
+    for (int j = 0; j < n; j++)
+        if (slot_list[j] >= 0) tqkv__ask_row(&source, slot_list[j]);
 }
 
 static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
 {
     if (!ranks->n) return;
-    tqkv__ask(ranks->region.keys, kv_head, ranks, ranks->keys);
-    if (a->call.tail) tqkv__ask(ranks->region.tail, kv_head, ranks, ranks->tail);
+    tqkv__ask(ranks->region.keys, kv_head, ranks->n, ranks->keys);
+    if (a->call.tail) tqkv__ask(ranks->region.tail, kv_head, ranks->n, ranks->tail);
 }
 
 static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
 {
-    if (!a->shared && ranks->n) tqkv__ask(ranks->region.values, kv_head, ranks, ranks->values);
+    if (!a->shared && ranks->n) tqkv__ask(ranks->region.values, kv_head, ranks->n, ranks->values);
 }
 
 static tqkv__tile *tqkv__next_tile(const tqkv__work *w, int64_t position, int n)

@@ -171,8 +171,7 @@ static void tqkv__raw_means(const tqkv_cache *c, const tqkv__stream *raw, int kv
     tqkv__divide_sums(means, raw->head_dim, (float)tqkv__count_new(c, first));
 }
 
-/* Makes the scales of a head so large, all by one factor, that halves hold its raw rows however they are rotated.
-   largest: [head_dim], for what it finds on the way */
+/* Makes the scales of a head so large, all by one factor, that halves hold its raw rows however they are rotated. */
 static TQKV__NOINLINE void tqkv__limit_scales(const tqkv_cache *c, const tqkv__stream *raw, int kv_head,
                                               const float *center, float *largest, float *scale)
 {
@@ -226,8 +225,7 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
 
 /* -- Encoding what was raw -- */
 
-/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append, what the rings
-   of the newest halves must hold up to */
+/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append */
 typedef struct tqkv__raw_job {
     tqkv__stream raw[2], to[2], first[2], newest[2];
     bool has_first[2], has_newest[2];
@@ -413,8 +411,8 @@ static void tqkv__count_append(tqkv_cache *c, int n_tokens)
     tqkv__cache_advance(c, n_tokens);
 }
 
-/* On a GPU a tail is encoded to its stream while the cache learns, too: kernels do not copy rows of any format. After
-   what moved raw rows, or brought them, the stream follows. */
+/* On a GPU a tail is encoded to its stream while the cache learns, too; after raw rows moved or came, the stream
+   follows. */
 static tqkv_result tqkv__follow_tail(const tqkv_cache *c)
 {
     return c->metal && c->learning ? tqkv__settle_tail(c, c->raw, (int)c->attention.end) : TQKV_OK;
