@@ -5,7 +5,7 @@
 #include <sys/mman.h>
 
 #include <atomic>
-#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 
@@ -33,11 +33,12 @@ std::atomic<bool> asked_for_cache{false};
 /* "cache_k_l7" -> KEYS, 7 */
 bool parse_name(const char *name, side *which, int *number)
 {
-    char kind = 0;
-    int end = 0;
-    if (sscanf(name, "cache_%c_l%d%n", &kind, number, &end) != 2 || (kind != 'k' && kind != 'v')) return false;
-    *which = kind == 'k' ? KEYS : VALUES;
-    return name[end] == '\0' || name[end] == ' '; /* "cache_k_l7 (view)" */
+    char *end = nullptr;
+    if (strncmp(name, "cache_", 6) != 0 || (name[6] != 'k' && name[6] != 'v') || strncmp(name + 7, "_l", 2) != 0)
+        return false;
+    *which = name[6] == 'k' ? KEYS : VALUES;
+    *number = (int)strtol(name + 9, &end, 10);
+    return end != name + 9 && (*end == '\0' || *end == ' '); /* "cache_k_l7 (view)" */
 }
 
 const ggml_tensor *root_of(const ggml_tensor *t) { return t->view_src ? t->view_src : t; }

@@ -111,6 +111,10 @@ $(LLAMA_FOLDER)/measure: engines/llama.cpp/demo/measure.cpp engines/llama.cpp/te
 	@mkdir -p $(@D)
 	$(LLAMA_PROGRAM)
 
+.PHONY: llama-speed
+llama-speed: $(BACKEND) $(LLAMA_FOLDER)/measure ## speed of caches in llama.cpp by turns, beside F16: LLAMA_SPEED="--depths 0,4096 --threads 2" TQKV_ISA=
+	@$(PYTHON)/bin/python engines/llama.cpp/demo/speed.py $(abspath $(BACKEND)) $(LLAMA_FOLDER)/measure $(LLAMA_MODEL) $(LLAMA_SPEED)
+
 llama-demo: $(BACKEND) $(LLAMA_FOLDER)/measure ## loss, speed and memory of caches in llama.cpp, after make deps-llama: LLAMA_DEPTH=4096 LLAMA_THREADS=2
 	@$(PYTHON)/bin/python engines/llama.cpp/demo/demo.py $(LLAMA_BIN) $(BACKEND) $(LLAMA_FOLDER)/measure $(LLAMA_MODEL) $(LLAMA_TEXT) \
 		$(LLAMA_FOLDER) --depth $(LLAMA_DEPTH) --threads $(LLAMA_THREADS)

@@ -1,31 +1,22 @@
 #include "stream.h"
 
-#include <cstdlib>
-#include <cstring>
+#include <sys/mman.h>
 
 namespace tqkv_llama
 {
 namespace
 {
 
-enum { LINE = 64 };
-
-/* Zeros on a cache line, which take memory when they are written. */
+/* Zeros in pages of their own, which take memory when they are written and give it back at once. */
 void *zeros(size_t size)
 {
-    char *memory = size <= SIZE_MAX - 2 * LINE ? (char *)calloc(size + 2 * LINE, 1) : nullptr;
-    if (!memory) return nullptr;
-    char *at = memory + LINE + (LINE - (uintptr_t)memory % LINE);
-    memcpy(at - sizeof memory, &memory, sizeof memory);
-    return at;
+    void *at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return at == MAP_FAILED ? nullptr : at;
 }
 
-void release(void *at)
+void release(void *at, size_t size)
 {
-    char *memory;
-    if (!at) return;
-    memcpy(&memory, (char *)at - sizeof memory, sizeof memory);
-    free(memory);
+    if (at) munmap(at, size);
 }
 
 tqkv_store of_cells(const tqkv_store &s, const int32_t *cells, int n)
@@ -50,9 +41,9 @@ tqkv_result encode(const tqkv_store &to, const rows &source, const int32_t *slot
 
 stream::~stream()
 {
-    release(codes_.codes);
-    release(codes_.norms);
-    release(halves_.codes);
+    release(codes_.codes, codes_.codes_size);
+    release(codes_.norms, codes_.norms_size);
+    release(halves_.codes, halves_.codes_size);
 }
 
 bool stream::open(tqkv_format format, int head_dim, int n_heads, int n_cells, const float *center, const float *scale,
@@ -89,7 +80,7 @@ bool stream::reserve(int n_slots)
     larger.codes = larger.codes_size ? zeros(larger.codes_size) : nullptr;
     if (!larger.codes) return false;
     if (halves_.codes) tqkv_store_convert(&larger, &halves_, 0, halves_.capacity);
-    release(halves_.codes);
+    release(halves_.codes, halves_.codes_size);
     halves_ = larger;
     written_.resize((size_t)n_slots, 0);
     return true;
@@ -107,7 +98,7 @@ bool stream::move_slots(const std::vector<int32_t> &old_slots, const ends_map &e
     for (size_t i = 0; i < old_slots.size() && done; i++)
         if ((size_t)old_slots[i] < written.size()) written_[i] = written[(size_t)old_slots[i]];
     if (done && !old_slots.empty()) tqkv_store_convert(&halves_, &old, 0, old.n_pages);
-    release(old.codes);
+    release(old.codes, old.codes_size);
     return done;
 }
 

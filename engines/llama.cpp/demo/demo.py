@@ -21,8 +21,8 @@ def progress(text):
     print(f"llama-demo: {text}", file=sys.stderr, flush=True)
 
 
-def run(command, environment, what):
-    done = subprocess.run([str(c) for c in command], env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+def run(command, environment, what, text=None):
+    done = subprocess.run([str(c) for c in command], env={**os.environ, **environment}, input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"llama-demo: {what} failed:\n{done.stderr[-2000:]}")
     return done.stdout + done.stderr
@@ -50,7 +50,8 @@ def loss(a, cache, weights):
 def speed(a, cache):
     environment, _ = options_of(cache, a.backend)
     kind = "tqkv" if environment else cache
-    return run([a.measure, a.model, kind, a.depth, a.threads], environment, "measure").splitlines()[0].split()
+    lines = run([a.measure, a.model, kind, a.depth], environment, "measure", f"0 {a.threads}\n{a.depth} {a.threads}\n").splitlines()
+    return [float(x) for line in lines[:2] for x in line.split()]
 
 
 def main():
@@ -70,7 +71,7 @@ def main():
     for number, cache in enumerate(CACHES):
         progress(f"{number + 1} of {len(CACHES)}: {cache}")
         kl, s = loss(a, cache, weights), speed(a, cache)
-        print(f"{cache:8} {kl:>9}  {s[0]:>7} {s[1]:>6}  {s[2]:>7} {s[3]:>6}  {s[4]:>5}", flush=True)
+        print(f"{cache:8} {kl:>9}  {s[0]:7.1f} {s[1]:6.1f}  {s[3]:7.1f} {s[4]:6.1f}  {s[5]:5.0f}", flush=True)
 
 
 main()

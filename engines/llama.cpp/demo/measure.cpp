@@ -1,11 +1,13 @@
-/* Speed and memory of one cache of llama.cpp, for demo.py.
+/* Speed and memory of one cache of llama.cpp, for demo.py and speed.py.
  *
- * usage: measure MODEL CACHE DEPTH THREADS    CACHE: f16, q8_0, q4_0, or tqkv with GGML_BACKEND_PATH and TQKV set
+ * usage: measure MODEL CACHE POSITIONS    CACHE: f16, q8_0, q4_0, or tqkv with GGML_BACKEND_PATH and TQKV set
  *
- * Prints tokens a second of a prompt of 256 and of 16 single tokens, behind no positions and behind DEPTH, then the
- * MiB that the process has for itself beyond what it had before there was a context. */
+ * For each line "DEPTH THREADS" that it reads, with depths that do not fall and end with POSITIONS, prints tokens a
+ * second of a prompt of 256 and of 16 single tokens behind DEPTH positions, and the MiB that the process has for itself
+ * beyond what it had before there was a context. */
 #include "../tests/drive.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 
@@ -45,14 +47,13 @@ static void measure_at(llama_context *context, int depth)
     const double middle = seconds();
     for (int i = 1; i <= n_tokens; i++) decode(context, depth + i, 1);
     llama_synchronize(context);
-    printf("%.1f %.1f ", n_prompt / prompt, n_tokens / (seconds() - middle));
+    printf("%.2f %.2f ", n_prompt / prompt, n_tokens / (seconds() - middle));
     llama_memory_seq_rm(llama_get_memory(context), 0, depth, -1);
 }
 
 int main(int argc, char **argv)
 {
-    if (argc != 5) return fprintf(stderr, "usage: measure MODEL CACHE DEPTH THREADS\n"), 2;
-    const int depth = atoi(argv[3]);
+    if (argc != 4) return fprintf(stderr, "usage: measure MODEL CACHE POSITIONS\n"), 2;
     llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
     llama_backend_init();
     const bool tqkv = strcmp(argv[2], "tqkv") == 0;
@@ -64,19 +65,20 @@ int main(int argc, char **argv)
     m.n_gpu_layers = 999;
     llama_model *model = llama_model_load_from_file(argv[1], m);
     llama_context_params p = llama_context_default_params();
-    p.n_ctx = (uint32_t)depth + 512;
+    p.n_ctx = (uint32_t)atoi(argv[3]) + 512;
     p.n_batch = p.n_ubatch = 512;
-    p.n_threads = p.n_threads_batch = atoi(argv[4]);
     p.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
     if (strcmp(argv[2], "q8_0") == 0) p.type_k = p.type_v = GGML_TYPE_Q8_0;
     if (strcmp(argv[2], "q4_0") == 0) p.type_k = p.type_v = GGML_TYPE_Q4_0;
     const double before = own_mib();
     llama_context *context = model ? llama_init_from_model(model, p) : nullptr;
     if (!context) return fprintf(stderr, "measure: no context\n"), 1;
-    measure_at(context, 0);
-    for (int i = 0; i < depth; i += 512) decode(context, i, depth - i < 512 ? depth - i : 512);
-    measure_at(context, depth);
-    printf("%.0f\n", own_mib() - before);
+    for (int depth, n_threads, filled = 0; scanf("%d %d", &depth, &n_threads) == 2; fflush(stdout)) {
+        llama_set_n_threads(context, n_threads, n_threads);
+        for (int n; filled < depth; filled += n) decode(context, filled, n = std::min(depth - filled, 512));
+        measure_at(context, depth);
+        printf("%.1f\n", own_mib() - before);
+    }
     llama_free(context);
     llama_model_free(model);
     return 0;

@@ -5,9 +5,11 @@
 #include "row_tag.h"
 #include "stand_in.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cstring>
 #include <string>
-#include <unistd.h>
 
 int n_bad = 0;
 
@@ -237,6 +239,24 @@ void test_plan()
     remove(other.c_str());
 }
 
+/* Codes lie in pages of their own, of which those without positions take no memory. */
+void test_memory()
+{
+#ifdef __APPLE__
+    typedef char resident;
+#else
+    typedef unsigned char resident;
+#endif
+    std::vector<char>(64u << 20, 1).clear(); /* the heap has memory that is not zero */
+    engine e("small", false, 65536);
+    e.speak(1, 0, 300, 0);
+    const tqkv_store &codes = e.l->streams[KEYS].codes();
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    std::vector<resident> pages(codes.codes_size / page + 1);
+    CHECK(mincore(codes.codes, codes.codes_size, pages.data()) == 0);
+    CHECK(std::count_if(pages.begin(), pages.end(), [](resident r) { return r & 1; }) < (ptrdiff_t)pages.size() / 8);
+}
+
 void test_clear()
 {
     engine e("small");
@@ -264,6 +284,7 @@ const struct {
     {"copy", test_copy},
     {"learning", test_learning},
     {"plan", test_plan},
+    {"memory", test_memory},
     {"clear", test_clear},
 };
 
