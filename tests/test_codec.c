@@ -253,55 +253,10 @@ static void check_orthogonal(const void *parameters)
     free(rows);
 }
 
-/* ---- Positions and slots ---- */
-
 static void check_same_bytes(const tqkv_store *a, const tqkv_store *b)
 {
     CHECK(!memcmp(a->codes, b->codes, a->codes_size), "codes differ");
     CHECK(!a->norms_size || !memcmp(a->norms, b->norms, a->norms_size), "norms differ");
-}
-
-/* One call for all tokens gives the bytes of one call a token. */
-static void check_one_by_one(const void *parameters)
-{
-    const format_row *row = (const format_row *)parameters;
-    enum { HEADS = 2, TOKENS = 13, CAPACITY = 5 };
-    int d = row->head_dim;
-    tqkv_store whole = test_store(row->format, d, HEADS, CAPACITY, true);
-    tqkv_store single = test_store(row->format, d, HEADS, CAPACITY, true);
-    float *source = test_rows(9, DATA_STUDENT, TOKENS * HEADS, d);
-    int64_t start = ((int64_t)1 << 40) + 3;
-    CHECK_RESULT(tqkv_encode(&whole, source, TOKENS, start), TQKV_OK);
-    for (int i = 0; i < TOKENS; i++) CHECK_RESULT(tqkv_encode(&single, source + i * HEADS * d, 1, start + i), TQKV_OK);
-    check_same_bytes(&whole, &single);
-    for (int i = TOKENS - CAPACITY; i < TOKENS; i++) { /* the newest are resident, each in its own slot */
-        float scaled[REFERENCE_MAX_DIM], norms[8];
-        uint8_t codes[2 * REFERENCE_MAX_DIM];
-        reference_encode_row(&whole, 1, source + (i * HEADS + 1) * d, codes, norms, scaled);
-        CHECK(!memcmp(reference_codes_at(&whole, 1, start + i), codes, reference_row_bytes(row->format, d)),
-              "token %d is not in its slot", i);
-    }
-    free(source);
-    test_store_free(&whole);
-    test_store_free(&single);
-}
-
-/* Decoding across the end of a ring gives each position its own row. */
-static void check_decode_ring(const void *parameters)
-{
-    (void)parameters;
-    enum { D = 64, HEADS = 2, TOKENS = 12, CAPACITY = 7 };
-    tqkv_store ring = test_store(TQKV_I8, D, HEADS, CAPACITY, true);
-    tqkv_store linear = test_store(TQKV_I8, D, HEADS, TOKENS, false);
-    float source[TOKENS * HEADS * D], from_ring[CAPACITY * HEADS * D], from_linear[CAPACITY * HEADS * D];
-    data_rows(4, DATA_GAUSSIAN, source, TOKENS * HEADS, D);
-    CHECK_RESULT(tqkv_encode(&ring, source, TOKENS, 0), TQKV_OK);
-    CHECK_RESULT(tqkv_encode(&linear, source, TOKENS, 0), TQKV_OK);
-    CHECK_RESULT(tqkv_decode(&ring, TOKENS - CAPACITY, CAPACITY, TQKV_ORIGINAL, from_ring), TQKV_OK);
-    CHECK_RESULT(tqkv_decode(&linear, TOKENS - CAPACITY, CAPACITY, TQKV_ORIGINAL, from_linear), TQKV_OK);
-    CHECK(!memcmp(from_ring, from_linear, sizeof from_ring), "ring and linear store decode differently");
-    test_store_free(&ring);
-    test_store_free(&linear);
 }
 
 /* ---- Single values ---- */
@@ -619,7 +574,6 @@ static void add_format_cases(tqkv_format format, int head_dim)
     test_add(check_sizes, &row, sizeof row, "codec/sizes/%s/%d", name, head_dim);
     if ((head_dim & (head_dim - 1)) && (head_dim / 16 + (int)format) % 3) return; /* the goldens have them all */
     test_add(check_decode, &row, sizeof row, "codec/decode/%s/%d", name, head_dim);
-    test_add(check_one_by_one, &row, sizeof row, "codec/one_by_one/%s/%d", name, head_dim);
     test_add(check_overflow, &row, sizeof row, "codec/overflow/%s/%d", name, head_dim);
     if (head_dim == 128 || head_dim == 512) add_environment_cases(&row);
     if (reference_is_codebook(format)) test_add(check_length, &row, sizeof row, "codec/length/%s/%d", name, head_dim);
@@ -656,7 +610,6 @@ void test_codec_cases(void)
     for (int first = 0x8000; first < 0xfc00; first += 1024)
         test_add(check_halves, &first, sizeof first, "codec/halves/%04x", (unsigned)first);
     test_add(check_half_limits, NULL, 0, "codec/half_limits");
-    test_add(check_decode_ring, NULL, 0, "codec/decode_ring");
     test_add(check_names, NULL, 0, "codec/names");
     test_add(check_result_strings, NULL, 0, "codec/result_strings");
 }

@@ -1,8 +1,8 @@
-/* A query's bits do not depend on who else is in the call, and where its keys came from: with exact ends in chunks of
- * any size, over stores of any kind, after edits. Rings: which windows are refused, and what stays visible. */
+/* Caches with exact ends and rings: their memory, which windows are refused, and what stays visible. A query's bits in
+ * company: test_attend_history.c and test_learn_history.c. */
 #include "cache_fixture.h"
 
-enum { TOKENS = 300, GROUP_HEADS = CACHE_HEADS * CACHE_GROUP, MOST_DIM = 96 };
+enum { TOKENS = 300, GROUP_HEADS = CACHE_HEADS * CACHE_GROUP };
 
 typedef struct company_row {
     const char *name;
@@ -56,221 +56,10 @@ static void free_data(company_data *data)
     free(data->q);
 }
 
-/* Appends tokens [from, from + n) of the data, and attends with their queries; out: [n][GROUP_HEADS][64] */
-static void append_and_attend(tqkv_cache *cache, const company_data *data, bool shared, int from, int n, float *out)
-{
-    const float *v = shared ? NULL : data->v + from * CACHE_HEADS * 64;
-    CHECK_RESULT(tqkv_cache_append(cache, data->k + from * CACHE_HEADS * data->key_dim, v, n), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_attend(cache, data->q + from * GROUP_HEADS * data->key_dim, n, out), TQKV_OK);
-}
-
-static void check_same_queries(const float *alone, const float *other, int n, const char *what, int number)
-{
-    const size_t size = GROUP_HEADS * 64;
-    for (int i = 0; i < n; i++)
-        if (memcmp(alone + (size_t)i * size, other + (size_t)i * size, size * sizeof *alone)) {
-            CHECK(false, "%s %d: query %d has other bits than alone", what, number, i);
-            return;
-        }
-}
-
-/* The prompt one token at a time, by 7, by 64, in pieces that differ, and at once. */
-static void check_chunks(const void *parameters)
-{
-    static const int sizes[5][3] = {{1, 1, 1}, {7, 7, 7}, {64, 64, 64}, {100, 1, 33}, {TOKENS, TOKENS, TOKENS}};
-    const company_row *row = (const company_row *)parameters;
-    const size_t n_out = TOKENS * GROUP_HEADS * 64;
-    company_data data = make_data(row->tail_dim);
-    float *outs[2] = {test_rows(4, DATA_ZEROS, TOKENS * GROUP_HEADS, 64), (float *)test_alloc(n_out * sizeof(float))};
-    const int most = row->capacity && row->window ? row->capacity - row->window + 1 : TOKENS;
-    for (int way = 0; way < 5; way++) {
-        const tqkv_cache_desc desc = desc_of(row);
-        tqkv_cache *cache = NULL;
-        if (sizes[way][0] > most) continue;
-        CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
-        REQUIRE(cache, "no cache");
-        memset(outs[1], 0xff, n_out * sizeof(float));
-        for (int i = 0, piece = 0, n; i < TOKENS; i += n) {
-            n = sizes[way][piece++ % 3];
-            if (n > TOKENS - i) n = TOKENS - i;
-            append_and_attend(cache, &data, row->shared, i, n, outs[way > 0] + i * GROUP_HEADS * 64);
-        }
-        if (way) check_same_queries(outs[0], outs[1], TOKENS, "chunks", sizes[way][0]);
-        tqkv_cache_destroy(cache);
-    }
-    free_data(&data);
-    free(outs[0]);
-    free(outs[1]);
-}
-
-/* ---- Stores ---- */
-
-typedef struct store_row {
-    int n, n_queries, exact_first, exact_last, window, page_size, end_page_size, list_block;
-    bool slices, backwards;
-} store_row;
-
-enum { MOST_PAGES = 400, LIST = 24 };
-
 static void run_backwards(void *user, int n, tqkv_task task, void *context)
 {
     (void)user;
     while (n-- > 0) task(context, n);
-}
-
-/* n positions, linear or over pages in reverse order. */
-static tqkv_store filled_store(tqkv_format format, int n, int page_size, const float *rows, int32_t *pages)
-{
-    const int n_pages = page_size ? (n + page_size - 1) / page_size : 0;
-    tqkv_store s = test_store(format, 64, CACHE_HEADS, page_size ? n_pages * page_size : n, false);
-    s.rotation = format == TQKV_F16 ? TQKV_ROTATION_ON : TQKV_ROTATION_DEFAULT;
-    for (int i = 0; i < n_pages; i++) pages[i] = n_pages - 1 - i;
-    if (page_size) {
-        s.pages = pages;
-        s.n_pages = n_pages;
-        s.page_size = page_size;
-    }
-    CHECK_RESULT(tqkv_encode(&s, rows, n, 0), TQKV_OK);
-    return s;
-}
-
-/* In one go, or in two slices that are merged. */
-static void attend_by(const tqkv_attention *a, bool slices, const float *q, float *out)
-{
-    enum { MOST_ROWS = 100 * GROUP_HEADS };
-    static float sums[2][2][MOST_ROWS], second[MOST_ROWS * 64];
-    const int cut = (int)(a->end / 2 + 5 < a->end ? a->end / 2 + 5 : a->end);
-    if (!slices) {
-        CHECK_RESULT(tqkv_attend(a, q, out), TQKV_OK);
-        return;
-    }
-    CHECK_RESULT(tqkv_attend_partial(a, q, 0, cut, out, sums[0][0], sums[0][1]), TQKV_OK);
-    CHECK_RESULT(tqkv_attend_partial(a, q, cut, (int)a->end - cut, second, sums[1][0], sums[1][1]), TQKV_OK);
-    CHECK_RESULT(tqkv_attend_merge(a, out, sums[0][0], sums[0][1], a, second, sums[1][0], sums[1][1]), TQKV_OK);
-    CHECK_RESULT(tqkv_attend_finish(a, out, sums[0][0], sums[0][1]), TQKV_OK);
-}
-
-/* Keys, values, and halves of both, and a list for each query. */
-typedef struct company_stores {
-    tqkv_store stores[4];
-    int32_t pages[4][MOST_PAGES], list[100][LIST];
-    tqkv_attention attention;
-} company_stores;
-
-static void open_stores(const store_row *row, const float *k, const float *v, company_stores *s)
-{
-    tqkv_attention *a = &s->attention;
-    memset(s, 0, sizeof *s);
-    for (int i = 0; i < 4; i++)
-        s->stores[i] = filled_store(i < 2 ? TQKV_TQ4 : TQKV_F16, row->n, i < 2 ? row->page_size : row->end_page_size,
-                                    i % 2 ? v : k, s->pages[i]);
-    a->keys = &s->stores[0];
-    a->values = &s->stores[1];
-    a->first.keys = a->last.keys = &s->stores[2];
-    a->first.values = a->last.values = &s->stores[3];
-    a->first.n = row->exact_first;
-    a->last.n = row->exact_last;
-    a->n_heads = GROUP_HEADS;
-    a->n_queries = row->n_queries;
-    a->end = row->n;
-    a->window = row->window;
-    if (row->backwards) a->parallel.run = run_backwards;
-    for (int i = 0; i < row->n_queries && row->list_block; i++)
-        for (int j = 0; j < LIST; j++) s->list[i][j] = (2 * j + i % 2) * row->list_block < row->n ? 2 * j + i % 2 : -1;
-    if (row->list_block) a->list.rows = s->list[0];
-    a->list.length = LIST;
-    a->list.block = row->list_block ? row->list_block : 1;
-    a->list.newest = 33;
-}
-
-/* All queries in one call against each alone, whose `end` is lower; slices are cut at the same position in both. */
-static void check_stores(const void *parameters)
-{
-    const store_row *row = (const store_row *)parameters;
-    const int n = row->n, n_queries = row->n_queries;
-    static company_stores s;
-    float *k = test_rows(1, DATA_STUDENT, n * CACHE_HEADS, 64), *v = test_rows(2, DATA_STUDENT, n * CACHE_HEADS, 64);
-    float *q = test_rows(3, DATA_GAUSSIAN, n_queries * GROUP_HEADS, 64);
-    float *together = test_rows(4, DATA_ZEROS, n_queries * GROUP_HEADS, 64),
-          *alone = test_rows(5, DATA_ZEROS, n_queries * GROUP_HEADS, 64);
-    open_stores(row, k, v, &s);
-    tqkv_attention a = s.attention;
-    attend_by(&a, false, q, together);
-    for (int i = 0; i < n_queries; i++) {
-        tqkv_attention one = a;
-        one.n_queries = 1;
-        one.end = n - n_queries + i + 1;
-        if (row->list_block) one.list.rows = s.list[i];
-        attend_by(&one, false, q + i * GROUP_HEADS * 64, alone + i * GROUP_HEADS * 64);
-    }
-    check_same_queries(alone, together, n_queries, "stores of", n);
-    if (row->slices) {
-        attend_by(&a, true, q, together);
-        a.n_queries = 1;
-        for (int i = 0; i < n_queries; i += 7) { /* with the same end, and so the same cut */
-            tqkv_attention last = a;
-            last.n_queries = n_queries - i;
-            attend_by(&last, true, q + i * GROUP_HEADS * 64, alone + i * GROUP_HEADS * 64);
-            check_same_queries(together + i * GROUP_HEADS * 64, alone + i * GROUP_HEADS * 64, n_queries - i,
-                               "slices from", i);
-        }
-    }
-    for (int i = 0; i < 4; i++) test_store_free(&s.stores[i]);
-    free(k);
-    free(v);
-    free(q);
-    free(together);
-    free(alone);
-}
-
-/* ---- Edits ---- */
-
-static void edit(tqkv_cache **cache, data_random *random)
-{
-    const int end = (int)tqkv_cache_end(*cache), what = data_below(random, 5);
-    int some = data_below(random, data_below(random, 3) ? 40 : end + 1), kept[TOKENS], n_kept = 0;
-    if (some > end) some = end;
-    if (what < 2) CHECK_RESULT(tqkv_cache_truncate(*cache, end - some), TQKV_OK);
-    if (what == 2) CHECK_RESULT(tqkv_cache_remove(*cache, end - some, some / 2), TQKV_OK);
-    for (int i = 0; what == 3 && i < some; i++)
-        if (data_below(random, 2)) kept[n_kept++] = i;
-    if (what == 3) CHECK_RESULT(tqkv_cache_keep(*cache, some, kept, n_kept), TQKV_OK);
-    if (what < 4) return;
-    tqkv_cache *fork = NULL;
-    CHECK_RESULT(tqkv_cache_fork(*cache, NULL, &fork), TQKV_OK);
-    tqkv_cache_destroy(*cache);
-    *cache = fork;
-}
-
-/* The same edits at the same positions, with appends between them that are cut otherwise. */
-static void check_edits(const void *parameters)
-{
-    const int seed = *(const int *)parameters;
-    company_row row = {"", TQKV_TQ4, TQKV_TQ4, seed % 3 * 4, 17 + seed % 4 * 30, 0, 0, 0, false, 0};
-    company_data data = make_data(0);
-    float *outs[3];
-    for (int way = 0; way < 3; way++) {
-        data_random random = {(uint64_t)seed + 1};
-        const tqkv_cache_desc desc = desc_of(&row);
-        tqkv_cache *cache = NULL;
-        outs[way] = test_rows(4, DATA_ZEROS, TOKENS * GROUP_HEADS, 64);
-        CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
-        for (int used = 0; cache && used < TOKENS;) {
-            int n = 1 + data_below(&random, 120), done = 0;
-            if (n > TOKENS - used) n = TOKENS - used;
-            for (int now; done < n; done += now) {
-                now = way == 0 ? 1 : way == 1 ? n : 37;
-                if (now > n - done) now = n - done;
-                append_and_attend(cache, &data, false, used + done, now, outs[way] + (used + done) * GROUP_HEADS * 64);
-            }
-            used += n;
-            edit(&cache, &random);
-        }
-        tqkv_cache_destroy(cache);
-        if (way) check_same_queries(outs[0], outs[way], TOKENS, "way", way);
-    }
-    for (int way = 0; way < 3; way++) free(outs[way]);
-    free_data(&data);
 }
 
 /* ---- Memory ---- */
@@ -379,31 +168,6 @@ static void check_too_many(const void *parameters)
     tqkv_cache_destroy(cache);
     free_data(&data);
     free(out);
-}
-
-/* One append that fills a cache, whose rings of halves then need a tile for its last position:
- * every query is answered. */
-static void check_one_append(const void *parameters)
-{
-    enum { WHOLE = 3 * 64 + 1 };
-    static const company_row row = {"", TQKV_TQ4, TQKV_TQ3, 4, 64, 0, 0, 0, false, 0};
-    tqkv_cache_desc desc = desc_of(&row);
-    company_data data = make_data(0);
-    float *alone = test_rows(4, DATA_ZEROS, WHOLE * GROUP_HEADS, 64),
-          *at_once = test_rows(4, DATA_ZEROS, WHOLE * GROUP_HEADS, 64);
-    (void)parameters;
-    desc.capacity = WHOLE;
-    for (int n = 1; n <= WHOLE; n += WHOLE - 1) {
-        tqkv_cache *cache = NULL;
-        CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
-        for (int i = 0; cache && i < WHOLE; i += n)
-            append_and_attend(cache, &data, false, i, n, (n == 1 ? alone : at_once) + i * GROUP_HEADS * 64);
-        tqkv_cache_destroy(cache);
-    }
-    check_same_queries(alone, at_once, WHOLE, "tokens at once", WHOLE);
-    free(alone);
-    free(at_once);
-    free_data(&data);
 }
 
 /* ---- Rings ---- */
@@ -685,38 +449,9 @@ static void add_first_kept(void)
 
 void test_company_cases(void)
 {
-    static const company_row chunks[] = {
-        {"ends", TQKV_TQ4, TQKV_TQ4, 4, 64, 0, 0, 0, false, 0},
-        {"ends_in_integers", TQKV_TQ4, TQKV_TQ4, 4, 64, 0, 0, 0, false, 0},
-        {"one_newest", TQKV_I8, TQKV_TQ4, 8, 1, 0, 0, 0, false, 0},
-        {"newest_alone", TQKV_TQ3, TQKV_TQ2, 0, 128, 0, 0, 0, false, 0},
-        {"ends_that_meet", TQKV_TQ4, TQKV_TQ6, 100, 90, 0, 0, 0, false, 0},
-        {"all_newest", TQKV_TQ4, TQKV_TQ4, 0, TOKENS, 0, 0, 0, false, 0},
-        {"keys_of_f16", TQKV_F16, TQKV_TQ4, 4, 17, 0, 0, 0, false, 0},
-        {"values_of_f16", TQKV_TQ4, TQKV_F16, 4, 17, 0, 0, 0, false, 0},
-        {"window", TQKV_TQ4, TQKV_TQ4, 4, 64, 50, 0, 0, false, 20},
-        {"ring", TQKV_I8, TQKV_TQ4, 4, 30, 50, 157, 0, false, 0},
-        {"latent", TQKV_TQ4, TQKV_TQ4, 4, 64, 0, 0, 32, true, 0},
-        {"latent_ring", TQKV_TQ4, TQKV_TQ4, 4, 30, 40, 128, 32, true, 0},
-        {"ring_of_f16", TQKV_F16, TQKV_F16, 140, 0, 90, 171, 0, false, 0},
-        {"ring_of_keys_of_f16", TQKV_F16, TQKV_I8, 70, 12, 60, 131, 0, false, 5},
-        {"ring_with_a_tail", TQKV_TQ4, TQKV_F16, 100, 9, 60, 131, 32, false, 0},
-    };
-    for (int i = 0; i < (int)(sizeof chunks / sizeof *chunks); i++)
-        test_add(check_chunks, &chunks[i], sizeof *chunks, "company/chunks/%s", chunks[i].name);
-    static const store_row stores[] = {
-        {190, 70, 4, 64, 0, 0, 0, 0, true, false},     {190, 70, 70, 33, 90, 16, 0, 0, false, false},
-        {2300, 40, 4, 128, 0, 128, 64, 0, true, true}, {400, 50, 0, 17, 0, 64, 16, 0, false, false},
-        {500, 33, 4, 64, 0, 0, 0, 16, false, true},    {500, 33, 4, 64, 200, 16, 16, 1, false, false},
-        {500, 33, 4, 64, 0, 0, 64, 64, false, false},
-    };
-    for (int i = 0; i < (int)(sizeof stores / sizeof *stores); i++)
-        test_add(check_stores, &stores[i], sizeof *stores, "company/stores/%d", i);
-    for (int seed = 0; seed < 12; seed++) test_add(check_edits, &seed, sizeof seed, "company/edits/%d", seed);
     test_add(check_memory, NULL, 0, "company/memory");
     test_add(check_overlaps, NULL, 0, "company/overlaps");
     test_add(check_too_many, NULL, 0, "company/too_many");
-    test_add(check_one_append, NULL, 0, "company/one_append");
     test_add(check_lost_windows, NULL, 0, "company/lost_windows");
     add_first_kept();
 }

@@ -1,5 +1,4 @@
-/* What holds at any length and in any company: attention's error, its bits, its floating-point exceptions; the stack
- * that calls take; a prefill in parallel. */
+/* Attention's error at any length; the scratch and the stack that calls take; a prefill in parallel. */
 #include "attend_fixture.h"
 #include "cache_fixture.h"
 
@@ -130,102 +129,10 @@ static void check_parallel(const void *parameters)
     test_store_free(&values);
 }
 
-/* ---- A query's bits: alone, beside others, by any hook ---- */
-
 static void run_backwards(void *user, int count, tqkv_task task, void *context)
 {
     ++*(int *)user;
     for (int i = count - 1; i >= 0; i--) task(context, i);
-}
-
-static void check_alone(const attend_problem *problem, int query)
-{
-    tqkv_attention a = problem->attention;
-    const size_t values = (size_t)a.n_heads * problem->head_dim;
-    const int64_t resident = reference_attention_shape(&a).oldest;
-    float *alone = (float *)test_alloc(values * sizeof(float));
-    a.end = a.end - a.n_queries + query + 1;
-    a.n_queries = 1;
-    a.kv_len = (int)(a.end - resident);
-    if (a.kv_len > 0) {
-        CHECK_RESULT(tqkv_attend(&a, problem->q + (size_t)query * values, alone), TQKV_OK);
-        CHECK(!memcmp(alone, problem->out + (size_t)query * values, values * sizeof(float)),
-              "query %d of %d has other bits alone", query, problem->attention.n_queries);
-    }
-    free(alone);
-}
-
-/* A query with a full mask has the bits of one without a tree, whatever the others see. out: as the problem's */
-static void check_full_masks(attend_problem *problem, float *out)
-{
-    tqkv_attention *a = &problem->attention;
-    const size_t values = (size_t)a->n_heads * problem->head_dim;
-    problem->tree = attend_make_tree(a->n_queries);
-    a->tree = problem->tree;
-    for (int i = 0; i < a->n_queries; i += 2) problem->tree[i] = i % 4 ? UINT64_MAX : ((uint64_t)2 << i) - 1;
-    CHECK_RESULT(tqkv_attend(a, problem->q, out), TQKV_OK);
-    for (int i = 0; i < a->n_queries; i += 2)
-        CHECK(!memcmp(out + (size_t)i * values, problem->out + (size_t)i * values, values * sizeof(float)),
-              "query %d of %d has other bits in a tree", i, a->n_queries);
-}
-
-static void check_bits(const void *parameters)
-{
-    const int index = *(const int *)parameters;
-    data_random random = {(uint64_t)index};
-    attend_row row = attend_default_row(test_formats[index / TEST_FORMATS], test_formats[index % TEST_FORMATS],
-                                        32 << data_below(&random, 3));
-    row.key_capacity = row.value_capacity = 1500 + data_below(&random, 2500);
-    row.key_ring = row.value_ring = index % 3 == 0;
-    row.end = row.key_ring ? row.key_capacity + data_below(&random, 5000) : 1400 + row.key_capacity - 1500;
-    row.n_queries = 2 + data_below(&random, 14);
-    row.group = 1 + data_below(&random, 4);
-    row.window = index % 4 == 1 ? 1 + data_below(&random, 3000) : 0;
-    row.softcap = index % 5 == 2 ? 3.0f : 0.0f;
-    row.sinks = index % 2 ? SINKS_SOME : SINKS_NONE;
-    row.bits_alone = true;
-    attend_problem problem;
-    attend_set_up(&problem, &row);
-    const size_t bytes = problem.n_rows * problem.head_dim * sizeof(float);
-    float *hooked = (float *)test_alloc(bytes);
-    int calls = 0;
-    CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
-    for (int i = 0; i < 5; i++) check_alone(&problem, i == 0 ? 0 : data_below(&random, row.n_queries));
-    problem.attention.parallel.run = run_backwards;
-    problem.attention.parallel.user = &calls;
-    CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, hooked), TQKV_OK);
-    CHECK(calls > 0 && !memcmp(hooked, problem.out, bytes), "other bits by the hook");
-    for (int i = 0; i < 3; i++) check_alone(&problem, data_below(&random, row.n_queries));
-    if (index % 8 == 3) check_full_masks(&problem, hooked);
-    free(hooked);
-    problem.attention.parallel.user = NULL;
-    attend_tear_down(&problem);
-}
-
-/* ---- No arithmetic on slots that are not seen ---- */
-
-static void check_exceptions(const void *parameters)
-{
-    const int index = *(const int *)parameters;
-    attend_row row =
-        attend_default_row(test_formats[index % TEST_FORMATS], test_formats[(index + 3) % TEST_FORMATS], 64);
-    row.key_ring = row.value_ring = index % 2 != 0;
-    row.key_capacity = row.value_capacity = 700;
-    row.end = index % 2 ? 1000 : 650;
-    row.n_queries = 90;
-    row.window = 70; /* the rows of a tile see different parts of it, some nothing */
-    row.softcap = index % 3 ? 0.0f : index % 2 ? 1e-39f : 2.0f;
-    row.sinks = SINKS_MINUS_INFINITY;
-    row.bits_alone = true;
-    attend_problem problem;
-    attend_set_up(&problem, &row);
-    feclearexcept(FE_ALL_EXCEPT);
-    CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
-    CHECK(!fetestexcept(FE_INVALID | FE_DIVBYZERO), "attention raised %s",
-          fetestexcept(FE_INVALID) ? "FE_INVALID" : "FE_DIVBYZERO");
-    for (size_t i = 0; i < problem.n_rows * problem.head_dim; i++)
-        CHECK(problem.out[i] - problem.out[i] == 0.0f, "out[%d] is not finite", (int)i);
-    attend_tear_down(&problem);
 }
 
 /* A key 1000 below the best one does not show, whatever its value. */
@@ -522,11 +429,6 @@ void test_length_cases(void)
     for (int i = 0; i < 2; i++)
         test_add(check_length, &lengths[i], sizeof *lengths, "attend/length/%s-%s/%d",
                  tqkv_format_name(lengths[i].keys), tqkv_format_name(lengths[i].values), lengths[i].n_positions);
-    for (int i = 0; i < TEST_FORMATS * TEST_FORMATS; i++) { /* under `bits`, each format has three or four others */
-        const int keys = i / TEST_FORMATS, values = i % TEST_FORMATS;
-        test_add(check_bits, &i, sizeof i, "attend/%s/%s-%s", (values - keys) % 3 == 0 ? "bits" : "more_bits",
-                 tqkv_format_name(test_formats[keys]), tqkv_format_name(test_formats[values]));
-    }
     for (int i = 0; i < TEST_FORMATS; i++)
         test_add(check_equal, &test_formats[i], sizeof *test_formats, "attend/equal/%s",
                  tqkv_format_name(test_formats[i]));
@@ -536,7 +438,6 @@ void test_length_cases(void)
         const parallel_row row = {formats[i / 5], dims[i % 5], i / 5 ? DATA_GAUSSIAN : DATA_CONSTANT};
         test_add(check_parallel, &row, sizeof row, "attend/parallel/%s/%d", tqkv_format_name(row.keys), row.head_dim);
     }
-    for (int i = 0; i < 16; i++) test_add(check_exceptions, &i, sizeof i, "attend/exceptions/%d", i);
     test_add(check_far_below, NULL, 0, "attend/far_below");
     for (int i = 0; i < 18; i++) {
         static const tqkv_format formats[] = {TQKV_F16, TQKV_I8, TQKV_TQ8}; /* coarser ones do not keep ties */

@@ -51,114 +51,7 @@ static bool is_spread(const layout_row *l, const void *memory, const void *rows,
     return same;
 }
 
-static bool is_same_store(const tqkv_store *a, const tqkv_store *b)
-{
-    return !memcmp(a->codes, b->codes, a->codes_size) && (!a->norms_size || !memcmp(a->norms, b->norms, a->norms_size));
-}
-
-/* ---- Encode, encode_slots, probe, mean, measure, decode ---- */
-
-typedef struct codec_row {
-    layout_row layout;
-    tqkv_type type;
-    tqkv_format format;
-} codec_row;
-
-/* Probes, means and measures of the rows of both stores are the same. */
-static void check_looks(const tqkv_store *const stores[2], const void *const sources[2])
-{
-    float scaled[2][TOKENS * HEADS * DIM], mean[2][HEADS * DIM];
-    tqkv_quality quality[2][HEADS];
-    for (int i = 0; i < 2; i++) {
-        CHECK_RESULT(tqkv_probe(stores[i], sources[i], TOKENS, scaled[i]), TQKV_OK);
-        CHECK_RESULT(tqkv_calibrate(stores[i], sources[i], TOKENS, NULL, 0, 0, TQKV_PAIRS_NONE, mean[i], NULL),
-                     TQKV_OK);
-        CHECK_RESULT(tqkv_measure(stores[i], sources[i], TOKENS, quality[i]), TQKV_OK);
-    }
-    CHECK(!memcmp(scaled[0], scaled[1], sizeof scaled[0]), "probe");
-    CHECK(!memcmp(mean[0], mean[1], sizeof mean[0]), "mean");
-    CHECK(!memcmp(quality[0], quality[1], sizeof quality[0]), "measure");
-}
-
-static void check_codec(const void *parameters)
-{
-    const codec_row *row = (const codec_row *)parameters;
-    const layout_row *l = &row->layout;
-    const size_t size = type_size(row->type), values = TOKENS * HEADS * DIM;
-    tqkv_store packed = test_store(row->format, DIM, HEADS, TOKENS, false), strided = packed;
-    uint16_t *halves = (uint16_t *)test_alloc(values * sizeof(float));
-    float *rows = (float *)(void *)halves;
-    int32_t slots[TOKENS];
-    data_rows(3, DATA_GAUSSIAN, rows, TOKENS * HEADS, DIM);
-    for (size_t i = 0; i < values && size == 2; i++)
-        halves[i] = (uint16_t)(0x3c00u + i * 2654435761u % 1024u); /* finite in both types */
-    for (int i = 0; i < TOKENS; i++) slots[i] = i;
-    strided = test_store(row->format, DIM, HEADS, TOKENS, false);
-    packed.type = strided.type = row->type;
-    strided.strides = strides_of(l);
-    void *memory = spread_rows(l, rows, size, TOKENS, HEADS);
-    const void *src = row_at(l, memory, size, 0, 0);
-    CHECK_RESULT(tqkv_encode(&packed, rows, TOKENS, 0), TQKV_OK);
-    for (int way = 0; way < 2; way++) {
-        memset(strided.codes, 0, strided.codes_size);
-        CHECK_RESULT(way ? tqkv_encode(&strided, src, TOKENS, 0) : test_encode_slots(&strided, src, TOKENS, slots),
-                     TQKV_OK);
-        CHECK(is_same_store(&packed, &strided), "other codes, way %d", way);
-    }
-    const tqkv_store *const stores[2] = {&packed, &strided};
-    const void *const sources[2] = {rows, src};
-    check_looks(stores, sources);
-    CHECK_RESULT(tqkv_decode(&packed, 0, TOKENS, TQKV_ORIGINAL, rows), TQKV_OK);
-    CHECK_RESULT(tqkv_decode(&strided, 0, TOKENS, TQKV_ORIGINAL, row_at(l, memory, size, 0, 0)), TQKV_OK);
-    CHECK(is_spread(l, memory, rows, size, TOKENS, HEADS), "decode");
-    memset(row_at(l, memory, size, TOKENS - 1, HEADS - 1) + (DIM - 1) * size, 0xff, size); /* NaN */
-    CHECK_RESULT(tqkv_encode(&strided, src, TOKENS, 0), TQKV_NOT_FINITE);
-    CHECK(is_same_store(&packed, &strided), "a refused encode has written");
-    test_store_free(&packed);
-    test_store_free(&strided);
-    free(halves);
-    free(memory);
-}
-
-/* ---- Attention, whole, as a slice, in a batch whose outputs interleave, and by a cache ---- */
-
-static void check_attend(const void *parameters)
-{
-    enum { N = 3 };
-    const codec_row *row = (const codec_row *)parameters;
-    layout_row l = row->layout;
-    if (l.token < l.head)
-        l.head = l.head / TOKENS * N; /* head by head: for N queries */
-    else
-        l.token *= CACHE_GROUP;
-    attend_row problem_row = attend_default_row(row->format, TQKV_TQ4, DIM);
-    problem_row.n_queries = N;
-    attend_problem problem;
-    attend_set_up(&problem, &problem_row);
-    const size_t size = type_size(row->type), bytes = problem.n_rows * DIM * sizeof(float);
-    tqkv_attention packed = problem.attention, a = packed;
-    float *slice = (float *)test_alloc(2 * bytes), max[2][N * QUERY_HEADS], sum[2][N * QUERY_HEADS];
-    void *q = spread_rows(&l, problem.q, sizeof(float), N, QUERY_HEADS);
-    const void *q_at = row_at(&l, q, sizeof(float), 0, 0);
-    void *out = test_alloc_filled(memory_size(&l, size, N, QUERY_HEADS), GAP_BYTE),
-         *out_at = row_at(&l, out, size, 0, 0);
-    a.query_strides = a.output_strides = strides_of(&l);
-    packed.output_type = a.output_type = row->type;
-    CHECK_RESULT(tqkv_attend(&packed, problem.q, problem.out), TQKV_OK);
-    CHECK_RESULT(tqkv_attend(&a, q_at, out_at), TQKV_OK);
-    CHECK(is_spread(&l, out, problem.out, size, N, QUERY_HEADS), "attend");
-    for (int i = 0; i < 2; i++)
-        CHECK_RESULT(tqkv_attend_partial(i ? &a : &packed, i ? q_at : problem.q, 3, 20,
-                                         slice + (size_t)i * problem.n_rows * DIM, max[i], sum[i]),
-                     TQKV_OK);
-    CHECK(!memcmp(slice, slice + problem.n_rows * DIM, bytes) && !memcmp(max[0], max[1], sizeof max[0]), "a slice");
-    memset(row_at(&l, q, sizeof(float), N - 1, QUERY_HEADS - 1), 0xff, sizeof(float));
-    CHECK_RESULT(tqkv_attend(&a, q_at, out_at), TQKV_NOT_FINITE);
-    free(slice);
-    free(q);
-    free(out);
-    attend_tear_down(&problem);
-}
+/* ---- Attention in a batch whose outputs interleave, and by a cache ---- */
 
 /* Two sequences write every other token of one array; and every other head. */
 static void check_batch(const void *parameters)
@@ -273,16 +166,8 @@ static void check_refusal(const void *parameters)
 
 void test_strides_cases(void)
 {
-    static const tqkv_type types[] = {TQKV_TYPE_F32, TQKV_TYPE_F16, TQKV_TYPE_BF16};
-    int n = 0;
-    for (size_t i = 0; i < sizeof layouts / sizeof *layouts; i++) {
-        for (int type = 0; type < 3; type++) {
-            const codec_row row = {layouts[i], types[type], test_formats[n++ % TEST_FORMATS]};
-            test_add(check_codec, &row, sizeof row, "strides/codec/%s/%d", layouts[i].name, type);
-            test_add(check_attend, &row, sizeof row, "strides/attend/%s/%d", layouts[i].name, type);
-        }
+    for (size_t i = 0; i < sizeof layouts / sizeof *layouts; i++)
         test_add(check_cache, &layouts[i], sizeof *layouts, "strides/cache/%s", layouts[i].name);
-    }
     for (int i = 0; i < 2; i++) {
         const bool by_heads = i;
         test_add(check_batch, &by_heads, sizeof by_heads, "strides/batch/%s", by_heads ? "heads" : "tokens");

@@ -1,5 +1,4 @@
 /* Rows of half and bfloat16: the bytes of their floats going in, the rounded floats coming out, bit for bit. */
-#include "attend_fixture.h"
 #include "cache_fixture.h"
 #include "data.h"
 #include "reference.h"
@@ -46,49 +45,6 @@ typedef struct codec_row {
     int head_dim;
     bool centered;
 } codec_row;
-
-/* Codes, norms, scaled values, means and measures of typed rows are those of the floats; decoded rows are rounded. */
-static void check_codec(const void *parameters)
-{
-    const codec_row *row = (const codec_row *)parameters;
-    const size_t n = (size_t)(TOKENS * HEADS * row->head_dim);
-    float *floats = test_rows(1, DATA_OUTLIERS, TOKENS * HEADS, row->head_dim);
-    float *center = test_rows(2, DATA_GAUSSIAN, HEADS, row->head_dim), *scaled[2], *decoded[2];
-    float *scales = test_scales(3, HEADS, row->head_dim, 10.0);
-    void *typed = typed_copy(row->type, floats, n);
-    tqkv_store stores[2];
-    tqkv_quality quality[2][HEADS];
-    for (int i = 0; i < 2; i++) {
-        const void *src = i ? typed : floats;
-        tqkv_store *s = &stores[i];
-        *s = test_store(row->format, row->head_dim, HEADS, TOKENS, false);
-        s->type = i ? row->type : TQKV_TYPE_F32;
-        s->center = row->centered ? center : NULL;
-        s->channel_scale = row->centered ? scales : NULL;
-        scaled[i] = (float *)test_alloc(n * sizeof(float));
-        decoded[i] = (float *)test_alloc_filled(n * sizeof(float), 0xff);
-        CHECK_RESULT(tqkv_encode(s, src, TOKENS, 0), TQKV_OK);
-        CHECK_RESULT(tqkv_probe(s, src, TOKENS, scaled[i]), TQKV_OK);
-        CHECK_RESULT(tqkv_measure(s, src, TOKENS, quality[i]), TQKV_OK);
-        CHECK_RESULT(tqkv_decode(s, 0, TOKENS, TQKV_ORIGINAL, decoded[i]), TQKV_OK);
-    }
-    CHECK(!memcmp(stores[0].codes, stores[1].codes, stores[0].codes_size), "codes differ");
-    CHECK(!stores[0].norms_size || !memcmp(stores[0].norms, stores[1].norms, stores[0].norms_size), "norms differ");
-    CHECK(!memcmp(scaled[0], scaled[1], n * sizeof(float)), "probes differ");
-    CHECK(!memcmp(quality[0], quality[1], sizeof quality[0]), "measures differ");
-    check_rounded(row->type, decoded[1], decoded[0], n, "decoded");
-    for (int i = 0; i < 2; i++) {
-        CHECK_RESULT(tqkv_decode(&stores[i], 0, TOKENS, TQKV_ROTATED, decoded[i]), TQKV_OK);
-        CHECK_RESULT(
-            tqkv_calibrate(&stores[i], i ? typed : floats, TOKENS, NULL, 0, 0, TQKV_PAIRS_NONE, scaled[i], NULL),
-            TQKV_OK);
-        test_store_free(&stores[i]);
-    }
-    check_rounded(row->type, decoded[1], decoded[0], n, "decoded, rotated");
-    CHECK(!memcmp(scaled[0], scaled[1], (size_t)(HEADS * row->head_dim) * sizeof(float)), "means differ");
-    void *const memory[] = {scaled[0], scaled[1], decoded[0], decoded[1], floats, center, scales, typed};
-    for (int i = 0; i < 8; i++) free(memory[i]);
-}
 
 /* What decode writes of a zero is its centre: floats of any bits, rounded. floats: [n], finite;
  * n: a multiple of 1024 */
@@ -154,54 +110,6 @@ static void check_not_finite(const void *parameters)
 }
 
 /* ---- Attention ---- */
-
-typedef struct types_row {
-    attend_row attend;
-    tqkv_type query_type, output_type;
-    bool parallel;
-} types_row;
-
-static void run_backwards(void *user, int count, tqkv_task task, void *context)
-{
-    (void)user;
-    for (int i = count - 1; i >= 0; i--) task(context, i);
-}
-
-/* Typed queries give the bits of their floats, whole and in slices; typed outputs are the rounded floats. */
-static void check_attention(const void *parameters)
-{
-    const types_row *row = (const types_row *)parameters;
-    attend_problem problem;
-    attend_set_up(&problem, &row->attend);
-    const size_t n_rows = problem.n_rows, n = n_rows * problem.value_dim;
-    void *q = typed_copy(row->query_type, problem.q, n_rows * problem.head_dim);
-    tqkv_attention typed = problem.attention;
-    typed.query_type = row->query_type;
-    typed.output_type = row->output_type;
-    if (row->parallel) typed.parallel.run = run_backwards;
-    float *out = (float *)test_alloc_filled(n * sizeof(float), 0xff), *sums[2];
-    CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
-    CHECK_RESULT(tqkv_attend(&typed, q, out), TQKV_OK);
-    check_rounded(row->output_type, out, problem.out, n, "out");
-    const size_t sums_size = (n + 2 * n_rows) * sizeof(float);
-    for (int i = 0; i < 2; i++) {
-        const tqkv_attention *a = i ? &typed : &problem.attention;
-        float *max, *sum;
-        sums[i] = (float *)test_alloc(sums_size);
-        max = sums[i] + n;
-        sum = max + n_rows;
-        CHECK_RESULT(tqkv_attend_partial(a, i ? q : problem.q, a->end - 20, 20, sums[i], max, sum), TQKV_OK);
-    }
-    CHECK(!memcmp(sums[0], sums[1], sums_size), "slices differ");
-    CHECK_RESULT(tqkv_attend_finish(&typed, sums[1], sums[1] + n, sums[1] + n + n_rows), TQKV_OK);
-    CHECK_RESULT(tqkv_attend_finish(&problem.attention, sums[0], sums[0] + n, sums[0] + n + n_rows), TQKV_OK);
-    CHECK(!memcmp(sums[0], sums[1], n * sizeof(float)), "finish looks at the type");
-    free(sums[0]);
-    free(sums[1]);
-    free(out);
-    free(q);
-    attend_tear_down(&problem);
-}
 
 /* NaN and infinite results, in whatever type: bytes of a half store that no encoder wrote. */
 static void check_wild_outputs(const void *parameters)
@@ -331,17 +239,8 @@ static void check_cache(const void *parameters)
     for (int i = 0; i < 2; i++) stream_free(&snapshots[i]);
 }
 
-/* ---- The cases ---- */
-
-static void add_codec_cases(void)
+void test_types_cases(void)
 {
-    for (int f = 0; f < TEST_FORMATS; f++)
-        for (int i = 0; i < 2 * 4; i++) { /* types, in four dims each */
-            const codec_row row = {test_formats[f], types[1 + i % 2],
-                                   test_all_head_dims[(7 * f + 5 * i) % TEST_ALL_HEAD_DIMS], i / 2 % 2 != 0};
-            test_add(check_codec, &row, sizeof row, "types/codec/%s/%s/%d%s", tqkv_format_name(row.format),
-                     type_names[row.type], row.head_dim, row.centered ? "/center" : "");
-        }
     for (int i = 1; i < 3; i++) {
         const codec_row rows[2] = {{TQKV_F16, types[i], 48, false}, {TQKV_TQ2, types[i], 64, false}};
         test_add(check_rounding, &types[i], sizeof types[i], "types/rounding/%s", type_names[i]);
@@ -351,37 +250,4 @@ static void add_codec_cases(void)
         test_add(check_wild_outputs, &types[i], sizeof types[i], "types/wild_outputs/%s", type_names[i]);
         test_add(check_cache, &types[i], sizeof types[i], "types/cache/%s", type_names[i]);
     }
-}
-
-static void add_attention_cases(void)
-{
-    for (int i = 1; i < 9 * 4; i++) {
-        types_row row;
-        row.parallel = i % 2 != 0;
-        row.query_type = types[i % 3];
-        row.output_type = types[i / 3 % 3];
-        row.attend = attend_default_row(test_formats[i % TEST_FORMATS], test_formats[(3 * i + 1) % TEST_FORMATS],
-                                        test_all_head_dims[i % TEST_ALL_HEAD_DIMS]);
-        row.attend.value_dim = test_all_head_dims[5 * i % TEST_ALL_HEAD_DIMS];
-        row.attend.bits_alone = true;
-        row.attend.n_queries = 1 + i % 3;
-        row.attend.sinks = i % 4 == 1 ? SINKS_SOME : SINKS_NONE;
-        row.attend.softcap = i % 5 == 2 ? 3.0f : 0.0f;
-        row.attend.key_center = i % 3 == 1 ? 2.0f : 0.0f;
-        row.attend.key_spread = i % 5 == 1 ? 8.0f : 0.0f;
-        row.attend.value_spread = i % 5 == 3 ? 8.0f : 0.0f;
-        row.attend.value_center = i % 4 == 2 ? 1e5f : 0.0f; /* beyond the halves */
-        row.attend.query_basis = row.attend.output_basis = i % 7 == 3 ? TQKV_ROTATED : TQKV_ORIGINAL;
-        if (i % 18 == 5) /* two stretches, spread over tasks */
-            row.attend.end = row.attend.key_capacity = row.attend.value_capacity = 2100;
-        test_add(check_attention, &row, sizeof row, "types/attend/%s-%s/%s-%s/%d-%d", type_names[row.query_type],
-                 type_names[row.output_type], tqkv_format_name(row.attend.key_format),
-                 tqkv_format_name(row.attend.value_format), row.attend.head_dim, row.attend.value_dim);
-    }
-}
-
-void test_types_cases(void)
-{
-    add_codec_cases();
-    add_attention_cases();
 }

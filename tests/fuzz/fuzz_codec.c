@@ -1,23 +1,29 @@
 /* make fuzz FUZZERS=codec SECONDS=60; AFL++: make fuzz-afl FUZZERS=codec. Encodes and decodes
-   arbitrary floats in arbitrary shapes; the bytes must be those of the reference. */
+   arbitrary floats in arbitrary shapes; the bytes must be those of the reference, and the same one by one, in pages, of
+   rows with gaps and of other types. */
 #include "fuzz.h"
 
 enum { MAX_CODES = 1 << 14 };
 
-/* Any shape; most are valid. */
+/* Sometimes any shape, mostly a valid one that is not too large. */
 static tqkv_store read_shape(fuzz_input *input)
 {
     tqkv_store s;
     memset(&s, 0, sizeof s);
-    uint8_t odd = fuzz_byte(input);
+    const uint8_t flags = fuzz_byte(input), odd = flags % 8 == 7 ? fuzz_byte(input) : 0;
     s.format = test_no_format(odd & 1 ? fuzz_int(input) : fuzz_range(input, 1, TEST_FORMATS));
     s.head_dim = odd & 2 ? fuzz_int(input) : fuzz_head_dim(input);
     s.n_kv_heads = odd & 4 ? fuzz_int(input) : fuzz_range(input, 1, 3);
     s.capacity = odd & 8 ? fuzz_int(input) : fuzz_range(input, 1, 70);
-    s.block_scale = odd & 16 ? fuzz_float(input) : 0.0f;
-    s.ring = (odd & 32) != 0;
-    s.rotation = (odd & 64) != 0 ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
-    if (odd & 128) s.center = (const float *)&s; /* any: check_run reads one */
+    s.block_scale = odd & 16 ? fuzz_float(input) : flags % 8 == 6 ? 1.25f : 0.0f;
+    s.ring = (flags & 32) != 0;
+    s.rotation = flags & 64 ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
+    if (s.format == TQKV_F16 && flags & 64) s.rotation = TQKV_ROTATION_ON;
+    if (flags & 64 && s.format != TQKV_F16 && !reference_can_be_unrotated(s.format) && !odd)
+        s.rotation = TQKV_ROTATION_DEFAULT;
+    if (flags & 128) s.center = (const float *)&s; /* any: check_run reads one */
+    if (flags & 16) s.channel_scale = (const float *)&s;
+    while (s.capacity > 1 && !odd && tqkv_codes_size(&s) > MAX_CODES) s.capacity = (s.capacity + 1) / 2;
     return s;
 }
 
@@ -34,6 +40,7 @@ typedef struct run {
     const float *source; /* [n_tokens][n_kv_heads][head_dim] */
     int n_tokens;
     int64_t position;
+    uint64_t seed;
 } run;
 
 /* Compares the slots of the tokens that were not overwritten with the reference. */
@@ -48,9 +55,12 @@ static void check_row(const run *r, int token, int head)
     tqkv_store one = *s;
     one.n_kv_heads = 1;
     one.center = reference_center(s, head);
+    one.channel_scale = reference_scale(s, head);
     reference_encode_row(s, head, source, codes, norms, scaled);
     CHECK_RESULT(tqkv_probe(&one, source, 1, probed), TQKV_OK);
     check_same_floats(probed, scaled, s->head_dim, "scaled value");
+    for (int i = 0; s->format == TQKV_F16 && i < s->head_dim; i++)
+        if (scaled[i] != scaled[i]) return; /* a rotation that overflows: no half is right */
     CHECK(!memcmp(codes, reference_codes_at(s, head, r->position + token), n_bytes), "codes of token %d, head %d",
           token, head);
     if (n_norms) check_same_floats(reference_norms_at(s, head, r->position + token), norms, n_norms, "norm");
@@ -64,13 +74,14 @@ static void check_decoded(const run *r, int token, const float *decoded, tqkv_ba
     for (int head = 0; head < s->n_kv_heads; head++, decoded += s->head_dim) {
         double size = 0.0;
         reference_decode(s, head, r->position + token, row);
-        if (basis == TQKV_ROTATED && reference_is_rotated(s)) reference_rotate_double(row, s->head_dim);
+        if (basis == TQKV_ROTATED) reference_coded_output(s, head, row);
         for (int i = 0; i < s->head_dim; i++) size += row[i] * row[i];
         if (!(size > 1e-60 && size < 1e60)) continue;
         double error = reference_relative_error(decoded, row, (size_t)s->head_dim), center = 0.0;
         for (int i = 0; s->center && i < s->head_dim; i++) center += pow((double)reference_center(s, head)[i], 2.0);
-        CHECK(error <= 2e-6 * (1.0 + sqrt(center / size)), "token %d, head %d: relative error %.3g", token, head,
-              error);
+        const double spread = s->channel_scale ? 16.0 : 1.0; /* of scales: each channel has the error of all */
+        CHECK(error <= 2e-6 * spread * (1.0 + sqrt(center / size)), "token %d, head %d: relative error %.3g", token,
+              head, error);
     }
 }
 
@@ -88,6 +99,128 @@ static void check_stored(const run *r)
                           test_no_basis(basis));
     }
     free(decoded);
+}
+
+/* ---- The same in other ways ---- */
+
+static tqkv_store new_store(const tqkv_store *shape)
+{
+    tqkv_store s = *shape;
+    s.codes_size = tqkv_codes_size(&s);
+    s.norms_size = tqkv_norms_size(&s);
+    s.codes = test_alloc_filled(s.codes_size, 0xff);
+    s.norms = s.norms_size ? (float *)test_alloc_filled(s.norms_size, 0xff) : NULL;
+    return s;
+}
+
+static void check_same_store(const tqkv_store *a, const tqkv_store *b, const char *what)
+{
+    CHECK(!memcmp(a->codes, b->codes, a->codes_size), "%s: other codes", what);
+    CHECK(!a->norms_size || !memcmp(a->norms, b->norms, a->norms_size), "%s: other norms", what);
+}
+
+/* Probes, means and measures of the rows of both stores are the same. */
+static void check_looks(const tqkv_store *const stores[2], const void *const sources[2], int n)
+{
+    const size_t dim = (size_t)stores[0]->head_dim, heads = (size_t)stores[0]->n_kv_heads;
+    tqkv_result results[2][3];
+    float *looks[2];
+    tqkv_quality quality[2][3];
+    memset(quality, 0, sizeof quality);
+    for (int i = 0; i < 2; i++) {
+        looks[i] = (float *)test_alloc_filled(((size_t)n + 2) * heads * dim * sizeof(float), 0xff);
+        float *mean = looks[i] + (size_t)n * heads * dim;
+        results[i][0] = tqkv_probe(stores[i], sources[i], n, looks[i]);
+        results[i][1] = tqkv_measure(stores[i], sources[i], n, quality[i]);
+        results[i][2] =
+            tqkv_calibrate(stores[i], sources[i], n, NULL, 0, 0, TQKV_PAIRS_HALVES, mean, mean + heads * dim);
+    }
+    CHECK(!memcmp(results[0], results[1], sizeof results[0]), "other results");
+    check_same_floats(looks[0], looks[1], (int)(((size_t)n + 2) * heads * dim), "probe, mean or scale");
+    CHECK(!memcmp(quality[0], quality[1], sizeof quality[0]) || !fuzz_is_finite((float)quality[0][0].error), "measure");
+    free(looks[0]);
+    free(looks[1]);
+}
+
+static void check_one_by_one(const run *r)
+{
+    tqkv_store s = new_store(&r->store);
+    const size_t token = (size_t)s.n_kv_heads * (size_t)s.head_dim;
+    for (int t = 0; t < r->n_tokens; t++)
+        CHECK_RESULT(tqkv_encode(&s, r->source + (size_t)t * token, 1, r->position + t), TQKV_OK);
+    check_same_store(&s, &r->store, "one by one");
+    test_store_free(&s);
+}
+
+/* Rows with gaps, token by token or head by head, as sources and decoded; nothing is written between them. */
+static void check_gaps(const run *r, bool by_head)
+{
+    tqkv_store s = new_store(&r->store);
+    const size_t dim = (size_t)s.head_dim, heads = (size_t)s.n_kv_heads, n = (size_t)r->n_tokens, gap = 16;
+    const size_t size = (n * heads * (dim + gap) + n * gap + heads * gap) * sizeof(float);
+    float *rows = (float *)test_alloc_filled(size, 0xff), packed[REFERENCE_MAX_DIM * 3];
+    s.strides.token = by_head ? dim + gap : heads * (dim + gap) + gap;
+    s.strides.head = by_head ? n * (dim + gap) + gap : dim + gap;
+    for (size_t i = 0; i < n * heads; i++)
+        memcpy(rows + i / heads * s.strides.token + i % heads * s.strides.head, r->source + i * dim,
+               dim * sizeof *rows);
+    CHECK_RESULT(tqkv_encode(&s, rows, r->n_tokens, r->position), TQKV_OK);
+    check_same_store(&s, &r->store, "rows with gaps");
+    const tqkv_store *const stores[2] = {&r->store, &s};
+    const void *const sources[2] = {r->source, rows};
+    check_looks(stores, sources, r->n_tokens);
+    const int64_t last = r->position + r->n_tokens - 1;
+    memset(rows, 0xff, size);
+    CHECK_RESULT(tqkv_decode(&r->store, last, 1, TQKV_ORIGINAL, packed), TQKV_OK);
+    CHECK_RESULT(tqkv_decode(&s, last, 1, TQKV_ORIGINAL, rows), TQKV_OK);
+    for (size_t h = 0; h < heads; h++) {
+        check_same_floats(packed + h * dim, rows + h * s.strides.head, (int)dim, "with gaps");
+        CHECK(fuzz_is_untouched(rows + h * s.strides.head + dim, gap * sizeof *rows), "a gap was written");
+    }
+    free(rows);
+    test_store_free(&s);
+}
+
+/* Pages in a random order hold the same rows, and nothing else is written; of pages of one position some are none. */
+static void check_pages(const run *r, uint64_t seed)
+{
+    enum { MOST = 700 };
+    static const int sizes[4] = {1, 16, 48, 64};
+    const tqkv_store *s = &r->store;
+    data_random random = {seed};
+    const int page_size = sizes[data_below(&random, 4)], end = (int)(r->position + r->n_tokens);
+    int32_t pages[MOST + 3];
+    bool used[MOST + 200] = {false};
+    if (r->position + r->n_tokens > MOST) return;
+    tqkv_store shape = *s;
+    shape.ring = false;
+    shape.page_size = page_size;
+    shape.n_pages = end / page_size + 2;
+    shape.capacity = shape.n_pages * page_size;
+    shape.pages = pages;
+    for (int i = 0; i < shape.n_pages; i++) {
+        const int j = data_below(&random, i + 1);
+        if (j < i) pages[i] = pages[j];
+        pages[j] = i;
+    }
+    for (int i = 0; page_size == 1 && i < shape.n_pages; i += 7) pages[i] = -1;
+    tqkv_store pool = new_store(&shape);
+    const size_t codes = reference_row_bytes(s->format, s->head_dim),
+                 norms = (size_t)reference_norms_per_row(s->format, s->head_dim) * sizeof(float);
+    CHECK_RESULT(tqkv_encode(&pool, r->source, r->n_tokens, r->position), TQKV_OK);
+    for (int64_t at = r->position; at < end; at++)
+        for (int h = 0; pages[at / page_size] >= 0 && h < s->n_kv_heads; h++) {
+            used[reference_slot(&pool, at)] = true;
+            if (at < end - s->capacity) continue;
+            CHECK(!memcmp(reference_codes_at(&pool, h, at), reference_codes_at(s, h, at), codes), "position %d",
+                  (int)at);
+            CHECK(!norms || !memcmp(reference_norms_at(&pool, h, at), reference_norms_at(s, h, at), norms), "norms");
+        }
+    pool.pages = NULL;
+    for (int slot = 0; slot < pool.capacity; slot++)
+        for (int h = 0; !used[slot] && h < s->n_kv_heads; h++)
+            CHECK(fuzz_is_untouched(reference_codes_at(&pool, h, slot), codes), "slot %d was written", slot);
+    test_store_free(&pool);
 }
 
 /* Rotating and rotating back gives the same vector, unless a step can underflow or overflow. */
@@ -118,18 +251,18 @@ static tqkv_result expected_result(const run *r, bool finite)
 static void check_types(tqkv_type type, const run *r, float *source, size_t n)
 {
     const tqkv_store *s = &r->store;
-    tqkv_store typed = *s;
+    tqkv_store typed;
     void *rows = fuzz_typed(type, source, n);
+    typed = new_store(s);
     typed.type = type;
-    typed.codes = test_alloc_filled(s->codes_size, 0xff);
-    if (s->norms_size) typed.norms = (float *)test_alloc(s->norms_size);
     memset(s->codes, 0xff, s->codes_size);
     if (s->norms_size) memset(s->norms, 0xff, s->norms_size);
-    if (s->norms_size) memset(typed.norms, 0xff, s->norms_size);
     const tqkv_result result = tqkv_encode(s, source, r->n_tokens, r->position);
     CHECK_RESULT(tqkv_encode(&typed, rows, r->n_tokens, r->position), result);
-    CHECK(!memcmp(s->codes, typed.codes, s->codes_size), "codes differ");
-    CHECK(!s->norms_size || !memcmp(s->norms, typed.norms, s->norms_size), "norms differ");
+    check_same_store(s, &typed, "typed");
+    const tqkv_store *const stores[2] = {s, &typed};
+    const void *const sources[2] = {source, rows};
+    if (r->n_tokens) check_looks(stores, sources, r->n_tokens);
     if (result == TQKV_OK && r->n_tokens) {
         const int64_t last = r->position + r->n_tokens - 1;
         const size_t n_last = (size_t)s->n_kv_heads * (size_t)s->head_dim;
@@ -145,6 +278,14 @@ static void check_types(tqkv_type type, const run *r, float *source, size_t n)
     test_store_free(&typed);
 }
 
+static void check_ways(const run *r)
+{
+    check_stored(r);
+    check_one_by_one(r);
+    check_gaps(r, r->seed & 1);
+    check_pages(r, r->seed);
+}
+
 static void check_run(fuzz_input *input, run *r)
 {
     tqkv_store *s = &r->store;
@@ -157,6 +298,8 @@ static void check_run(fuzz_input *input, run *r)
     if (center) fuzz_rows(input, center, s->n_kv_heads, s->head_dim);
     for (int i = 0; center && i < s->n_kv_heads * s->head_dim; i++) r->center_is_finite &= fuzz_is_finite(center[i]);
     s->center = center;
+    float *scale = s->channel_scale ? test_scales(r->seed, s->n_kv_heads, s->head_dim, 4.0) : NULL;
+    s->channel_scale = scale;
     bool finite = true;
     for (int i = 0; i < rows * s->head_dim; i++) finite &= fuzz_is_finite(source[i]);
     s->codes = test_alloc_filled(s->codes_size, 0xff);
@@ -167,11 +310,12 @@ static void check_run(fuzz_input *input, run *r)
         CHECK(fuzz_is_untouched(s->codes, s->codes_size) && fuzz_is_untouched(s->norms, s->norms_size),
               "%s, but written", tqkv_result_string(result));
     else if (r->n_tokens)
-        check_stored(r);
+        check_ways(r);
     if (finite) check_rotation(source, rows, s->head_dim);
     check_types(test_no_type(fuzz_byte(input) % 3), r, source, (size_t)rows * (size_t)s->head_dim);
     free(source);
     free(center);
+    free(scale);
     test_store_free(s);
 }
 
@@ -187,7 +331,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
     r.store.norms_size = tqkv_norms_size(&r.store);
     if (r.store.codes_size == 0 || r.store.codes_size > MAX_CODES || r.store.norms_size > MAX_CODES) {
         float row[REFERENCE_MAX_DIM] = {0};
-        r.store.center = NULL;
+        r.store.center = r.store.channel_scale = NULL;
         CHECK(tqkv_encode(&r.store, row, 1, 0) != TQKV_OK, "a store without memory");
         CHECK(tqkv_decode(&r.store, 0, 1, TQKV_ORIGINAL, row) != TQKV_OK, "a store without memory");
         tqkv_rotate(row, 1, r.store.head_dim, TQKV_ROTATED);
@@ -196,6 +340,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
     r.n_tokens = fuzz_range(&input, 0, r.store.ring ? 2 * r.store.capacity + 1 : r.store.capacity);
     uint8_t far = fuzz_byte(&input);
     r.position = far < 128 ? far % (r.store.capacity + 1) : (int64_t)fuzz_bits(&input, 8);
+    r.seed = fuzz_byte(&input);
     check_run(&input, &r);
     return 0;
 }
