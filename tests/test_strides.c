@@ -14,8 +14,6 @@ static const layout_row layouts[] = {{"fused", 3 * HEADS, 1, HEADS},
                                      {"gaps", 5 * HEADS, 2, 1},
                                      {"gaps_head_major", 2, 2 * TOKENS, 0}};
 
-static size_t type_size(tqkv_type type) { return type == TQKV_TYPE_F32 ? 4 : 2; }
-
 static tqkv_strides strides_of(const layout_row *l)
 {
     const tqkv_strides s = {(size_t)(l->token * DIM), (size_t)(l->head * DIM)};

@@ -8,7 +8,7 @@ enum { MOST_PRODUCTS = 2000000 }; /* of a query's row and a key's, in double pre
 
 static float choose(fuzz_input *input, const float *values, int n) { return values[fuzz_byte(input) % n]; }
 
-#define CHOOSE(input, ...)                                                                                             \
+#define CHOOSE(input, ...) \
     choose(input, (const float[]){__VA_ARGS__}, (int)(sizeof((const float[]){__VA_ARGS__}) / sizeof(float)))
 
 /* One of the bytes' values in 256 / n inputs, else 0. */
