@@ -10,7 +10,7 @@ namespace tqkv_llama
 struct cache::item {
     tqkv_store keys, values, halves[2];
     tqkv_attention call;
-    std::vector<int32_t> slots; /* of the halves, by position */
+    std::vector<int32_t> slots; /* of the halves, by position, or pages of them */
     const void *queries;
     void *out;
 };
@@ -68,6 +68,15 @@ void cache::find_ends(const layer &l, const run &r, item *to) const
     to->call.first.n = first;
     to->call.last.n = exact_last((size_t)n);
     to->call.last.from = from;
+}
+
+void cache::list_slots(const run &r, bool by_page, item *to) const
+{
+    const int n = (int)r.cells.size(), first = (int)to->call.first.n, from = (int)to->call.last.from;
+    if (by_page) {
+        for (int32_t page : r.pages) to->slots.push_back(ends_.page_of(page));
+        return;
+    }
     to->slots.assign((size_t)n, -1);
     for (int i = 0; i < first; i++) to->slots[(size_t)i] = ends_.slot_of(r.cells[(size_t)i]);
     for (int i = from; i < n; i++) to->slots[(size_t)i] = ends_.slot_of(r.cells[(size_t)i]);
@@ -91,17 +100,17 @@ void cache::fill_item(const layer &l, const run &r, const attention_call &call, 
     const bool ends = l.streams[KEYS].has_ends() || l.streams[VALUES].has_ends();
     if (ends) find_ends(l, r, to);
     /* Cells that begin within a page have unseen positions in front of them, which cannot have exact first ones. */
-    const int within = r.pages.empty() ? 0 : r.cells[0] % 64;
-    const bool by_page = !r.pages.empty() && n_cells_ % 64 == 0 && (within == 0 || a->first.n == 0);
-    const int pad = by_page ? within : 0;
-    to->slots.insert(to->slots.begin(), (size_t)pad, -1);
+    const int within = r.pages.empty() ? 0 : r.cells[0] % PAGE;
+    const bool by_page = !r.pages.empty() && n_cells_ % PAGE == 0 && (within == 0 || a->first.n == 0);
+    const int pad = by_page ? within : 0, page_size = by_page ? PAGE : 1;
+    if (ends) list_slots(r, by_page, to);
     a->last.from += pad;
-    set_pages(&to->keys, by_page ? r.pages : r.cells, by_page ? 64 : 1);
-    set_pages(&to->values, by_page ? r.pages : r.cells, by_page ? 64 : 1);
+    set_pages(&to->keys, by_page ? r.pages : r.cells, page_size);
+    set_pages(&to->values, by_page ? r.pages : r.cells, page_size);
     for (int s = 0; ends && s < 2; s++) {
         if (!l.streams[s].has_ends() || !l.streams[s].halves().codes) continue;
         to->halves[s] = l.streams[s].halves();
-        set_pages(&to->halves[s], to->slots, 1);
+        set_pages(&to->halves[s], to->slots, page_size);
         (s == KEYS ? a->last.keys : a->last.values) = &to->halves[s];
         if (a->first.n > 0) (s == KEYS ? a->first.keys : a->first.values) = &to->halves[s];
     }

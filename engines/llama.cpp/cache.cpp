@@ -23,9 +23,12 @@ std::vector<int32_t> range_of(int32_t first, int n)
     return cells;
 }
 
+int pages_of(int n_cells) { return (n_cells + PAGE - 1) / PAGE; }
+
 int ends_limit(const tqkv_cache_desc &preset, int n_cells)
 {
-    return std::min(n_cells, std::max(SEQUENCES * (preset.exact_first + preset.exact_last), n_cells / 8));
+    const int each = PAGE * (pages_of(preset.exact_first) + pages_of(preset.exact_last) + 1);
+    return std::min(n_cells, std::max(SEQUENCES * each, n_cells / 8));
 }
 
 } // namespace

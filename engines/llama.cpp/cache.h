@@ -81,6 +81,7 @@ class cache
     struct item;
     void fill_item(const layer &l, const run &r, const attention_call &call, item *to) const;
     void find_ends(const layer &l, const run &r, item *to) const;
+    void list_slots(const run &r, bool by_page, item *to) const;
     int exact_last(size_t n) const { return learning_ ? (int)n : preset_.exact_last; }
 
     tqkv_cache_desc preset_;

@@ -7,85 +7,98 @@ namespace tqkv_llama
 
 void ends_map::open(size_t n_cells, int limit)
 {
-    slot_of_.assign(n_cells, -1);
+    page_of_.assign((n_cells + PAGE - 1) / PAGE, -1);
     limit_ = limit;
 }
 
-void ends_map::give(int32_t at, int32_t cell, uint64_t graph)
+ends_map::page_state ends_map::state_of(size_t page) const
 {
-    slot &s = slots_[(size_t)at];
-    if (s.cell >= 0) slot_of_[(size_t)s.cell] = -1;
-    s.cell = cell;
-    s.generation++;
-    s.used = graph;
-    s.kept = 0;
-    s.passed = false;
-    slot_of_[(size_t)cell] = at;
+    page_state state;
+    for (size_t i = page * PAGE; i < (page + 1) * PAGE; i++) {
+        if (slots_[i].cell < 0) continue;
+        state.empty = false;
+        state.needed |= !slots_[i].passed;
+        state.used = std::max(state.used, slots_[i].used);
+    }
+    return state;
 }
 
-/* Free slots, then those that were passed, the longest ago first, then new ones up to the limit, then ends of the
+/* Free pages, then those that were passed, the longest ago first, then new ones up to the limit, then ends of the
    sequence that has been idle for longest. */
 void ends_map::find_free(size_t n, uint64_t graph, std::vector<int32_t> *found)
 {
-    std::vector<int32_t> idle;
+    std::vector<std::pair<page_state, int32_t>> idle;
     size_t n_passed = 0;
-    for (int32_t i = 0; i < capacity(); i++) {
-        const slot &s = slots_[(size_t)i];
-        if (s.cell < 0 && found->size() < n) found->push_back(i);
-        if (s.cell < 0 || s.used == graph) continue;
-        n_passed += s.passed;
-        idle.push_back(i);
+    for (size_t i = 0; i < cells_of_.size(); i++) {
+        const page_state state = state_of(i);
+        if (state.empty && found->size() < n) found->push_back((int32_t)i);
+        if (state.empty || state.used == graph) continue;
+        n_passed += !state.needed;
+        idle.push_back({state, (int32_t)i});
     }
     const size_t growth = found->size() + n_passed < n ? n - found->size() - n_passed : 0;
-    const size_t room = limit_ > capacity() ? (size_t)(limit_ - capacity()) : 0;
-    for (size_t i = 0; i < std::min(room, (growth + 63) / 64 * 64); i++) {
-        if (found->size() < n) found->push_back(capacity());
-        slots_.emplace_back();
+    const size_t most = (size_t)(limit_ + PAGE - 1) / PAGE, room = most - std::min(most, cells_of_.size());
+    for (size_t i = 0; i < std::min(room, growth); i++) {
+        found->push_back((int32_t)cells_of_.size());
+        cells_of_.push_back(-1);
     }
-    const size_t more = std::min(n - found->size(), idle.size());
-    const auto order = [&](int32_t a, int32_t b) {
-        const slot &x = slots_[(size_t)a], &y = slots_[(size_t)b];
-        return x.passed != y.passed ? x.passed : x.used < y.used;
-    };
-    if (more > 0) std::nth_element(idle.begin(), idle.begin() + (ptrdiff_t)more - 1, idle.end(), order);
-    found->insert(found->end(), idle.begin(), idle.begin() + (ptrdiff_t)more);
+    slots_.resize(cells_of_.size() * PAGE);
+    std::sort(idle.begin(), idle.end(), [](const auto &x, const auto &y) {
+        return x.first.needed != y.first.needed ? y.first.needed : x.first.used < y.first.used;
+    });
+    for (size_t i = 0; i < idle.size() && found->size() < n; i++) found->push_back(idle[i].second);
+}
+
+void ends_map::give_page(int32_t page, int32_t cells)
+{
+    int32_t &before = cells_of_[(size_t)page];
+    if (before >= 0) page_of_[(size_t)before] = -1;
+    for (int i = 0; i < PAGE; i++) slots_[(size_t)(page * PAGE + i)].cell = -1;
+    before = cells;
+    page_of_[(size_t)cells] = page;
 }
 
 void ends_map::take(const int32_t *cells, size_t n, uint64_t graph)
 {
-    std::vector<int32_t> without, found;
+    enum { WANTED = -2 };
+    std::vector<int32_t> wanted, found;
     for (size_t i = 0; i < n; i++) {
-        const int32_t at = slot_of_[(size_t)cells[i]];
-        if (at < 0) {
-            without.push_back(cells[i]);
-            continue;
-        }
-        slots_[(size_t)at].used = graph;
-        slots_[(size_t)at].passed = false;
+        const int32_t at = slot_of(cells[i]);
+        int32_t &page = page_of_[(size_t)(cells[i] / PAGE)];
+        if (at >= 0) slots_[(size_t)at].used = graph;
+        if (page == -1) wanted.push_back(cells[i] / PAGE);
+        if (page == -1) page = WANTED;
     }
-    if (without.empty()) return;
-    find_free(without.size(), graph, &found);
+    if (!wanted.empty()) find_free(wanted.size(), graph, &found);
+    for (int32_t page : wanted) page_of_[(size_t)page] = -1;
     /* Of too few the newest cells get them. */
-    for (size_t i = 0; i < found.size(); i++) give(found[i], without[without.size() - found.size() + i], graph);
+    for (size_t i = 0; i < found.size(); i++) give_page(found[i], wanted[wanted.size() - found.size() + i]);
+    for (size_t i = 0; i < n; i++) {
+        const int32_t page = page_of(cells[i] / PAGE);
+        if (page < 0) continue;
+        slot &s = slots_[(size_t)(page * PAGE + cells[i] % PAGE)];
+        if (s.cell < 0) s = {cells[i], s.generation + 1, graph, 0, false};
+        s.used = graph;
+        s.passed = false;
+    }
 }
 
 void ends_map::release(int32_t cell)
 {
-    const int32_t at = slot_of_[(size_t)cell];
-    if (at < 0) return;
-    slots_[(size_t)at].cell = -1;
-    slot_of_[(size_t)cell] = -1;
+    const int32_t at = slot_of(cell);
+    if (at >= 0) slots_[(size_t)at].cell = -1;
 }
 
 void ends_map::release_all()
 {
-    std::fill(slot_of_.begin(), slot_of_.end(), -1);
+    std::fill(page_of_.begin(), page_of_.end(), -1);
+    std::fill(cells_of_.begin(), cells_of_.end(), -1);
     for (slot &s : slots_) s.cell = -1;
 }
 
 void ends_map::keep(int32_t cell, uint64_t graph)
 {
-    const int32_t at = slot_of_[(size_t)cell];
+    const int32_t at = slot_of(cell);
     if (at < 0) return;
     slots_[(size_t)at].used = slots_[(size_t)at].kept = graph;
     slots_[(size_t)at].passed = false;
@@ -93,33 +106,36 @@ void ends_map::keep(int32_t cell, uint64_t graph)
 
 void ends_map::pass(int32_t cell, uint64_t graph)
 {
-    const int32_t at = slot_of_[(size_t)cell];
+    const int32_t at = slot_of(cell);
     if (at >= 0 && slots_[(size_t)at].kept != graph) slots_[(size_t)at].passed = true;
 }
 
 int ends_map::n_needed() const
 {
-    return (int)std::count_if(slots_.begin(), slots_.end(), [](const slot &s) { return s.cell >= 0 && !s.passed; });
+    int n = 0;
+    for (size_t i = 0; i < cells_of_.size(); i++) n += state_of(i).needed ? PAGE : 0;
+    return n;
 }
 
-std::vector<int32_t> ends_map::shrink()
+ends_map::moves ends_map::shrink()
 {
-    std::vector<int32_t> kept;
-    for (int32_t i = 0; i < capacity(); i++) {
-        const slot &s = slots_[(size_t)i];
-        if (s.cell < 0) continue;
-        if (s.passed)
-            slot_of_[(size_t)s.cell] = -1;
-        else
-            kept.push_back(i);
-    }
-    std::vector<slot> left((kept.size() + 63) / 64 * 64);
-    for (size_t i = 0; i < kept.size(); i++) {
-        left[i] = slots_[(size_t)kept[i]];
-        slot_of_[(size_t)left[i].cell] = (int32_t)i;
+    moves moved;
+    std::vector<slot> left;
+    std::vector<int32_t> cells_of;
+    for (size_t page = 0; page < cells_of_.size(); page++) {
+        if (cells_of_[page] >= 0) page_of_[(size_t)cells_of_[page]] = -1;
+        if (!state_of(page).needed) continue;
+        page_of_[(size_t)cells_of_[page]] = (int32_t)cells_of.size();
+        cells_of.push_back(cells_of_[page]);
+        for (size_t i = page * PAGE; i < (page + 1) * PAGE; i++) {
+            const bool needed = slots_[i].cell >= 0 && !slots_[i].passed;
+            if (needed) moved.push_back({(int32_t)i, (int32_t)left.size()});
+            left.push_back(needed ? slots_[i] : slot());
+        }
     }
     slots_.swap(left);
-    return kept;
+    cells_of_.swap(cells_of);
+    return moved;
 }
 
 } // namespace tqkv_llama

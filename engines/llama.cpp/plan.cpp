@@ -1,5 +1,7 @@
 #include "plan.h"
 
+#include "ends.h"
+
 #include <algorithm>
 #include <cstring>
 
@@ -9,7 +11,6 @@ namespace
 {
 
 enum : uint16_t { HIDDEN = 0xfc00, SIGN = 0x8000 };
-enum { PAGE = 64 };
 
 const uint16_t *row_of(const mask_view &m, int stream, int query)
 {

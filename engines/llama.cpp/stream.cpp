@@ -86,18 +86,25 @@ bool stream::reserve(int n_slots)
     return true;
 }
 
-bool stream::move_slots(const std::vector<int32_t> &old_slots, const ends_map &ends)
+bool stream::move_slots(const ends_map::moves &moved, const ends_map &ends)
 {
     if (!with_ends_ || !halves_.codes) return true;
-    const tqkv_store old = of_cells(halves_, old_slots.data(), (int)old_slots.size());
+    const tqkv_store old = halves_;
     const std::vector<uint32_t> written = written_;
+    std::vector<int32_t> from, to;
     halves_.codes = nullptr;
     halves_.capacity = 0;
     written_.clear();
-    const bool done = reserve(ends.capacity());
-    for (size_t i = 0; i < old_slots.size() && done; i++)
-        if ((size_t)old_slots[i] < written.size()) written_[i] = written[(size_t)old_slots[i]];
-    if (done && !old_slots.empty()) tqkv_store_convert(&halves_, &old, 0, old.n_pages);
+    const bool done = ends.capacity() == 0 || reserve(ends.capacity());
+    for (const auto &m : moved) {
+        if (!done || m.first >= old.capacity) continue;
+        written_[(size_t)m.second] = written[(size_t)m.first];
+        from.push_back(m.first);
+        to.push_back(m.second);
+    }
+    const int n = (int)from.size();
+    const tqkv_store source = of_cells(old, from.data(), n), target = of_cells(halves_, to.data(), n);
+    if (n > 0) tqkv_store_convert(&target, &source, 0, n);
     release(old.codes, old.codes_size);
     return done;
 }

@@ -35,7 +35,7 @@ class stream
     /* Halves of these cells are of other rows now. */
     void forget(const int32_t *cells, int n, const ends_map &ends);
     /* ends_map.shrink() has moved the slots; false: no memory, and no halves are left. */
-    bool move_slots(const std::vector<int32_t> &old_slots, const ends_map &ends);
+    bool move_slots(const ends_map::moves &moved, const ends_map &ends);
 
     bool has_half(int32_t cell, const ends_map &ends) const;
     bool is_open() const { return codes_.codes != nullptr; }

@@ -82,23 +82,29 @@ void test_window()
 void test_ends()
 {
     ends_map ends;
-    int32_t cells[100];
-    for (int i = 0; i < 100; i++) cells[i] = i;
-    ends.open(1000, 128);
-    ends.take(cells, 100, 1);
-    CHECK(ends.capacity() == 128 && ends.slot_of(99) >= 0);
-    for (int i = 0; i < 50; i++) ends.pass(i, 2);
-    for (int i = 50; i < 100; i++) ends.keep(i, 2);
-    const int32_t more[60] = {500, 501, 502, 503, 504, 505, 506, 507, 508, 509, 510, 511, 512, 513, 514,
-                              515, 516, 517, 518, 519, 520, 521, 522, 523, 524, 525, 526, 527, 528, 529,
-                              530, 531, 532, 533, 534, 535, 536, 537, 538, 539, 540, 541, 542, 543, 544,
-                              545, 546, 547, 548, 549, 550, 551, 552, 553, 554, 555, 556, 557, 558, 559};
-    ends.take(more, 60, 3);
-    CHECK(ends.capacity() == 128);
-    for (int i = 50; i < 100; i++) CHECK(ends.slot_of(i) >= 0);
-    for (int i : more) CHECK(ends.slot_of(i) >= 0);
+    std::vector<int32_t> cells(200), more;
+    for (int32_t i = 0; i < 200; i++) cells[(size_t)i] = i;
+    for (int32_t i = 500; i < 560; i++) more.push_back(i);
+    ends.open(1000, 192);
+    ends.take(cells.data(), 128, 1);
+    CHECK(ends.capacity() == 128 && ends.slot_of(127) == ends.page_of(1) * PAGE + 63 && ends.slot_of(128) < 0);
+    for (int i = 0; i < 64; i++) ends.pass(i, 2);
+    for (int i = 64; i < 128; i++) ends.keep(i, 2);
+    ends.take(more.data(), more.size(), 3); /* two pages: that of cell 0, and a new one */
+    CHECK(ends.capacity() == 192 && ends.slot_of(0) < 0);
+    for (int i = 64; i < 128; i++) CHECK(ends.slot_of(i) >= 0);
+    for (int i : more) CHECK(ends.slot_of(i) == ends.page_of(i / PAGE) * PAGE + i % PAGE);
+    CHECK(ends.n_needed() == 192);
+    for (int i = 500; i < 520; i++) ends.pass(i, 4);
     const auto moved = ends.shrink();
-    CHECK(moved.size() == 110 && ends.capacity() == 128 && ends.slot_of(10) < 0 && ends.slot_of(559) >= 0);
+    CHECK(moved.size() == 104 && ends.capacity() == 128 && ends.page_of(7) < 0 && ends.slot_of(519) < 0);
+    for (int i = 520; i < 560; i++) CHECK(ends.slot_of(i) >= 0);
+    ends.take(cells.data() + 128, 72, 5); /* cells 128 to 199: one new page, and the one that is idle for longest */
+    CHECK(ends.capacity() == 192 && ends.slot_of(128) >= 0 && ends.slot_of(199) >= 0 && ends.slot_of(64) < 0 &&
+          ends.slot_of(559) >= 0);
+    ends.release_all();
+    ends.take(cells.data(), 200, 6); /* four pages in room for three: the newest cells get them */
+    CHECK(ends.slot_of(0) < 0 && ends.slot_of(64) >= 0 && ends.slot_of(199) >= 0);
 }
 
 /* Without calibration, so that positions beyond the ends are codes. */
@@ -111,6 +117,12 @@ void test_exact_ends()
     e.speak(1, 432, 7, 0);
     const double alone = e.take_worst();
     CHECK(alone > 2e-3 && alone < 0.25);
+    engine turns("i8/tq4", false); /* cells of two sequences lie between each other: in no whole pages */
+    for (int i = 0; i < 132; i++) turns.run({{1, i, 0}, {2, i, 1}});
+    CHECK(turns.take_worst() < 2e-3);
+    turns.run({{1, 132, 0}, {2, 132, 1}});
+    turns.speak(1, 133, 70, 0);
+    CHECK(turns.take_worst() > 2e-3);
 }
 
 void test_pieces(const char *preset, double bound)
@@ -158,7 +170,7 @@ void test_state()
         to->cells = saved;
         for (int s = 0; s < 2; s++) CHECK(to->rows.load(to->l, (side)s, 0, 600, states[s].data()) == TQKV_OK);
         for (int32_t c = 0; c < 600; c++) {
-            if (c >= 4 && c < 300) CHECK(!to->l->streams[KEYS].has_half(c, to->rows.ends()));
+            if (c >= PAGE && c < 300) CHECK(!to->l->streams[KEYS].has_half(c, to->rows.ends()));
             if (c >= 4 && c < 600 - 128) continue;
             CHECK(to->l->streams[KEYS].has_half(c, to->rows.ends()));
             CHECK(to->l->streams[VALUES].has_half(c, to->rows.ends()));
@@ -169,7 +181,7 @@ void test_state()
     std::vector<uint16_t> again(300 * ROW);
     CHECK(fresh.rows.save(*fresh.l, KEYS, 0, 300, again.data()) == TQKV_OK);
     /* The same codes: norms differ by the rounding to halves. */
-    for (size_t i = 4 * ROW; i < 300 * ROW; i++) CHECK(abs((int)again[i] - (int)states[0][i]) <= 4);
+    for (size_t i = PAGE * ROW; i < 300 * ROW; i++) CHECK(abs((int)again[i] - (int)states[0][i]) <= 4);
 }
 
 void test_copy()
