@@ -170,7 +170,9 @@ def long_text():
     rows = [[ROWS[name]] + [cell for run in runs.values() for s in [run.scores.get(name)]
                             for cell in ((number(s.kl), number(s.p999)) if s else ("-", "-"))] for name in names]
     head = ["cache"] + [f"{what}, {ALL_MODELS[m]}, {run.tokens:,}" for m, run in runs.items() for what in ("KL", "99.9th")]
-    return "\n## Longer contexts\n\nEnglish prose, by the model and the tokens; promises hold for 4,096.\n\n" + table(head, rows)
+    lost = [f"{ALL_MODELS[m]} at {run.tokens:,}" for m, run in runs.items() if run.kl("tiny") > 2 * LIMITS["tiny"]]
+    beyond = f" For {' and '.join(lost)} `TQKV_TINY` is too little: take `TQKV_SMALL`." if lost else ""
+    return "\n## Longer contexts\n\n" + wrapped("English prose, by the model and the tokens; promises hold for 4,096." + beyond) + "\n\n" + table(head, rows)
 
 
 # ---- Speed ----
@@ -241,9 +243,9 @@ def plan_table(runs):
     made = [set(plan_bits(run)) for run in runs.values()]
     bits = sorted(set.intersection(*made) | {float(f"{run.scores['small'].bits:.4g}") for run in runs.values()} & set.union(*made))
     names = {f"plan{b:g}": f"plan of {b:g} bits" for b in bits} | BUDGET
-    cells = lambda s: (f"{s.bits:.2f}", number(s.kl), number(s.median), number(s.p999)) if s else ("-",) * 4
+    cells = lambda s: (number(s.kl), number(s.median), number(s.p999)) if s else ("-",) * 3
     rows = [[name] + [cell for run in runs.values() for cell in cells(run.scores.get(cache))] for cache, name in names.items()]
-    return table(["cache"] + [f"{what}, {ALL_MODELS[m]}" for m in runs for what in ("bits", "KL", "median", "99.9th")], rows)
+    return table(["cache"] + [f"{what}, {ALL_MODELS[m]}" for m in runs for what in ("KL", "median", "99.9th")], rows)
 
 
 def budgets():
@@ -271,15 +273,15 @@ def plan_notes(runs):
     commits = ", ".join(f"{ALL_MODELS[m]} {run.commit}" for m, run in runs.items())
     return "\n## Plans and their peers\n\n" + wrapped(f"""Code, 1,024 tokens, every second prediction; plans of prose. Commits: {commits}. A
         trellis of 3 and 2 bits with our exact ends loses so many times as much as `tiny`:
-        {", ".join(f"{ALL_MODELS[m]} {r.kl('trellis3/trellis2' + ENDS) / r.kl('tiny'):.2g}" for m, r in runs.items())}. `bench/models/peers.py`
+        {", ".join(f"{ALL_MODELS[m]} {number(r.kl('trellis3/trellis2' + ENDS) / r.kl('tiny'))}" for m, r in runs.items())}. `bench/models/peers.py`
         has the formulas.""") + "\n\n" + plan_table(runs)
 
 
 class Recall:
     """What a model finds again with each cache: lines `recall NAME depth X-Y items N right N same N loss X` behind a line of the model."""
 
-    def __init__(self):
-        text = (RESULTS / "recall.txt").read_text(encoding="utf-8")
+    def __init__(self, name="recall.txt"):
+        text = (RESULTS / name).read_text(encoding="utf-8")
         self.model, tokens = re.search(r"^model (.+) tokens (\d+)$", text, re.M).groups()
         found = re.findall(r"^recall (\S+) depth (\S+) items (\d+) right (\d+) same (\d+) loss (\S+)$", text, re.M)
         names, self.depths = ([*dict.fromkeys(line[i] for line in found)] for i in (0, 1))
@@ -289,19 +291,26 @@ class Recall:
             self.items, right, same = (sum(m[i] for m in mine) for i in range(3))
             self.rows[name] = ([m[1] for m in mine], right, same, sum(m[0] * m[3] for m in mine) / self.items)
 
-    def text(self):
-        said = ", ".join(f"{RECALLED.get(name, name)} {same:.0f}" for name, (_, _, same, _) in self.rows.items() if name != "floats")
+    def same(self):
+        return ", ".join(f"{RECALLED.get(name, name)} {same:.0f}" for name, (_, _, same, _) in self.rows.items() if name != "floats")
+
+    def text(self, longer):
+        """longer: the same of a longer text"""
         return "\n## Recall\n\n" + wrapped(f"""{self.items:.0f} sentences with a number each stand in {self.tokens:,} tokens of the handbook; the
             questions follow in another order. {self.model} names {self.rows["floats"][1]:.0f} numbers with floats, and with each cache the same
-            as floats, right or wrong, so often: {said}. So few items show what is ruined, not small differences.""") + \
+            as floats, right or wrong, so often: {self.same()}. In {longer.tokens:,} tokens: {longer.rows["floats"][1]:.0f}, and {longer.same()}.
+            So few items show what is ruined, not small differences.""") + \
             "\n\n![Recall by depth](recall.svg)\n"
 
-    def notes(self):
+    def by_depth(self):
         rows = [[RECALLED.get(name, name), *(f"{n:.0f}" for n in depths), f"{right:.0f}", f"{same:.0f}", number(loss)]
                 for name, (depths, right, same, loss) in self.rows.items()]
+        return "\n" + table([f"cache, {self.tokens:,} tokens"] + [f"right, depth {d}" for d in self.depths] + ["right", "same", "loss"], rows)
+
+    def notes(self):
         return "\n## Recall by depth\n\n" + wrapped(f"""`The access code of the copper falcon is 48213.` A number is right if each of its tokens
             is the likeliest. Loss: nats a token of the answers. `make models MODEL=FILE TEXT=prose TOKENS={self.tokens} RECALL=1`.""") + \
-            "\n\n" + table(["cache"] + [f"right, depth {d}" for d in self.depths] + ["right", "same", "loss"], rows)
+            "\n" + self.by_depth()
 
 
 # ---- The documents ----
@@ -342,7 +351,8 @@ positions and values by position in groups of 32 channels.
 """
 NOTES_HEAD = """# Quality: all tables
 
-[quality.md](../quality.md) says how this was measured and what follows. Columns are of prose if they do not say code.
+[quality.md](../quality.md) says how this was measured and what follows. Columns are of prose if they do not say code. Runs of
+commit 382ecb18 were made on a lent machine, the tool's products of floats by PyTorch in float32 on its GPU.
 """
 FORMATS_HEAD = """
 ## Pairs of formats: SmolLM2, prose
@@ -354,11 +364,11 @@ With what presets add: 4 first and 128 newest positions exact, centre and scale 
 
 def quality_page(runs, formats, behind, alone):
     said = "".join(wrapped(f"{i}. {line}", "   ") + "\n" for i, line in enumerate(findings(runs, formats, behind, alone), 1))
-    return (head(runs) + summary(runs) + PEERS + "\n## What the tables say\n\n" + said + long_text() + plan_text(budgets()) + Recall().text())
+    return (head(runs) + summary(runs) + PEERS + "\n## What the tables say\n\n" + said + long_text() + plan_text(budgets()) + Recall().text(Recall("recall-long.txt")))
 
 
 def notes_page(runs, formats):
-    return (NOTES_HEAD + all_caches(runs) + (FORMATS_HEAD + formats_table(formats) if formats else "") + decision(runs) + plan_notes(budgets()) + Recall().notes())
+    return (NOTES_HEAD + all_caches(runs) + (FORMATS_HEAD + formats_table(formats) if formats else "") + decision(runs) + plan_notes(budgets()) + Recall().notes() + Recall("recall-long.txt").by_depth())
 
 
 def elsewhere():
@@ -384,7 +394,8 @@ QWEN = {"qwen2.5-coder-0.5b": "Qwen2.5-Coder 0.5B", "qwen2.5-coder-1.5b": "1.5B"
 
 def preset_table(runs):
     """README's."""
-    away, (full, more) = elsewhere(), megabytes()
+    (full, more), mine = megabytes(), Run(RESULTS / "qwen-prose.txt").scores
+    away = elsewhere() | {("qwen2.5-coder-0.5b", cache): number(score.kl) for cache, score in mine.items() if cache not in ("q4_0:rotated", "tq4/tq4")}
     models = [{name: score for (m, text), run in runs.items() if m == model and text == "prose" for name, score in run.scores.items()}
               for model in MODELS]
     rows = []

@@ -93,7 +93,8 @@ TEST_TARGETS += test-models
 
 RESULTS := bench/models/results
 QUALITY_RUNS := smollm2-prose gemma3-prose smollm2-code gemma3-code smollm2-prose-formats smollm2-prose-default gemma3-prose-default \
-	smollm2-prose-behind qwen-prose-behind qwen-prose-alone smollm2-code-budget gemma3-code-budget smollm2-prose-long
+	smollm2-prose-behind qwen-prose-behind qwen-prose-alone smollm2-code-budget gemma3-code-budget qwen-code-budget smollm2-prose-long \
+	gemma3-prose-long qwen-prose-long qwen-prose
 empty :=
 comma := ,
 commas = $(subst $(empty) $(empty),$(comma),$(strip $(1)))
@@ -112,9 +113,11 @@ CACHES_OF_long := safe small tiny q8_0
 FLAGS_OF_long = --tokens $(LONG_$(word 1,$(run_parts))) --every 8
 LONG_smollm2 := 8192
 LONG_qwen := 16384
+LONG_gemma3 := 16384
 CACHES_OF_budget := plan tiny small safe kvarn3/kvarn2$(ENDS) kvarn4$(ENDS) kvarn5/kvarn3$(ENDS) \
 	trellis3/trellis2$(ENDS) trellis3$(ENDS) q4_0:rotated$(ENDS) q8_0
 PLANS_smollm2 := 2.75,3.5,4.5,5,5.5,6.5
+PLANS_qwen := $(PLANS_smollm2)
 PLANS_gemma3 := 2.75,3.5,4.125,5.5,6.5
 FLAGS_OF_budget = --tokens 1024 --every 2 --plan $(PLANS_$(word 1,$(run_parts))) --layers-of $(TEXTS)/prose.txt --layers-tokens 2048 \
 	--losses $(MODELS_BUILD)/$(word 1,$(run_parts))-losses.json
