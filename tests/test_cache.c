@@ -1,4 +1,4 @@
-/* The cache: the bytes and results of two stores, forks, refusals. Edits: test_history.c. */
+/* The cache: defaults, forks, refusals. Its bytes and results, and edits: test_history.c. */
 #include "cache_fixture.h"
 
 /* Compares the cache's answer to random queries with the reference over its stores. kv_len: positions that must be
@@ -23,69 +23,6 @@ static void check_attend(tqkv_cache *cache, const tqkv_cache_desc *desc, int n_q
     free(q);
     free(out);
     free(expected);
-}
-
-static bool is_same_row(const tqkv_store *a, const tqkv_store *b, int head, int position)
-{
-    return !memcmp(reference_codes_at(a, head, position), reference_codes_at(b, head, position),
-                   reference_row_bytes(a->format, a->head_dim));
-}
-
-/* Appending in pieces gives the same bytes as encoding into stores. */
-static void check_equals_stores(const void *parameters)
-{
-    const cache_row *row = (const cache_row *)parameters;
-    static const int pieces[5] = {1, 7, 2, 1, 3};
-    counting counter = {0, 0, 0, 0, 0};
-    tqkv_cache_desc desc = cache_desc(row, &counter);
-    tqkv_cache *cache = cache_make(row, &desc);
-    REQUIRE(cache, "no cache");
-    tqkv_store keys = test_store(row->key_format, row->head_dim, CACHE_HEADS, row->capacity, row->ring);
-    tqkv_store values = test_store(row->value_format, row->head_dim, CACHE_HEADS, row->capacity, row->ring);
-    int end = 0;
-    for (int i = 0; i < 5; i++) {
-        float *k = cache_data(40 + (uint64_t)i, pieces[i], row->head_dim);
-        float *v = cache_data(50 + (uint64_t)i, pieces[i], row->head_dim);
-        CHECK_RESULT(tqkv_cache_append(cache, k, v, pieces[i]), TQKV_OK);
-        CHECK_RESULT(tqkv_encode(&keys, k, pieces[i], end), TQKV_OK);
-        CHECK_RESULT(tqkv_encode(&values, v, pieces[i], end), TQKV_OK);
-        end += pieces[i];
-        free(k);
-        free(v);
-        CHECK(tqkv_cache_end(cache) == end, "end is %d, not %d", (int)tqkv_cache_end(cache), end);
-        int resident = end < row->capacity ? end : row->capacity;
-        for (int p = end - resident; p < end; p++)
-            for (int h = 0; h < CACHE_HEADS; h++) {
-                CHECK(is_same_row(test_keys(cache), &keys, h, p), "key codes of position %d", p);
-                CHECK(is_same_row(test_values(cache), &values, h, p), "value codes of position %d", p);
-            }
-        check_attend(cache, &desc, 1 + i % 2, resident);
-    }
-    size_t bytes = keys.codes_size + keys.norms_size + values.codes_size + values.norms_size;
-    CHECK(tqkv_cache_bytes(cache) == bytes, "%d bytes, not %d", (int)tqkv_cache_bytes(cache), (int)bytes);
-    tqkv_cache_destroy(cache);
-    CHECK_NO_LEAK(&counter);
-    test_store_free(&keys);
-    test_store_free(&values);
-}
-
-static void check_options(const void *parameters)
-{
-    (void)parameters;
-    cache_row row = {TQKV_TQ6, TQKV_TQ8, 64, 16, true, 23, -1};
-    float sinks[4];
-    tqkv_cache_desc desc = cache_desc(&row, NULL); /* malloc and free */
-    memcpy(sinks, cache_sinks, sizeof sinks);
-    desc.window = 9;
-    desc.scale = 0.3f;
-    desc.softcap = 4.0f;
-    desc.sinks = sinks;
-    tqkv_cache *cache = cache_make(&row, &desc);
-    REQUIRE(cache, "no cache");
-    memset(sinks, 0xff, sizeof sinks); /* the cache has its own copy */
-    desc.sinks = cache_sinks;
-    check_attend(cache, &desc, 3, 16);
-    tqkv_cache_destroy(cache);
 }
 
 static void check_defaults(const void *parameters)
@@ -161,68 +98,6 @@ static void check_out_over_cache(const void *parameters)
         free(q);
         tqkv_cache_destroy(cache);
     }
-}
-
-static void check_empty(const void *parameters)
-{
-    (void)parameters;
-    cache_row row = {TQKV_I8, TQKV_TQ4, 32, 4, false, 0, -1};
-    tqkv_cache_desc desc = cache_desc(&row, NULL);
-    tqkv_cache *cache = cache_make(&row, &desc);
-    REQUIRE(cache, "no cache");
-    float q[2 * 4 * 32], out[2 * 4 * 32];
-    data_rows(1, DATA_GAUSSIAN, q, 8, 32);
-    memset(out, 0xff, sizeof out);
-    CHECK_RESULT(tqkv_cache_attend(cache, q, 2, out), TQKV_OK);
-    for (int i = 0; i < 2 * 4 * 32; i++)
-        CHECK(out[i] == 0.0f, "element %d of an empty cache's answer is %g", i, (double)out[i]);
-    CHECK_RESULT(tqkv_cache_append(cache, q, q, 0), TQKV_OK);
-    CHECK(tqkv_cache_end(cache) == 0, "appending nothing moved the end");
-    tqkv_cache_destroy(cache);
-}
-
-/* A linear cache refuses a run of tokens that does not fit as a whole, and then still takes a shorter one. */
-static void check_full(const void *parameters)
-{
-    (void)parameters;
-    cache_row row = {TQKV_TQ5, TQKV_TQ6, 64, 8, false, 5, -1};
-    tqkv_cache_desc desc = cache_desc(&row, NULL);
-    tqkv_cache *cache = cache_make(&row, &desc);
-    REQUIRE(cache, "no cache");
-    stream before = stream_of_cache(cache);
-    float *rows = cache_data(3, 4, 64);
-    CHECK_RESULT(tqkv_cache_append(cache, rows, rows, 4), TQKV_OUT_OF_RANGE);
-    stream after = stream_of_cache(cache);
-    CHECK(stream_is_equal(&before, &after), "a refused append changed the cache");
-    CHECK_RESULT(tqkv_cache_append(cache, rows, rows, 3), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_append(cache, rows, rows, 1), TQKV_OUT_OF_RANGE);
-    check_attend(cache, &desc, 1, 8);
-    free(rows);
-    stream_free(&before);
-    stream_free(&after);
-    tqkv_cache_destroy(cache);
-}
-
-/* NaN in the values must leave the keys unchanged too. */
-static void check_not_finite(const void *parameters)
-{
-    (void)parameters;
-    cache_row row = {TQKV_I8, TQKV_TQ4, 64, 8, true, 11, -1};
-    tqkv_cache_desc desc = cache_desc(&row, NULL);
-    tqkv_cache *cache = cache_make(&row, &desc);
-    REQUIRE(cache, "no cache");
-    stream before = stream_of_cache(cache);
-    float *good = cache_data(3, 2, 64), *bad = cache_data(4, 2, 64);
-    bad[2 * CACHE_HEADS * 64 - 1] = (float)NAN;
-    CHECK_RESULT(tqkv_cache_append(cache, good, bad, 2), TQKV_NOT_FINITE);
-    CHECK_RESULT(tqkv_cache_append(cache, bad, good, 2), TQKV_NOT_FINITE);
-    stream after = stream_of_cache(cache);
-    CHECK(stream_is_equal(&before, &after), "a refused append changed the cache");
-    free(good);
-    free(bad);
-    stream_free(&before);
-    stream_free(&after);
-    tqkv_cache_destroy(cache);
 }
 
 /* ---- Fork ---- */
@@ -472,18 +347,6 @@ void test_cache_cases(void)
                                           {TQKV_TQ6, TQKV_F16, 80, 20, true, 31, -1},
                                           {TQKV_I8, TQKV_TQ3, 512, 70, false, 64, -1}};
     for (int i = 0; i < 3; i++) test_add(check_convert, &converted[i], sizeof converted[i], "cache/convert/%d", i);
-    for (int i = 0; i < 2 * TEST_FORMATS; i++) {
-        cache_row row = {test_formats[i % TEST_FORMATS],
-                         test_formats[(3 * i + i / TEST_FORMATS) % TEST_FORMATS],
-                         test_head_dims[i % 6],
-                         i % 2 ? 6 : 14,
-                         i % 2 != 0,
-                         0,
-                         -1};
-        test_add(check_equals_stores, &row, sizeof row, "cache/equals_stores/%s-%s/%d/%s",
-                 tqkv_format_name(row.key_format), tqkv_format_name(row.value_format), row.head_dim,
-                 row.ring ? "ring" : "linear");
-    }
     static const fork_row forks[] = {{{TQKV_I8, TQKV_TQ4, 64, 20, false, 15, -1}, 0, false},    /* all the same */
                                      {{TQKV_TQ5, TQKV_F16, 512, 15, false, 15, -1}, 40, false}, /* grows */
                                      {{TQKV_TQ3, TQKV_TQ6, 32, 15, false, 15, -1}, 15, true},   /* overflows */
@@ -491,13 +354,9 @@ void test_cache_cases(void)
                                      {{TQKV_F16, TQKV_TQ8, 64, 10, true, 33, 29}, 7, false}};
     for (int i = 0; i < (int)(sizeof forks / sizeof *forks); i++)
         test_add(check_fork, &forks[i], sizeof forks[i], "cache/fork/%d", i);
-    test_add(check_options, NULL, 0, "cache/options");
     test_add(check_defaults, NULL, 0, "cache/defaults");
     test_add(check_ring_refusals, NULL, 0, "cache/ring_refusals");
     test_add(check_out_over_cache, NULL, 0, "cache/out_over_cache");
-    test_add(check_empty, NULL, 0, "cache/empty");
-    test_add(check_full, NULL, 0, "cache/full");
-    test_add(check_not_finite, NULL, 0, "cache/not_finite");
     test_add(check_non_causal_copy, NULL, 0, "cache/non_causal_copy");
     test_add(check_too_large, NULL, 0, "cache/too_large");
 }

@@ -1,5 +1,5 @@
-/* Caches that keep their first and newest positions as halves, too: which ones, with which bytes, after any edits;
- * attention over them; snapshots and forks. */
+/* Caches that keep their first and newest positions as halves, too: what remains of them after edits, in copies, and
+ * over pages. Their bytes and bits: test_history.c and test_learn_history.c. */
 #include "cache_fixture.h"
 
 enum { MOST = 400, QUERIES = 3 };
@@ -145,40 +145,6 @@ static tqkv_cache *reloaded(const tqkv_cache *cache, const ends_row *row)
     }
     stream_free(&saved);
     return loaded;
-}
-
-/* One by one, in pieces, at once, and loaded: the same bits. */
-static void check_pieces(const void *parameters)
-{
-    const ends_row *row = (const ends_row *)parameters;
-    static const int sizes[3][4] = {{1, 1, 1, 1}, {3, 64, 1, 29}, {150, 150, 150, 150}};
-    float *outs[4] = {NULL, NULL, NULL, NULL};
-    size_t bytes = 0;
-    for (int way = 0; way < 3; way++) {
-        ends_model m;
-        if (!model_open(&m, row)) continue;
-        for (int i = 0; m.end < 150; i++) {
-            const int n = sizes[way][i % 4];
-            model_append(&m, n < 150 - m.end ? n : 150 - m.end);
-        }
-        check_halves(&m);
-        check_all_there(&m);
-        outs[way] = attend(&m);
-        bytes = (size_t)(QUERIES * CACHE_HEADS * CACHE_GROUP * m.value_dim) * sizeof(float);
-        if (way == 2) {
-            tqkv_cache *loaded = reloaded(m.cache, row);
-            tqkv_cache_destroy(m.cache);
-            m.cache = loaded;
-            if (loaded) {
-                check_all_there(&m);
-                outs[3] = attend(&m);
-            }
-        }
-        model_close(&m);
-    }
-    for (int way = 1; way < 4; way++)
-        CHECK(outs[0] && outs[way] && !memcmp(outs[0], outs[way], bytes), "way %d gives other bits", way);
-    for (int way = 0; way < 4; way++) free(outs[way]);
 }
 
 static void model_remove(ends_model *m, int first, int count)
@@ -465,19 +431,6 @@ void test_ends_cases(void)
     for (int i = 0; i < 3; i++)
         test_add(check_pages, &page_sizes[i], sizeof page_sizes[i], "ends/pages/%d", page_sizes[i]);
 
-    static const ends_row rows[] = {{TQKV_TQ4, TQKV_TQ4, 64, 0, 200, 4, 64, 0, 0, false, false, false},
-                                    {TQKV_TQ3, TQKV_TQ2, 128, 64, 160, 3, 70, 0, 0, true, false, true},
-                                    {TQKV_I8, TQKV_TQ4, 80, 0, 200, 0, 33, 0, 30, true, false, true},
-                                    {TQKV_TQ6, TQKV_F16, 64, 0, 200, 70, 10, 0, 0, false, false, false},
-                                    {TQKV_TQ4, TQKV_TQ4, 512, 0, 160, 4, 64, 64, 0, false, true, true},
-                                    {TQKV_I8, TQKV_I8, 64, 0, 160, 64, 96, 0, 0, false, false, false},
-                                    {TQKV_TQ4, TQKV_TQ2, 128, 0, 150, 5, 64, 0, 0, true, false, true},
-                                    {TQKV_TQ5, TQKV_TQ3, 64, 0, 40, 4, 128, 0, 0, true, false, true},
-                                    {TQKV_TQ3, TQKV_F16, 64, 0, 3, 4, 128, 32, 0, true, false, false},
-                                    {TQKV_I8, TQKV_TQ4, 64, 0, 150, 151, 1000, 0, 0, false, false, true}};
-    for (int i = 0; i < (int)(sizeof rows / sizeof *rows); i++) {
-        test_add(check_pieces, &rows[i], sizeof rows[i], "ends/pieces/%d", i);
-    }
     for (int way = 0; way < 3; way++) test_add(check_remains, &way, sizeof way, "ends/remains/%s", ways[way]);
     test_add(check_keep_first, NULL, 0, "ends/keep_first");
     test_add(check_fork_below_first, NULL, 0, "ends/fork_below_first");

@@ -21,7 +21,8 @@ typedef struct model {
     float sinks[MAX_HEADS];
     /* As set_center and set_scale take them, then the keys' and the tail's parts of the first one; or NULL. */
     float *centers[4], *scales[4];
-    bool edits; /* operations 8 to 15 remove, keep and fork */
+    bool edits;  /* operations 8 to 15 remove, keep and fork */
+    bool edited; /* some operation was no append */
 } model;
 
 static int n_heads(const model *m) { return m->desc.n_heads; }
@@ -166,9 +167,15 @@ static void check_row(const model *m, const tqkv_store *store, const tqkv_store 
               "norms of position %d", (int)at);
 }
 
+static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* What the halves hold, and after appends alone that all are there. */
 static void check_halves(const model *m)
 {
     const tqkv_attention a = test_view(m->cache, 1);
+    const int64_t most = at_most(m->desc.capacity, m->end);
+    CHECK(m->edited || a.first.n == at_most(m->desc.exact_first, most), "%d first positions", a.first.n);
+    CHECK(m->edited || a.last.n == at_most(m->desc.exact_last, most), "%d newest positions", a.last.n);
     const tqkv_store *const first[2] = {a.first.keys, a.first.values}, *const last[2] = {a.last.keys, a.last.values};
     for (int i = 0; i < 2 * m->desc.n_kv_heads; i++) {
         for (int at = 0; first[i % 2] && at < a.first.n; at++)
@@ -593,16 +600,40 @@ static void keep_some(fuzz_input *input, model *m)
     m->end -= n - n_kept;
 }
 
+/* Asks for a copy in other formats, unless halves stand beside the codes. */
+static void ask_for_formats(const model *m, uint8_t choice, tqkv_cache_desc *desc)
+{
+    if (m->halves[0].codes || !(choice & 2)) return;
+    desc->key_format = test_formats[(choice >> 2) % TEST_FORMATS];
+    if (!m->desc.shared) desc->value_format = test_formats[(choice >> 3) % TEST_FORMATS];
+    if (m->tail.codes) desc->tail_format = test_formats[(choice >> 4) % TEST_FORMATS];
+}
+
+/* Converts a stream of the model, if the copy has another format. */
+static void model_convert(const model *m, tqkv_store *s, tqkv_format format)
+{
+    if (!s->codes || s->format == format) return;
+    tqkv_store to = test_store(format, s->head_dim, s->n_kv_heads, s->capacity, false);
+    to.center = s->center;
+    to.channel_scale = s->channel_scale;
+    CHECK_RESULT(tqkv_store_convert(&to, s, m->first, (int)(m->end - m->first)), TQKV_OK);
+    free(s->codes);
+    free(s->norms);
+    *s = to;
+}
+
 /* The fork takes the cache's place. */
 static void fork_cache(fuzz_input *input, model *m)
 {
-    const bool changed = fuzz_byte(input) & 1, ring = fuzz_byte(input) & 1;
+    const uint8_t choice = fuzz_byte(input);
+    const bool changed = choice & 1, ring = fuzz_byte(input) & 1;
     const int capacity = fuzz_range(input, 0, 150);
     tqkv_cache_desc desc;
     tqkv_cache *copy = NULL;
     memset(&desc, 0, sizeof desc);
     desc.capacity = changed ? capacity : 0;
     desc.ring = ring;
+    ask_for_formats(m, choice, &desc);
     const int first = test_view(m->cache, 1).first.n;
     const bool fits = !desc.capacity || (desc.capacity >= m->end - m->first && desc.capacity >= first);
     const tqkv_result result = tqkv_cache_fork(m->cache, changed ? &desc : NULL, &copy);
@@ -617,6 +648,9 @@ static void fork_cache(fuzz_input *input, model *m)
     m->cache = copy;
     if (desc.capacity) m->desc.capacity = desc.capacity;
     m->desc.ring = m->desc.ring || (changed && ring);
+    model_convert(m, &m->keys, test_keys(copy)->format);
+    model_convert(m, &m->values, test_values(copy)->format);
+    if (m->tail.codes) model_convert(m, &m->tail, test_tail(copy)->format);
 }
 
 static void operate_edit(fuzz_input *input, model *m, int operation)
@@ -634,6 +668,7 @@ static void operate(fuzz_input *input, model *m)
     uint8_t operation = fuzz_byte(input);
     m->counter.calls = 0;
     m->counter.fail_at = operation >= 192 ? 1 + operation % 3 : 0;
+    m->edited = m->edited || operation % 8 > 4 || (m->edits && operation & 8);
     if (m->edits && operation & 8) {
         operate_edit(input, m, operation % 8);
         check_state(m);
