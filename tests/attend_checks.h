@@ -285,8 +285,9 @@ static inline void attend_check_unseen(const attend_problem *p)
     const tqkv_attention *a = &p->attention;
     const tqkv_store *const stores[3] = {a->keys, a->values, a->tail};
     const reference_shape shape = reference_attention_shape(a);
-    for (int64_t at = shape.oldest; at < shape.end; at++)
-        for (int i = 0; i < 3 * a->keys->n_kv_heads && !attend_is_seen(a, at); i++) {
+    for (int64_t at = shape.oldest; at < shape.end; at++) {
+        if (attend_is_seen(a, at)) continue;
+        for (int i = 0; i < 3 * a->keys->n_kv_heads; i++) {
             const tqkv_store *s = stores[i % 3];
             if (!s) continue;
             memset((void *)(uintptr_t)reference_codes_at(s, i / 3, at), 0x91,
@@ -294,6 +295,7 @@ static inline void attend_check_unseen(const attend_problem *p)
             if (reference_norms_per_row(s->format, s->head_dim))
                 *(float *)(uintptr_t)reference_norms_at(s, i / 3, at) = -1.0f;
         }
+    }
     attend_expect(p, a, "with other numbers in slots that are not seen");
 }
 

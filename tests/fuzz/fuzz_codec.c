@@ -1,6 +1,6 @@
 /* make fuzz FUZZERS=codec SECONDS=60; AFL++: make fuzz-afl FUZZERS=codec. Encodes and decodes
-   arbitrary floats in arbitrary shapes; the bytes must be those of the reference, and the same one by one, in pages, of
-   rows with gaps and of other types. */
+   arbitrary floats in arbitrary shapes; the bytes must be those of the reference, also converted, and the same one by one,
+   in pages, of rows with gaps and of other types. */
 #include "fuzz.h"
 
 enum { MAX_CODES = 1 << 14 };
@@ -181,6 +181,23 @@ static void check_gaps(const run *r, bool by_head)
     test_store_free(&s);
 }
 
+/* The store's description with pages in a random order. pages: [n_pages] */
+static tqkv_store paged(const tqkv_store *s, data_random *random, int page_size, int n_pages, int32_t *pages)
+{
+    tqkv_store shape = *s;
+    shape.ring = false;
+    shape.page_size = page_size;
+    shape.n_pages = n_pages;
+    shape.capacity = n_pages * page_size;
+    shape.pages = pages;
+    for (int i = 0; i < n_pages; i++) {
+        const int j = data_below(random, i + 1);
+        if (j < i) pages[i] = pages[j];
+        pages[j] = i;
+    }
+    return shape;
+}
+
 /* Pages in a random order hold the same rows, and nothing else is written; of pages of one position some are none. */
 static void check_pages(const run *r, uint64_t seed)
 {
@@ -192,17 +209,7 @@ static void check_pages(const run *r, uint64_t seed)
     int32_t pages[MOST + 3];
     bool used[MOST + 200] = {false};
     if (r->position + r->n_tokens > MOST) return;
-    tqkv_store shape = *s;
-    shape.ring = false;
-    shape.page_size = page_size;
-    shape.n_pages = end / page_size + 2;
-    shape.capacity = shape.n_pages * page_size;
-    shape.pages = pages;
-    for (int i = 0; i < shape.n_pages; i++) {
-        const int j = data_below(&random, i + 1);
-        if (j < i) pages[i] = pages[j];
-        pages[j] = i;
-    }
+    tqkv_store shape = paged(s, &random, page_size, end / page_size + 2, pages);
     for (int i = 0; page_size == 1 && i < shape.n_pages; i += 7) pages[i] = -1;
     tqkv_store pool = new_store(&shape);
     const size_t codes = reference_row_bytes(s->format, s->head_dim),
@@ -221,6 +228,74 @@ static void check_pages(const run *r, uint64_t seed)
         for (int h = 0; !used[slot] && h < s->n_kv_heads; h++)
             CHECK(fuzz_is_untouched(reference_codes_at(&pool, h, slot), codes), "slot %d was written", slot);
     test_store_free(&pool);
+}
+
+/* What a row of a head must be converted to: what is decoded, without the rotation if both have it, is encoded. False:
+ * it may be too large for that. */
+static bool expect_converted(const tqkv_store *from, const tqkv_store *to, int head, int64_t position, uint8_t *codes,
+                             float *norms)
+{
+    float all[3 * REFERENCE_MAX_DIM], *row = all + head * from->head_dim, scaled[REFERENCE_MAX_DIM];
+    tqkv_store plain = *from, target = *to;
+    plain.center = target.center = plain.channel_scale = target.channel_scale = NULL;
+    const bool rotated = reference_is_rotated(from) && reference_is_rotated(to);
+    CHECK_RESULT(tqkv_decode(&plain, position, 1, rotated ? TQKV_ROTATED : TQKV_ORIGINAL, all), TQKV_OK);
+    if (rotated) target.rotation = TQKV_ROTATION_OFF;
+    for (int i = 0; i < from->head_dim; i++)
+        if (!(fabsf(row[i]) < 1e25f)) return false;
+    reference_encode_row(&target, head, row, codes, norms, scaled);
+    return true;
+}
+
+/* A description that the store can be converted to, in the same places or in pages; pages: for positions below `end` */
+static tqkv_store read_target(const tqkv_store *from, uint64_t seed, int64_t end, int32_t *pages)
+{
+    data_random random = {seed};
+    tqkv_store to = pages ? paged(from, &random, 16, (int)end / 16 + 2, pages) : *from;
+    const tqkv_format format = test_formats[data_below(&random, TEST_FORMATS)];
+    const bool other = seed % 3 == 0, off = from->format == TQKV_F16 ? other : !reference_is_rotated(from);
+    if (format == TQKV_F16 || !off || reference_can_be_unrotated(format)) to.format = format;
+    to.rotation = off ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
+    if (to.format == TQKV_F16) to.rotation = other ? TQKV_ROTATION_ON : TQKV_ROTATION_DEFAULT;
+    if (off && !reference_can_be_unrotated(to.format) && to.format != TQKV_F16) to.rotation = TQKV_ROTATION_DEFAULT;
+    return to;
+}
+
+/* Converted, then onto the same memory if rows get no longer. */
+static void check_convert(const run *r, uint64_t seed)
+{
+    enum { MOST = 700 };
+    const tqkv_store *from = &r->store;
+    int32_t pages[MOST];
+    const int64_t end = r->position + r->n_tokens;
+    const int n = from->ring && r->n_tokens > from->capacity ? from->capacity : r->n_tokens;
+    const bool in_pages = end < MOST - 2 && seed % 2;
+    const tqkv_store shape = read_target(from, seed, end, in_pages ? pages : NULL);
+    tqkv_store to = new_store(&shape), onto = to;
+    const size_t codes = reference_row_bytes(to.format, to.head_dim),
+                 norms = (size_t)reference_norms_per_row(to.format, to.head_dim) * sizeof(float);
+    const bool same = to.format == from->format && reference_is_rotated(&to) == reference_is_rotated(from);
+    const tqkv_result result = tqkv_store_convert(&to, from, end - n, n);
+    bool large = false;
+    for (int i = 0; i < n * to.n_kv_heads && !same; i++) {
+        uint8_t wanted[2 * REFERENCE_MAX_DIM];
+        float of_norms[REFERENCE_MAX_DIM / 128] = {0};
+        const int64_t at = end - n + i / to.n_kv_heads;
+        const int head = i % to.n_kv_heads;
+        large = !expect_converted(from, &to, head, at, wanted, of_norms) || large;
+        if (result != TQKV_OK || large) continue;
+        CHECK(!memcmp(reference_codes_at(&to, head, at), wanted, codes), "codes of %d, converted", (int)at);
+        CHECK(!norms || !memcmp(reference_norms_at(&to, head, at), of_norms, norms), "norms of %d, converted", (int)at);
+    }
+    CHECK(result == TQKV_OK || (result == TQKV_NOT_FINITE && large), "%s", tqkv_result_string(result));
+    onto.codes = from->codes;
+    onto.norms = from->norms;
+    if (result == TQKV_OK && !in_pages && to.codes_size <= from->codes_size && to.norms_size == from->norms_size) {
+        CHECK_RESULT(tqkv_store_convert(&onto, from, end - n, n), TQKV_OK);
+        for (int64_t at = end - n; at < end; at++)
+            CHECK(!memcmp(reference_codes_at(&onto, 0, at), reference_codes_at(&to, 0, at), codes), "onto itself");
+    }
+    test_store_free(&to);
 }
 
 /* Rotating and rotating back gives the same vector, unless a step can underflow or overflow. */
@@ -284,6 +359,7 @@ static void check_ways(const run *r)
     check_one_by_one(r);
     check_gaps(r, r->seed & 1);
     check_pages(r, r->seed);
+    check_convert(r, r->seed); /* changes the store */
 }
 
 static void check_run(fuzz_input *input, run *r)

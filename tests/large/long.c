@@ -1,13 +1,12 @@
 /* make test-long: what `make test` shows at a few lengths, at random ones. Attention's error over contexts to 2^20
    positions, against double precision for four rows of each case, and the bits of queries in company, on each
    instruction set of the machine; in integers also from set to set. Options: --list, --seed N, parts of case names. */
-#include "tests/attend_fixture.h"
+#include "tests/attend_checks.h"
 
 enum {
     CASES = 200,                  /* of random lengths */
     SMALL_CASES = 24,             /* of 65536 positions, small enough for an emulator */
-    COMPANIES = 400,              /* problems, each compared in COMPARISONS ways on each instruction set */
-    COMPARISONS = 14,             /* see check_company */
+    COMPANIES = 400,              /* problems, each asked for in many ways */
     LONGEST = 1 << 20,            /* positions */
     MOST_VALUES = 1 << 25,        /* of keys in a case; bounds the memory and the time to fill it */
     MOST_MULTIPLY_ADDS = 1 << 30, /* of scores in a case; bounds the time of plain C */
@@ -17,7 +16,6 @@ enum {
 
 static const char *const isas[ISAS] = {"avx512", "avx2", "neon", "scalar"};
 static double worst[ISAS];      /* relative L2 */
-static long comparisons[ISAS];  /* of bits */
 static uint64_t first_seed = 1; /* option --seed */
 
 /* ---- The error ---- */
@@ -215,32 +213,6 @@ static long_row small_row(int index)
 
 /* ---- Bits in company ---- */
 
-static void run_shuffled(void *user, int count, tqkv_task task, void *context)
-{
-    data_random *random = (data_random *)user;
-    int *order = (int *)test_alloc(sizeof(int) * (size_t)count);
-    for (int i = 0; i < count; i++) {
-        const int j = data_below(random, i + 1);
-        order[i] = order[j];
-        order[j] = i;
-    }
-    for (int i = 0; i < count; i++) task(context, order[i]);
-    free(order);
-}
-
-/* The queries [first, first + count) of a problem without the others, by a hook or not. */
-static tqkv_attention part_of(const attend_problem *problem, int first, int count, data_random *random, bool hook)
-{
-    tqkv_attention a = problem->attention;
-    const int64_t oldest = reference_attention_shape(&a).oldest;
-    a.end += first + count - a.n_queries;
-    a.n_queries = count;
-    a.kv_len = (int)(a.end - oldest);
-    a.parallel.run = hook ? run_shuffled : NULL;
-    a.parallel.user = random;
-    return a;
-}
-
 static attend_row company_row(int index, data_random *random)
 {
     attend_row row = attend_default_row(test_formats[index / TEST_FORMATS % TEST_FORMATS],
@@ -258,58 +230,7 @@ static attend_row company_row(int index, data_random *random)
     return row;
 }
 
-/* Some neighbouring queries without the others. */
-static void compare_part(const attend_problem *problem, int first, int count, bool hook, data_random *random,
-                         float *out)
-{
-    const size_t values = (size_t)problem->attention.n_heads * problem->head_dim;
-    const tqkv_attention a = part_of(problem, first, count, random, hook);
-    CHECK_RESULT(tqkv_attend(&a, problem->q + (size_t)first * values, out), TQKV_OK);
-    CHECK(!memcmp(out, problem->out + (size_t)first * values, (size_t)count * values * sizeof *out),
-          "%s: queries %d to %d of %d have other bits alone", tqkv_isa_name(), first, first + count - 1,
-          problem->attention.n_queries);
-}
-
-/* A slice of all queries and of one alone, by any hook. out, max, sum: room for all rows, twice */
-static void compare_slice(const attend_problem *problem, data_random *random, float *out, float *max, float *sum)
-{
-    const int n = problem->attention.n_queries, query = data_below(random, n);
-    const size_t heads = (size_t)problem->attention.n_heads, values = heads * problem->head_dim, at = (size_t)query;
-    const tqkv_attention all = part_of(problem, 0, n, random, data_below(random, 2) == 0);
-    const tqkv_attention one = part_of(problem, query, 1, random, data_below(random, 2) == 0);
-    const int64_t oldest = reference_attention_shape(&one).oldest;
-    const int64_t first = oldest + data_below(random, (int)(one.end - oldest) + 1);
-    const int count = data_below(random, (int)(one.end - first) + 1);
-    float *const out_all = out + values, *const max_all = max + heads, *const sum_all = sum + heads;
-    const float *q = problem->q;
-    CHECK_RESULT(tqkv_attend_partial(&all, q, first, count, out_all, max_all, sum_all), TQKV_OK);
-    CHECK_RESULT(tqkv_attend_partial(&one, q + at * values, first, count, out, max, sum), TQKV_OK);
-    CHECK(!memcmp(out, out_all + at * values, values * sizeof *out) &&
-              !memcmp(max, max_all + at * heads, heads * sizeof *max) &&
-              !memcmp(sum, sum_all + at * heads, heads * sizeof *sum),
-          "%s: a slice of query %d of %d has other bits alone", tqkv_isa_name(), query, n);
-}
-
-/* COMPARISONS of one problem on the set in use: 1 by a hook, 7 of single queries, 4 of several, 2 of slices. */
-static void compare_all(attend_problem *problem, data_random *random)
-{
-    const int n = problem->attention.n_queries;
-    const size_t elements = problem->n_rows * problem->head_dim;
-    float *out = (float *)test_alloc(2 * elements * sizeof *out);
-    float *max = (float *)test_alloc(4 * problem->n_rows * sizeof *max), *sum = max + 2 * problem->n_rows;
-    CHECK_RESULT(tqkv_attend(&problem->attention, problem->q, problem->out), TQKV_OK);
-    compare_part(problem, 0, n, true, random, out);
-    for (int i = 0; i < 7; i++) compare_part(problem, data_below(random, n), 1, i % 2 != 0, random, out);
-    for (int i = 0; i < 4; i++) {
-        const int first = data_below(random, n);
-        compare_part(problem, first, 1 + data_below(random, n - first), i % 2 != 0, random, out);
-    }
-    for (int i = 0; i < 2; i++) compare_slice(problem, random, out, max, sum);
-    free(out);
-    free(max);
-}
-
-/* All sets give the same bits. */
+/* In every way, with every set: see attend_check_ways. */
 static void check_company(const void *parameters)
 {
     const int index = *(const int *)parameters;
@@ -317,20 +238,7 @@ static void check_company(const void *parameters)
     const attend_row row = company_row(index, &random);
     attend_problem problem;
     attend_set_up(&problem, &row);
-    const size_t bytes = problem.n_rows * problem.head_dim * sizeof(float);
-    float *first = NULL;
-    for (int i = 0; i < ISAS; i++) {
-        if (tqkv_isa_force(isas[i]) != TQKV_OK) continue;
-        compare_all(&problem, &random);
-        if (!first) {
-            first = (float *)test_alloc(bytes);
-            memcpy(first, problem.out, bytes);
-        }
-        CHECK(!memcmp(first, problem.out, bytes), "%s gives other bits", isas[i]);
-        comparisons[i] += COMPARISONS + 1;
-    }
-    CHECK_RESULT(tqkv_isa_force(NULL), TQKV_OK);
-    free(first);
+    attend_check_ways(&problem, data_bits(&random), true);
     attend_tear_down(&problem);
 }
 
@@ -381,7 +289,6 @@ int main(int argc, char **argv)
     add_random();
     const int status = test_run_selected(list, argc - at, argv + at);
     for (int i = 0; i < ISAS; i++)
-        if (worst[i] > 0.0 || comparisons[i] > 0)
-            printf("%s: largest relative L2 %.3g, %ld comparisons of bits\n", isas[i], worst[i], comparisons[i]);
+        if (worst[i] > 0.0) printf("%s: largest relative L2 %.3g\n", isas[i], worst[i]);
     return status;
 }
