@@ -1,4 +1,4 @@
-/* Centres: the mean, the measure, and which a cache takes. The histories have them in encoding, attention and caches. */
+/* Centres: the mean, the measure, and which a cache takes. Histories have them in encoding, attention, caches. */
 #include "cache_fixture.h"
 #include "counting.h"
 #include "data.h"

@@ -1,6 +1,6 @@
-/* make fuzz FUZZERS=codec SECONDS=60; AFL++: make fuzz-afl FUZZERS=codec. Encodes and decodes
-   arbitrary floats in arbitrary shapes; the bytes must be those of the reference, also converted, and the same one by one,
-   in pages, of rows with gaps and of other types. */
+/* make fuzz FUZZERS=codec SECONDS=60; AFL++: make fuzz-afl FUZZERS=codec. Encodes, converts and
+   decodes arbitrary floats in arbitrary shapes; the bytes must be those of the reference, and the same one by one, in
+   pages, of rows with gaps and of other types. */
 #include "fuzz.h"
 
 enum { MAX_CODES = 1 << 14 };
