@@ -12,10 +12,12 @@ namespace tqkv_llama
 {
 
 #ifdef _OPENMP
+/* The team has as many threads as ggml's, also for fewer tasks: libgomp ends threads that a smaller team leaves out and
+   starts them anew for the next one. */
 inline void run_tasks(void *user, int count, tqkv_task task, void *context)
 {
-    const int n = *(const int *)user < count ? *(const int *)user : count;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(n) if (n > 1)
+    const int n = *(const int *)user;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(n) if (n > 1 && count > 1)
     for (int i = 0; i < count; i++) task(context, i);
 }
 

@@ -7,7 +7,9 @@
 #include "drive.h"
 
 #include <cstring>
+#include <filesystem>
 #include <functional>
+#include <set>
 
 namespace
 {
@@ -229,6 +231,25 @@ void contexts()
     }
 }
 
+/* Linux only: empty elsewhere. */
+std::set<std::string> thread_ids()
+{
+    std::set<std::string> ids;
+    std::error_code none;
+    for (const auto &task : std::filesystem::directory_iterator("/proc/self/task", none)) ids.insert(task.path());
+    return ids;
+}
+
+/* Threads stay: libgomp would end and start some for a team that is smaller than ggml's. */
+void threads()
+{
+    pair_of t("threads", parameters(true, 1, 5));
+    t.step("prompt", span(1, 0, 32, 0));
+    const auto before = thread_ids();
+    for (int i = 32; i < 40; i++) t.step("token", span(1, i, 1, 0));
+    t.good &= thread_ids() == before;
+}
+
 /* What tqkv leaves to llama.cpp: right, to the last bits that another order of sums changes. */
 void left(const char *name, const std::function<void(llama_context_params *)> &change)
 {
@@ -276,6 +297,7 @@ const struct {
     {"state/apart", state_apart},
     {"state/of_stock", state_of_stock},
     {"contexts", contexts},
+    {"threads", threads},
     {"left/no_flash_attention", no_flash_attention},
     {"left/q8_0", quantised_type},
     {"left/no_kv_offload", no_offload},
