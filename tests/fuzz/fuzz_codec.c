@@ -15,7 +15,7 @@ static tqkv_store read_shape(fuzz_input *input)
     s.head_dim = odd & 2 ? fuzz_int(input) : fuzz_head_dim(input);
     s.n_kv_heads = odd & 4 ? fuzz_int(input) : fuzz_range(input, 1, 3);
     s.capacity = odd & 8 ? fuzz_int(input) : fuzz_range(input, 1, 70);
-    s.block_scale = odd & 16 ? fuzz_float(input) : flags % 8 == 6 ? 1.25f : 0.0f;
+    s.block_scale = odd & 16 ? fuzz_float(input) : flags % 16 == 6 ? 1.25f : flags % 16 == 14 ? 2e38f : 0.0f;
     s.ring = (flags & 32) != 0;
     s.rotation = flags & 64 ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     if (s.format == TQKV_F16 && flags & 64) s.rotation = TQKV_ROTATION_ON;
