@@ -199,8 +199,9 @@ static inline void attend_check_masks(const attend_problem *p, data_random *rand
     a.tree = tree;
     if (!p->attention.tree && !a.non_causal && n_queries <= 64) attend_expect(p, &a, "in a tree");
     a = p->attention;
+    if (a.list.rows || shape.end > INT32_MAX) return;
     const int64_t first = shape.lowest / block, n = shape.end / block + 1 - first;
-    if (a.list.rows || n * n_queries > 64 * MOST || shape.end > INT32_MAX) return;
+    if (n * n_queries > 64 * MOST) return;
     int32_t *rows = (int32_t *)test_alloc((size_t)(n * n_queries) * sizeof *rows);
     for (int i = 0; i < n * n_queries; i++) rows[i] = (int32_t)(first + i % n);
     a.list.rows = rows;

@@ -89,6 +89,7 @@ static inline int history_first_failure(const history_row *row)
         uint8_t bytes[HISTORY_BYTES];
         for (; seed < row->first_seed + row->n_seeds; seed++) {
             const size_t n = history_of_seed(seed, bytes);
+            (void)alarm(HISTORY_SECONDS); /* for each */
             (void)row->run(bytes, n);
             if (write(pipes[1], &seed, sizeof seed) != (ssize_t)sizeof seed) _exit(1);
         }

@@ -42,6 +42,7 @@ $(TEST_BUILD)/$(1)/%.o: tests/metal/%.c $(TEST_HEADERS) tests/rules.mk $(VARIANT
 	$$(compile_variant)
 
 $(TEST_BUILD)/$(1)/%.o: VARIANT := $(1)
+$(patsubst %,$(TEST_BUILD)/$(1)/%.o,$(filter %history,$(TEST_NAMES))): $(wildcard tests/fuzz/*.[ch])
 
 $(if $(VARIANT_$(1)_STEMS),$(TEST_BUILD)/$(1)/main.o: TEST_STEMS := tables $(VARIANT_$(1)_STEMS))
 $(TEST_BUILD)/$(1)/runner: $(TEST_BUILD)/$(1)/test_tables.o $(if $(VARIANT_$(1)_STEMS),\
@@ -213,7 +214,8 @@ VARIANT_i386_CASES := i386 no_plain one_format one_plain
 
 VARIANT_s390x_CC := s390x-linux-gnu-gcc
 VARIANT_s390x_FLAGS := -std=c99 -O2 $(CROSS_FLAGS)
-VARIANT_s390x_STEMS := attend calibrate codec golden learn snapshot store_snapshot
+VARIANT_s390x_STEMS := attend attend_history calibrate codec codec_history golden learn learn_history snapshot \
+	store_snapshot
 VARIANT_s390x_CASES := s390x no_plain one_format one_plain
 
 define cross_variant

@@ -1,5 +1,5 @@
 /* Caches that learn centre and scale of their keys from their first positions: every query against a cache of halves or
- * a cache with that centre and scale; chunks, edits, copies and snapshots change nothing. */
+ * a cache with that centre and scale; chunks and edits change nothing. Copies: test_learn_history.c. */
 #include "learn_fixture.h"
 
 static const int chunkings[6][8] = {{1}, {MOST}, {7, 40, 1, 90}, {31, 1, 1, 3}, {50, 3, 64}, {64, 64}};
@@ -24,36 +24,6 @@ static void check_chunks(const void *parameters)
             check_view(&m, cache, end + n);
         }
         check_settled(&m, cache);
-        tqkv_cache_destroy(cache);
-    }
-    model_close(&m);
-}
-
-/* ---- Copies on the way ---- */
-
-/* Copied or saved and loaded at any moment, the cache goes on as if nothing had been. */
-static void check_copies(const void *parameters)
-{
-    const learn_row *row = (const learn_row *)parameters;
-    learn_model m;
-    model_open(&m, row);
-    for (int loads = 0; loads < 2; loads++) {
-        const tqkv_cache_desc desc = describe(row);
-        tqkv_cache *cache = NULL;
-        CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
-        for (int end = 0; cache && end < row->tokens; end++) {
-            append(&m, cache, end, 1);
-            check_queries(&m, cache, end + 1, 1, "before a copy");
-            if (end % 9 && end != row->learns_at - 1) continue;
-            tqkv_cache *copy = NULL;
-            if (loads)
-                copy = reloaded(row, cache);
-            else
-                CHECK_RESULT(tqkv_cache_fork(cache, NULL, &copy), TQKV_OK);
-            tqkv_cache_destroy(cache);
-            cache = copy;
-        }
-        if (cache) check_settled(&m, cache);
         tqkv_cache_destroy(cache);
     }
     model_close(&m);
@@ -353,7 +323,6 @@ void test_learn_cases(void)
     };
     for (int i = 0; i < (int)(sizeof rows / sizeof *rows); i++) {
         test_add(check_chunks, &rows[i], sizeof *rows, "learn/chunks/%d", i);
-        test_add(check_copies, &rows[i], sizeof *rows, "learn/copies/%d", i);
         test_add(check_edits, &rows[i], sizeof *rows, "learn/edits/%d", i);
     }
     test_add(check_tree, &rows[1], sizeof *rows, "learn/tree");

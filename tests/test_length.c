@@ -1,5 +1,5 @@
 /* Attention's error at any length; the scratch and the stack that calls take; a prefill in parallel. */
-#include "attend_fixture.h"
+#include "attend_checks.h"
 #include "cache_fixture.h"
 
 #include <fenv.h>
@@ -127,12 +127,6 @@ static void check_parallel(const void *parameters)
     free(rows);
     test_store_free(&keys);
     test_store_free(&values);
-}
-
-static void run_backwards(void *user, int count, tqkv_task task, void *context)
-{
-    ++*(int *)user;
-    for (int i = count - 1; i >= 0; i--) task(context, i);
 }
 
 /* A key 1000 below the best one does not show, whatever its value. */
@@ -265,7 +259,7 @@ static void check_scratch(const void *parameters)
     a.n_queries = row->n_queries;
     a.end = row->n_positions;
     a.allocator = counting_allocator(&counter);
-    a.parallel.run = row->hook ? run_backwards : NULL;
+    a.parallel.run = row->hook ? attend_run_backwards : NULL;
     a.parallel.user = &calls;
     CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
     CHECK(counter.largest <= 21u << 20, "%d bytes of scratch", (int)counter.largest);
@@ -397,7 +391,7 @@ static void check_parallel_append(const void *parameters)
     int calls = 0;
     tqkv_cache *serial = NULL, *hooked = NULL;
     CHECK_RESULT(tqkv_cache_create(&desc, &serial), TQKV_OK);
-    desc.parallel.run = run_backwards;
+    desc.parallel.run = attend_run_backwards;
     desc.parallel.user = &calls;
     CHECK_RESULT(tqkv_cache_create(&desc, &hooked), TQKV_OK);
     REQUIRE(serial && hooked, "no cache");

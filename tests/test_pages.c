@@ -2,15 +2,12 @@
  * others. */
 #include "attend_checks.h"
 
-enum { PAGES_HEADS = 2, POOL_PAGES = 9, POOL_SLOTS = POOL_PAGES * 64 };
+enum { PAGES_HEADS = 2, POOL_PAGES = 9 };
 
-/* Slots of a pool of so large pages: POOL_PAGES of them, or more if they are small. */
-static int pool_slots(int page_size) { return page_size > 64 ? POOL_PAGES * page_size : POOL_SLOTS; }
-
-static tqkv_store make_pool(tqkv_format format, int head_dim, int page_size)
+static tqkv_store make_pool(tqkv_format format, int head_dim)
 {
-    tqkv_store s = test_store(format, head_dim, PAGES_HEADS, pool_slots(page_size), false);
-    s.page_size = page_size;
+    tqkv_store s = test_store(format, head_dim, PAGES_HEADS, POOL_PAGES * 64, false);
+    s.page_size = 64;
     return s;
 }
 
@@ -90,7 +87,7 @@ static void check_shared(const void *parameters)
     (void)parameters;
     enum { d = 64 };
     const int32_t tables[2][3] = {{4, 1, 7}, {4, 1, 2}};
-    tqkv_store pool[2] = {make_pool(TQKV_I8, d, 64), make_pool(TQKV_TQ4, d, 64)};
+    tqkv_store pool[2] = {make_pool(TQKV_I8, d), make_pool(TQKV_TQ4, d)};
     tqkv_store linear[2] = {test_store(TQKV_I8, d, PAGES_HEADS, 200, false),
                             test_store(TQKV_TQ4, d, PAGES_HEADS, 200, false)};
     float *q = test_rows(9, DATA_GAUSSIAN, PAGES_HEADS, d), out[PAGES_HEADS * d], expected[PAGES_HEADS * d];

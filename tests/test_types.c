@@ -43,7 +43,6 @@ typedef struct codec_row {
     tqkv_format format;
     tqkv_type type;
     int head_dim;
-    bool centered;
 } codec_row;
 
 /* What decode writes of a zero is its centre: floats of any bits, rounded. floats: [n], finite;
@@ -242,7 +241,7 @@ static void check_cache(const void *parameters)
 void test_types_cases(void)
 {
     for (int i = 1; i < 3; i++) {
-        const codec_row rows[2] = {{TQKV_F16, types[i], 48, false}, {TQKV_TQ2, types[i], 64, false}};
+        const codec_row rows[2] = {{TQKV_F16, types[i], 48}, {TQKV_TQ2, types[i], 64}};
         test_add(check_rounding, &types[i], sizeof types[i], "types/rounding/%s", type_names[i]);
         for (int j = 0; j < 2; j++)
             test_add(check_not_finite, &rows[j], sizeof rows[j], "types/not_finite/%s/%d", type_names[i],
