@@ -58,29 +58,33 @@ void ends_map::give_page(int32_t page, int32_t cells)
     page_of_[(size_t)cells] = page;
 }
 
+/* A slot for a cell whose page has slots. */
+void ends_map::give(int32_t cell, uint64_t graph)
+{
+    const int32_t page = page_of(cell / PAGE);
+    if (page < 0) return;
+    slot &s = slots_[(size_t)(page * PAGE + cell % PAGE)];
+    if (s.cell < 0) s = {cell, s.generation + 1, graph, 0, false};
+    s.used = graph;
+    s.passed = false;
+}
+
 void ends_map::take(const int32_t *cells, size_t n, uint64_t graph)
 {
     enum { WANTED = -2 };
     std::vector<int32_t> wanted, found;
     for (size_t i = 0; i < n; i++) {
-        const int32_t at = slot_of(cells[i]);
         int32_t &page = page_of_[(size_t)(cells[i] / PAGE)];
-        if (at >= 0) slots_[(size_t)at].used = graph;
+        give(cells[i], graph);
         if (page == -1) wanted.push_back(cells[i] / PAGE);
         if (page == -1) page = WANTED;
     }
-    if (!wanted.empty()) find_free(wanted.size(), graph, &found);
+    if (wanted.empty()) return;
+    find_free(wanted.size(), graph, &found);
     for (int32_t page : wanted) page_of_[(size_t)page] = -1;
     /* Of too few the newest cells get them. */
     for (size_t i = 0; i < found.size(); i++) give_page(found[i], wanted[wanted.size() - found.size() + i]);
-    for (size_t i = 0; i < n; i++) {
-        const int32_t page = page_of(cells[i] / PAGE);
-        if (page < 0) continue;
-        slot &s = slots_[(size_t)(page * PAGE + cells[i] % PAGE)];
-        if (s.cell < 0) s = {cells[i], s.generation + 1, graph, 0, false};
-        s.used = graph;
-        s.passed = false;
-    }
+    for (size_t i = 0; i < n; i++) give(cells[i], graph);
 }
 
 void ends_map::release(int32_t cell)

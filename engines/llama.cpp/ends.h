@@ -57,6 +57,7 @@ class ends_map
     page_state state_of(size_t page) const;
     void find_free(size_t n, uint64_t graph, std::vector<int32_t> *found);
     void give_page(int32_t page, int32_t cells);
+    void give(int32_t cell, uint64_t graph);
 
     std::vector<int32_t> page_of_;  /* [pages of cells] */
     std::vector<int32_t> cells_of_; /* [pages of slots] their page of cells, or -1 */

@@ -105,6 +105,13 @@ void test_ends()
     ends.release_all();
     ends.take(cells.data(), 200, 6); /* four pages in room for three: the newest cells get them */
     CHECK(ends.slot_of(0) < 0 && ends.slot_of(64) >= 0 && ends.slot_of(199) >= 0);
+
+    ends_map small; /* a page that was passed is not taken from a batch that has a cell in it */
+    small.open(1000, 128);
+    small.take(cells.data(), 63, 1);
+    for (int i = 0; i < 63; i++) small.pass(i, 2);
+    small.take(cells.data() + 63, 100, 3);
+    CHECK(small.slot_of(63) >= 0 && small.slot_of(64) < 0 && small.slot_of(162) >= 0);
 }
 
 /* Without calibration, so that positions beyond the ends are codes. */
