@@ -26,7 +26,7 @@ static struct {
 
 void *test_alloc(size_t bytes)
 {
-    void *memory = malloc(bytes ? bytes : 1);
+    void *memory = malloc(bytes ? bytes : sizeof(double)); /* aligned under Electric Fence, too */
     if (!memory) {
         fprintf(stderr, "tests: out of memory\n");
         exit(2);
