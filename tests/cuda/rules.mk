@@ -5,7 +5,7 @@ CUDA_BUILD := $(BUILD)/cuda
 CUDA_HOME ?= $(if $(NVCC),$(patsubst %/bin/nvcc,%,$(realpath $(NVCC))))
 CUDA_LINK := -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt -lm -pthread
 CUDA_TEST_FLAGS := -O2 $(SHADER_TEST_FLAGS) -DTQKV__LONG_COLUMNS=32 -DTQKV__MERGE_VALUES=4096 -DTQKV__INDEX_COLUMNS=64 -DGPU_DEVICE -DGPU_CUDA -isystem $(CUDA_HOME)/include
-CUDA_TESTS := driver gpu codec_cases attend_cases page_cases stride_cases slice_cases list_cases index_cases learn_cases defect_cases
+CUDA_TESTS := driver gpu codec_cases attend_cases index_cases learn_cases defect_cases
 GPU_PRESENT := $(if $(NVCC),$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'))
 
 $(CUDA_BUILD)/prepared: tests/metal/prep.py metallib/msl.py $(SHADER_SOURCES) $(TQKV_FILES) tests/cuda/shim/metal_stdlib
@@ -35,7 +35,7 @@ compile_pipelines = $(1) | grep '^pipeline ' | sort -u >$(CUDA_BUILD)/wanted; \
 	python3 tests/cuda/pipelines.py $(CUDA_BUILD)/source $(CUDA_BUILD)/pipelines$(2) $(CUDA_BUILD)/wanted $(NVCC) $(CUDA_FLAGS) $(3)
 
 # Where rows lie apart, attend_matrix also as on Apple's GPUs.
-SLOT_CASES := list/ pages/
+SLOT_CASES := attend/lists attend/pages
 
 .PHONY: cuda-pipelines test-gpu
 cuda-pipelines: $(CUDA_BUILD)/driver $(CUDA_BUILD)/prepared

@@ -1,11 +1,13 @@
-// attend and attend_merge against the double-precision reference, on the same codes. Every case runs twice: as tqkv.h
-// plans it, and divided as the case says.
-#include "../attend_option_list.h"
+// attend, attend_list and attend_merge against double precision on the same codes, and against themselves: attentions
+// at random from the seed in a case's name, as tqkv.h plans them and divided in other ways, in one of six forms.
+#include "forms.h"
+#include "random_attend.h"
 #include "shader_cases.h"
 #ifdef GPU_CUDA
 #include "../cuda/products.h"
 #endif
 #include <algorithm>
+#include <memory>
 #include <math.h>
 
 enum { PLANNED_MATRIX_GROUP = 8 }; // groups of as many heads and more are planned by matrices
@@ -20,11 +22,9 @@ static std::vector<gpu_split> with_both_kernels(std::vector<gpu_split> splits, c
     return splits;
 }
 
-size_t check_attend(const attend_row &row, const std::vector<gpu_split> &splits)
+static size_t check_divided(attend_problem &problem, const attend_row &row, const std::vector<gpu_split> &splits)
 {
     const std::vector<gpu_split> ways = with_both_kernels(splits, row);
-    attend_problem problem;
-    attend_set_up_floats(&problem, &row);
     for (const gpu_split &split : ways) {
         std::string what = std::string(split.kernel == GPU_MATRICES ? "by matrices, " : "") + "columns " +
                            std::to_string(split.columns) + ", simdgroups " + std::to_string(split.n_simdgroups) +
@@ -40,8 +40,16 @@ size_t check_attend(const attend_row &row, const std::vector<gpu_split> &splits)
 #endif
         attend_check(&problem, problem.out, what.c_str());
     }
-    attend_tear_down(&problem);
     return ways.size();
+}
+
+size_t check_attend(const attend_row &row, const std::vector<gpu_split> &splits)
+{
+    attend_problem problem;
+    attend_set_up_floats(&problem, &row);
+    const size_t n = check_divided(problem, row, splits);
+    attend_tear_down(&problem);
+    return n;
 }
 
 // The call's query number `query` alone, over the positions that it sees in the call.
@@ -51,6 +59,7 @@ static tqkv_attention call_of_one_query(const tqkv_attention &call, int query)
     a.end = call.end - call.n_queries + query + 1;
     a.kv_len = (int)(a.end - reference_attention_shape(&call).oldest);
     a.n_queries = 1;
+    if (a.list.rows) a.list.rows += query * std::max(a.list.heads, 1) * a.list.length;
     return a;
 }
 
@@ -129,483 +138,446 @@ void add_length(const length_row &row)
              row.n_queries, row.positions, row.share);
 }
 
+// ---- Attentions at random ----
+
 namespace
 {
 
-struct shader_attend_row {
-    attend_row problem;
-    gpu_split split;
+// One of them, and how it is divided.
+struct random_problem : attend_problem {
+    attend_row row;
+    data_random random;
+    gpu_split split, planned; // planned: by the same kernel
+    size_t n_out;
+    random_problem(const attend_row &from, int seed);
+    ~random_problem() { attend_tear_down(this); }
+    random_problem(const random_problem &) = delete;
+    std::vector<float> run(const tqkv_attention &a, gpu_split how) const
+    {
+        std::vector<float> to(n_out, NAN);
+        CHECK_RUN(gpu_attend(&a, q, to.data(), how));
+        return to;
+    }
+    int below(int limit) { return data_below(&random, limit); }
 };
 
-void run_attend(const void *parameters)
+random_problem::random_problem(const attend_row &from, int seed)
+    : attend_problem(), row(from), random({(uint64_t)seed + 5000})
 {
-    const shader_attend_row *row = (const shader_attend_row *)parameters;
-    check_attend(row->problem, {as_planned, row->split});
+    const int kernel = GPU_LANES + below(2), columns = below(2) ? GPU_MOST : 1 + below(TQKV__MAX_COLUMNS(row.head_dim));
+    split = {columns, 1 + below(4), 1 + below(below(4) ? 5 : 40), GPU_EACH + below(3), kernel};
+    planned = {0, 0, 0, 0, kernel};
+    if (row.list_block) split.n_stretches = split.share = 0; // they divide ranks, of which there may be more than slots
+    attend_set_up_floats(this, &row);
+    n_out = n_rows * value_dim;
 }
 
-// A context long enough for tqkv.h to split it.
-void run_planned(const void *parameters)
+void check_bits(const std::vector<float> &a, const std::vector<float> &b, const char *what)
 {
-    const attend_row *row = (const attend_row *)parameters;
-    attend_problem problem;
-    attend_set_up_floats(&problem, row);
-    const gpu_attention attention(problem.attention);
-    const tqkv_metal_buffer none = gpu_buffer(nullptr);
-    tqkv_metal_plan plan;
-    CHECK_RESULT(tqkv_metal_plan_attend(&attention.metal, none, none, none, &plan), TQKV_OK);
-    CHECK(gpu_args<tqkv__merge_args>(plan.d[1]).n_partials > 1, "the plan does not split this context");
-    attend_tear_down(&problem);
-    check_attend(*row, {as_planned});
+    CHECK(!memcmp(a.data(), b.data(), a.size() * sizeof(float)), "%s", what);
 }
 
-shader_attend_row default_row(tqkv_format keys, tqkv_format values, int head_dim)
+// A query's bits depend neither on the queries beside it nor on what a threadgroup adds up, nor on strands.
+void check_company(random_problem &p)
 {
-    shader_attend_row row = {attend_default_row(keys, values, head_dim), {GPU_MOST, 2, 1}};
-    return row;
-}
-
-void add(const shader_attend_row &row, const char *what) { test_add(run_attend, &row, sizeof row, "attend/%s", what); }
-
-void add_pairs()
-{
-    for (tqkv_format keys : test_formats)
-        for (tqkv_format values : test_formats) {
-            std::string pair = std::string("pair/") + tqkv_format_name(keys) + "_" + tqkv_format_name(values);
-            shader_attend_row row = default_row(keys, values, 64);
-            row.split = {2, 2, 1};
-            add(row, (pair + "/d64").c_str());
-            row = default_row(keys, values, 512);
-            row.problem.end = 34;
-            row.split = {2, 1, 2};
-            add(row, (pair + "/d512").c_str());
-        }
-}
-
-// Every head_dim with every width of keys and of values.
-void add_head_dims()
-{
-    const tqkv_format formats[] = {TQKV_F16, TQKV_TQ5, TQKV_I8, TQKV_TQ8, TQKV_TQ4, TQKV_TQ6, TQKV_TQ3, TQKV_TQ2};
-    for (int head_dim : gpu_head_dims)
-        for (int i = 0; i < 8; i++) {
-            shader_attend_row row = default_row(formats[i], formats[(i + 2) % 8], head_dim);
-            row.problem.n_queries = 2;
-            row.problem.window = i % 2 ? 11 : 0;
-            row.problem.block_scale = head_dim >= 512 ? 1.25f : 0.0f;
-            add(row, ("head_dim/d" + std::to_string(head_dim) + "/" + tqkv_format_name(formats[i])).c_str());
-        }
-}
-
-// Keys of 192 with values of 128: every width of either.
-void add_unequal_dims()
-{
-    for (int i = 0; i < TEST_FORMATS; i++) {
-        shader_attend_row row = default_row(test_formats[i], test_formats[(i * 3 + 1) % TEST_FORMATS], 192);
-        row.problem.value_dim = 128;
-        row.problem.n_queries = 1 + i % 3;
-        row.problem.key_center = i % 2 ? 0.5f : 0.0f;
-        row.problem.value_center = i % 4 == 1 ? 4.0f : 0.0f;
-        row.problem.sinks = i % 3 == 1 ? SINKS_SOME : SINKS_NONE;
-        row.split = {GPU_MOST, 2, 3, GPU_EACH + i % 3};
-        add(row, (std::string("dims/d192_128/") + tqkv_format_name(row.problem.key_format)).c_str());
-    }
-}
-
-// Typed queries and outputs against the floats of the same values, divided in the same way: the outputs are the rounded
-// floats, bit for bit.
-struct typed_attend_row {
-    shader_attend_row row;
-    tqkv_type query_type, output_type;
-};
-
-void run_types(const void *parameters)
-{
-    const typed_attend_row *row = (const typed_attend_row *)parameters;
-    attend_problem problem;
-    attend_set_up_floats(&problem, &row->row.problem);
-    const size_t n_q = problem.n_rows * problem.head_dim, n_out = problem.n_rows * problem.value_dim;
-    tqkv_attention typed = problem.attention;
-    std::vector<uint16_t> q(n_q + 1), out(n_out + 1, 0xffff); // at odd multiples of 2 bytes
-    typed.query_type = row->query_type;
-    for (size_t i = 0; i < n_q; i++) {
-        q[i + 1] = reference_narrow(row->query_type, problem.q[i]);
-        problem.q[i] = (float)reference_wide(row->query_type, q[i + 1]);
-    }
-    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, row->row.split));
-    typed.output_type = row->output_type;
-    CHECK_RUN(gpu_attend(&typed, q.data() + 1, out.data() + 1, row->row.split));
-    for (size_t i = 0; i < n_out; i++) {
-        const uint16_t expected = reference_narrow(row->output_type, problem.out[i]);
-        CHECK(out[i + 1] == expected, "value %zu: %.9g became %04x, not %04x", i, (double)problem.out[i], out[i + 1],
-              expected);
-    }
-    attend_tear_down(&problem);
-}
-
-// Values far from 0 become infinite halves, and values near it subnormal ones.
-void add_types()
-{
-    const int head_dims[] = {128, 80, 192, 1024, 48, 192, 64, 256};
-    for (int i = 0; i < 8; i++) {
-        typed_attend_row row = {default_row(i % 2 ? TQKV_I8 : TQKV_F16, TQKV_TQ8, head_dims[i]),
-                                i % 2 ? TQKV_TYPE_F16 : TQKV_TYPE_BF16, i < 3 ? TQKV_TYPE_F16 : TQKV_TYPE_BF16};
-        row.row.problem.value_dim = i == 5 ? 128 : 0;
-        row.row.problem.n_queries = 1 + i % 3;
-        row.row.problem.value_center = i == 0 ? 70000.0f : i == 1 ? 1e-5f : 0.0f;
-        row.row.problem.output_basis = i % 3 == 1 ? TQKV_ROTATED : TQKV_ORIGINAL;
-        row.row.problem.bits_alone = true;
-        row.row.split.kernel = i >= 6 ? GPU_MATRICES : GPU_LANES;
-        test_add(run_types, &row, sizeof row, "attend/types/%d", i);
-    }
-}
-
-// Query heads of a KV head, queries, columns, simdgroups, stretches, what a threadgroup adds up.
-void add_shapes()
-{
-    const int shapes[][6] = {
-        {1, 1, 1, 1, 1, GPU_EACH},      {1, 1, 8, 4, 1, GPU_EVERYTHING},    {2, 1, 2, 4, 3, GPU_EACH},
-        {3, 1, 2, 2, 2, GPU_EACH},      {8, 1, 8, 4, 2, GPU_SECTIONS},      {16, 1, 8, 1, 4, GPU_EVERYTHING},
-        {5, 3, 8, 2, 40, GPU_SECTIONS}, {1, 17, 8, 2, 2, GPU_EACH},         {4, 9, 3, 4, 40, GPU_EVERYTHING},
-        {2, 40, 32, 1, 5, GPU_EACH},    {2, 45, 32, 2, 40, GPU_EVERYTHING}, {1, 1, 1, 8, 40, GPU_EACH},
-        {2, 2, 1, 3, 7, GPU_EACH},      {2, 200, 8, 2, 40, GPU_EVERYTHING}, {1, 600, 32, 4, 3, GPU_EVERYTHING}};
-    for (const int *shape : shapes) {
-        shader_attend_row row = default_row(TQKV_I8, TQKV_TQ4, 128);
-        row.problem.end = 100;
-        row.problem.key_capacity = row.problem.value_capacity = 110;
-        if (shape[1] > 17) row.problem.end = 44; // more queries than positions: the first ones see nothing
-        const int prefill = shape[1] > 100 ? shape[1] + 30 : 0;
-        if (prefill) row.problem.end = row.problem.key_capacity = row.problem.value_capacity = prefill;
-        if (prefill > 600) row.problem.n_kv_heads = 1; // half of the time
-        row.problem.group = shape[0];
-        row.problem.n_queries = shape[1];
-        row.split = {shape[2], shape[3], shape[4], shape[5]};
-        add(row, ("shape/group" + std::to_string(shape[0]) + "_queries" + std::to_string(shape[1]) + "_columns" +
-                  std::to_string(shape[2]) + "_simdgroups" + std::to_string(shape[3]) + "_stretches" +
-                  std::to_string(shape[4]) + "_share" + std::to_string(shape[5]))
-                     .c_str());
-    }
-}
-
-// 50 stretches in 4 sections. attend_merge has as many simdgroups as attend here, and takes the sections in two rounds.
-void add_sections()
-{
-    shader_attend_row row = default_row(TQKV_I8, TQKV_TQ4, 32);
-    row.problem.n_kv_heads = 1;
-    row.problem.n_queries = 2;
-    row.problem.end = 4800;
-    row.problem.key_capacity = row.problem.value_capacity = 4800;
-    for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING}) {
-        row.split = {0, 2, 150, share};
-        add(row, ("sections/simdgroups2_share" + std::to_string(share)).c_str());
-    }
-}
-
-// capacity of keys and values, end, kv_len, window
-void add_residency(const char *name, int key_capacity, int value_capacity, bool ring, int64_t end, int kv_len,
-                   int window)
-{
-    shader_attend_row row = default_row(TQKV_TQ4, TQKV_F16, 64);
-    row.problem.key_capacity = key_capacity;
-    row.problem.value_capacity = value_capacity;
-    row.problem.key_ring = row.problem.value_ring = ring;
-    row.problem.end = end;
-    row.problem.kv_len = kv_len;
-    row.problem.window = window;
-    row.problem.n_queries = 3;
-    row.split = {GPU_MOST, 2, 2};
-    add(row, (std::string("resident/") + name).c_str());
-    row.problem.key_format = TQKV_F16;
-    row.problem.value_format = TQKV_I8;
-    row.problem.n_queries = 1;
-    row.split = {GPU_MOST, 1, 3};
-    add(row, (std::string("resident/") + name + "/one_query").c_str());
-}
-
-void add_all_residencies()
-{
-    add_residency("exactly_full", 64, 64, false, 64, 0, 0);
-    add_residency("one_position", 64, 64, false, 1, 0, 0);
-    add_residency("short_store", 7, 7, false, 5, 0, 0);
-    add_residency("short_ring_wrapped", 7, 7, true, 23, 0, 0);
-    add_residency("ring_full", 50, 50, true, 1050, 0, 0);
-    add_residency("ring_partly_filled", 50, 50, true, 1000000000037, 21, 0);
-    add_residency("ring_wraps_inside_tile", 96, 96, true, 1010, 96, 0);
-    add_residency("ring_wraps_short_last_tile", 70, 70, true, 155, 66, 0);
-    add_residency("newest_of_linear", 100, 100, false, 90, 33, 0);
-    add_residency("window", 100, 100, false, 90, 0, 13);
-    add_residency("window_ring", 70, 70, true, 1000, 0, 40);
-    add_residency("window_beyond_resident", 70, 70, true, 1000, 30, 64);
-    add_residency("window_of_one", 70, 70, true, 1000, 0, 1);
-    add_residency("different_capacities", 70, 45, true, 1000, 0, 0);
-    add_residency("different_capacities_window", 45, 70, true, 1000, 40, 17);
-    add_residency("short_keys_long_values", 20, 70, true, 1000, 0, 0);
-    shader_attend_row row = default_row(TQKV_I8, TQKV_TQ4, 64);
-    row.problem.key_ring = true;
-    row.problem.key_capacity = 40;
-    row.problem.value_capacity = 200;
-    row.problem.end = 150;
-    add(row, "resident/ring_keys_linear_values");
-}
-
-void add_options()
-{
-    shader_attend_row row = default_row(TQKV_I8, TQKV_TQ4, 64);
-    row.problem.softcap = 5.0f;
-    row.problem.query_size = 20.0f;
-    add(row, "option/softcap");
-    row = default_row(TQKV_TQ8, TQKV_TQ8, 64);
-    row.problem.scale = 0.3f;
-    add(row, "option/scale");
-    row.problem.query_size = 60.0f; // scores in the hundreds, which grow from tile to tile
-    row.problem.end = 200;
-    row.problem.key_capacity = row.problem.value_capacity = 200;
-    row.split = {GPU_MOST, 2, 2};
-    add(row, "option/large_scores");
-    for (tqkv_format format : {TQKV_TQ4, TQKV_TQ6}) { // beside large sinks the error of a row is that of its one score
-        row = default_row(format, format, 512);
-        row.problem.n_kv_heads = 1;
-        row.problem.group = row.problem.n_queries = 8;
-        row.problem.window = 1;
-        row.problem.sinks = SINKS_DOMINATING;
-        row.problem.query_size = 10.0f;
-        add(row, (std::string("option/one_score/d512/") + tqkv_format_name(format)).c_str());
-    }
-    for (int sinks = SINKS_SOME; sinks <= SINKS_MINUS_INFINITY; sinks++) {
-        row = default_row(TQKV_I8, TQKV_TQ4, 64);
-        row.problem.sinks = (attend_sinks)sinks;
-        row.problem.n_queries = 45; // some see nothing
-        row.split = {GPU_MOST, 2, 2};
-        add(row, ("option/sinks" + std::to_string(sinks)).c_str());
-    }
-    for (int bases = 1; bases < 4; bases++) {
-        row = default_row(TQKV_TQ4, TQKV_TQ5, 128);
-        row.problem.query_basis = bases & 1 ? TQKV_ROTATED : TQKV_ORIGINAL;
-        row.problem.output_basis = bases & 2 ? TQKV_ROTATED : TQKV_ORIGINAL;
-        add(row, ("option/bases" + std::to_string(bases)).c_str());
-    }
-    row = default_row(TQKV_F16, TQKV_TQ8, 128);
-    row.problem.values_unrotated = true;
-    add(row, "option/hybrid");
-    row = default_row(TQKV_TQ6, TQKV_TQ8, 128);
-    row.problem.keys_unrotated = true;
-    add(row, "option/unrotated_keys");
-}
-
-// Stores of 100 slots, in two stretches with two simdgroups each.
-shader_attend_row row_of_100(tqkv_format keys, tqkv_format values, int n_queries, int64_t end, bool ring, int window,
-                             attend_poison poison)
-{
-    shader_attend_row row = default_row(keys, values, 64);
-    row.problem.n_queries = n_queries;
-    row.problem.end = end;
-    row.problem.key_capacity = row.problem.value_capacity = 100;
-    row.problem.key_ring = row.problem.value_ring = ring;
-    row.problem.window = window;
-    row.problem.poison = poison;
-    row.split = {GPU_MOST, 2, 2};
-    return row;
-}
-
-void add_non_causal(const char *name, int n_queries, int64_t end, bool ring, int window, attend_poison poison)
-{
-    shader_attend_row row = row_of_100(TQKV_TQ4, TQKV_F16, n_queries, end, ring, window, poison);
-    row.problem.non_causal = true;
-    add(row, (std::string("option/non_causal/") + name).c_str());
-}
-
-void add_all_non_causal()
-{
-    add_non_causal("plain", 6, 90, false, 0, POISON_NONE);
-    add_non_causal("window", 40, 90, false, 5, POISON_NONE);
-    add_non_causal("wide_window", 70, 90, false, 50, POISON_NONE);
-    add_non_causal("window_ring", 12, 240, true, 30, POISON_NONE);
-    add_non_causal("more_queries_than_positions", 12, 5, false, 0, POISON_NONE);
-    add_non_causal("before_start", 30, 8, false, 12, POISON_NONE); // some see a part, some nothing
-    add_non_causal("far", 3, INT64_MAX, true, 7, POISON_NONE);
-    add_non_causal("poison", 30, 70, false, 4, POISON_NEWEST);
-}
-
-void add_tree(const char *name, int n_queries, int64_t end, bool ring, int window, attend_poison poison,
-              tqkv_format format)
-{
-    shader_attend_row row = row_of_100(format, format, n_queries, end, ring, window, poison);
-    row.problem.tree = true;
-    row.problem.n_kv_heads = n_queries == 64 ? 1 : 2;
-    add(row, (std::string("tree/") + name).c_str());
-}
-
-void add_trees()
-{
-    add_tree("nine", 9, 40, false, 0, POISON_NONE, TQKV_I8);
-    add_tree("64", 64, 100, false, 0, POISON_NONE, TQKV_TQ4);
-    add_tree("ring", 20, 175, true, 0, POISON_NONE, TQKV_I8);
-    add_tree("window", 30, 220, true, 6, POISON_NONE, TQKV_TQ5);
-    add_tree("before_start", 12, 5, false, 0, POISON_NONE, TQKV_F16);
-    add_tree("poison", 9, 70, false, 0, POISON_BRANCH, TQKV_TQ4);
-    add_tree("poison_f16", 9, 70, false, 0, POISON_BRANCH, TQKV_F16);
-}
-
-// A query with a full mask has the bits of one without a tree, whatever the others see.
-void run_full_tree(const void *parameters)
-{
-    const int kernel = *(const int *)parameters;
-    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
-    row.n_queries = 37;
-    row.end = 90;
-    row.key_capacity = row.value_capacity = 96;
-    row.tree = row.bits_alone = true;
-    attend_problem problem;
-    attend_set_up_floats(&problem, &row);
-    for (int i = 0; i < row.n_queries; i += 2) problem.tree[i] = i % 4 ? UINT64_MAX : ((uint64_t)2 << i) - 1;
-    const size_t token = problem.n_rows / (size_t)row.n_queries * problem.value_dim;
-    std::vector<float> without(problem.n_rows * problem.value_dim);
-    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, {0, 0, 0, 0, kernel}));
-    problem.attention.tree = nullptr;
-    CHECK_RUN(gpu_attend(&problem.attention, problem.q, without.data(), {0, 0, 0, 0, kernel}));
-    for (size_t i = 0; i < (size_t)row.n_queries; i += 2)
-        CHECK(!memcmp(&without[i * token], problem.out + i * token, token * sizeof(float)), "query %zu", i);
-    attend_tear_down(&problem);
-}
-
-// Sizes of the centres, softcap, sinks, both bases.
-void add_centers()
-{
-    const float options[][5] = {{3.0f, 3.0f, 0.0f, 0, 0},    {1000.0f, 1000.0f, 0.0f, 0, 0}, {0.5f, 2.0f, 0.0f, 1, 0},
-                                {0.5f, 0.0f, 0.0f, 1, 1},    {1.0f, 0.0f, 4.0f, 0, 0},       {1.0f, 3.0f, 4.0f, 1, 1},
-                                {0.0f, 1000.0f, 0.0f, 2, 0}, {3.0f, 3.0f, 0.0f, 3, 1}};
-    const tqkv_format formats[][2] = {{TQKV_I8, TQKV_TQ4}, {TQKV_F16, TQKV_F16}, {TQKV_TQ3, TQKV_TQ2}};
-    for (int i = 0; i < 24; i++) {
-        const float *option = options[i % 8];
-        shader_attend_row row = default_row(formats[i / 8][0], formats[i / 8][1], i / 8 == 1 ? 64 : 128);
-        row.problem.n_queries = 1 + i % 3;
-        row.problem.key_center = option[0];
-        row.problem.value_center = option[1];
-        row.problem.softcap = option[2];
-        row.problem.sinks = (attend_sinks)(int)option[3];
-        row.problem.query_basis = row.problem.output_basis = option[4] > 0.0f ? TQKV_ROTATED : TQKV_ORIGINAL;
-        row.split = {GPU_MOST, 2, 3, GPU_EACH + i % 3};
-        add(row, ("center/" + std::to_string(i)).c_str());
-    }
-}
-
-// A resident position that only some queries see holds NaN in norms or halves. It must not change the other queries.
-void add_poisons()
-{
-    const tqkv_format formats[] = {TQKV_F16, TQKV_TQ4, TQKV_I8};
-    for (tqkv_format keys : formats)
-        for (tqkv_format values : formats)
-            for (attend_poison poison : {POISON_NEWEST, POISON_OLDEST}) {
-                shader_attend_row row = default_row(keys, values, 256);
-                row.problem.n_queries = 3;
-                row.problem.window = poison == POISON_OLDEST ? 20 : 0;
-                row.problem.poison = poison;
-                add(row, (std::string("poison/") + tqkv_format_name(keys) + "_" + tqkv_format_name(values) +
-                          (poison == POISON_NEWEST ? "/newest" : "/oldest"))
-                             .c_str());
-            }
-}
-
-// The group of 9 makes two blocks, of 5 and of 4 columns.
-void add_planned()
-{
-    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
-    row.key_capacity = row.value_capacity = 1100;
-    row.end = 1090;
-    test_add(run_planned, &row, sizeof row, "attend/planned/splits2");
-    row.group = 9;
-    row.n_queries = 3;
-    row.sinks = SINKS_SOME;
-    test_add(run_planned, &row, sizeof row, "attend/planned/splits2/group9_queries3");
-    row.key_ring = row.value_ring = true;
-    row.group = 2;
-    row.end = 12345;
-    test_add(run_planned, &row, sizeof row, "attend/planned/splits2/ring");
-    row.window = 1030;
-    row.n_queries = 2;
-    test_add(run_planned, &row, sizeof row, "attend/planned/splits2/window");
-    row = attend_default_row(TQKV_TQ4, TQKV_TQ5, 512); // more splits than attend_merge has simdgroups
-    row.n_kv_heads = row.group = 1;
-    row.key_capacity = row.value_capacity = 2600;
-    row.end = 2600;
-    test_add(run_planned, &row, sizeof row, "attend/planned/splits5");
-}
-
-// A query's bits do not depend on the queries beside it, nor on what a threadgroup adds up. Short stretches: else only
-// long contexts have several.
-void run_company(const void *parameters)
-{
-    const int seed = *(const int *)parameters;
-    data_random random = {(uint64_t)seed + 500};
-    attend_row row = attend_default_row(test_formats[data_below(&random, TEST_FORMATS)],
-                                        test_formats[data_below(&random, TEST_FORMATS)], 32 << data_below(&random, 3));
-    const bool planned = seed % 4 == 3;
-    row.n_kv_heads = 1;
-    row.key_capacity = row.value_capacity = (planned ? 700 : 150) + data_below(&random, 600);
-    row.key_ring = row.value_ring = seed % 3 == 0;
-    row.end = row.key_ring ? row.key_capacity + data_below(&random, 2000) : row.key_capacity - data_below(&random, 99);
-    row.n_queries = 2 + data_below(&random, 6);
-    row.group = 1 + data_below(&random, 4);
-    row.window = seed % 5 < 2 ? 1 + data_below(&random, 500) : 0;
-    row.query_size = 10.0f; // maxima are raised often
-    row.sinks = seed % 2 ? SINKS_SOME : SINKS_NONE;
-    row.key_center = row.value_center = seed % 7 ? 0.0f : 0.5f;
-    row.bits_alone = true;
-    attend_problem problem;
-    attend_set_up_floats(&problem, &row);
-    const int kernel = (planned ? seed / 4 : seed) % 2 ? GPU_MATRICES : GPU_LANES; // where head_dim has both
-    const gpu_split as_planned_by_kernel = {0, 0, 0, 0, kernel};
+    const int kernel = p.split.kernel, n = p.below(4) ? 4 : 2; // simdgroups: fewer than a stretch has strands
     const gpu_split ways[] = {
         {GPU_MOST, 4, 40, GPU_EACH, kernel}, {8, 4, 40, GPU_SECTIONS, kernel}, {0, 4, 40, GPU_EVERYTHING, kernel}};
-    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, planned ? as_planned_by_kernel : ways[seed % 3]));
-    for (int query : {0, data_below(&random, row.n_queries), row.n_queries - 1})
-        check_alone(problem.attention, problem.q, problem.out, query,
-                    planned ? as_planned_by_kernel : ways[data_below(&random, 3)]);
-    attend_tear_down(&problem);
+    const bool divided = p.below(3) && !p.row.list_block;
+    const std::vector<float> out = p.run(p.attention, divided ? ways[p.below(3)] : p.planned);
+    for (int query : {0, p.below(p.row.n_queries), p.row.n_queries - 1})
+        check_alone(p.attention, p.q, out.data(), query, divided ? ways[p.below(3)] : p.planned);
+    if (p.row.list_block) return;
+    check_bits(p.run(p.attention, {0, n, 0, GPU_EACH, kernel}), p.run(p.attention, {0, n, 0, GPU_STRANDS, kernel}),
+               "strands have other bits");
 }
 
-// What decides which positions the queries of a context of several stretches see, at random.
-void choose_context(attend_row &row, data_random &random)
+gpu_slice slice_of(const random_problem &p, int64_t first, int64_t end, bool on_processor, gpu_split split)
 {
-    row.key_capacity = row.value_capacity = 130 + data_below(&random, 1000);
-    row.key_ring = row.value_ring = data_below(&random, 2) != 0;
-    row.end =
-        row.key_ring ? row.key_capacity / 2 + data_below(&random, 2000) : row.key_capacity - data_below(&random, 99);
-    row.n_queries = data_below(&random, 2) ? 1 : 1 + data_below(&random, 3);
-    row.window = data_below(&random, 3) ? 0 : 1 + data_below(&random, 700);
-    row.tree = row.n_queries > 1 && data_below(&random, 2);
-    row.non_causal = !row.tree && data_below(&random, 4) == 0;
-    if (data_below(&random, 3)) return;
-    row.list_block = 1 << 2 * data_below(&random, 4);
-    row.list_share = 0.4f;
-    row.list_newest = data_below(&random, 100);
+    gpu_slice to(p.n_rows, p.value_dim);
+    const int count = (int)(end - first);
+    if (on_processor)
+        CHECK_RESULT(tqkv_attend_partial(&p.attention, p.q, first, count, to.out.data(), to.max.data(), to.sum.data()),
+                     TQKV_OK);
+    else
+        CHECK_RUN(gpu_attend_partial(&p.attention, p.q, first, count, to, split));
+    return to;
 }
 
-// A strand by a threadgroup of its own has the bits that one simdgroup of a stretch's threadgroup gives it: by both
-// kernels, and where a pipeline has fewer simdgroups than a stretch has strands.
-void run_strands(const void *parameters)
+// Slices between the cuts, merged from number `begin` on. mixed: some by the processor, and so perhaps merges and the end.
+std::vector<float> in_slices(random_problem &p, const std::vector<int64_t> &cuts, size_t begin, bool mixed,
+                             gpu_split split)
 {
-    const int seed = *(const int *)parameters, head_dims[] = {32, 48, 64, 64, 80, 96, 128, 128, 192, 256, 512, 1024};
-    data_random random = {(uint64_t)seed + 900};
-    attend_row row =
-        attend_default_row(test_formats[data_below(&random, TEST_FORMATS)],
-                           test_formats[data_below(&random, TEST_FORMATS)], head_dims[data_below(&random, 12)]);
-    choose_context(row, random);
-    row.n_kv_heads = 1;
-    row.group = 1 + data_below(&random, 9);
-    row.query_size = 10.0f; // maxima are raised often
-    row.softcap = data_below(&random, 4) ? 0.0f : 3.0f;
-    row.key_center = data_below(&random, 4) ? 0.0f : 0.5f;
-    row.key_spread = row.value_spread = data_below(&random, 3) ? 0.0f : 10.0f;
-    row.bits_alone = true;
+    const tqkv_attention *a = &p.attention;
+    const size_t n = cuts.size() - 1;
+    const auto processor = [&](int one_of) { return mixed && p.below(one_of) == 0; };
+    gpu_slice total = slice_of(p, cuts[begin], cuts[begin + 1], processor(2), split);
+    for (size_t i = 1; i < n; i++) {
+        const size_t at = (i + begin) % n;
+        const gpu_slice other = slice_of(p, cuts[at], cuts[at + 1], processor(2), split);
+        if (processor(3))
+            CHECK_RESULT(tqkv_attend_merge(a, total.out.data(), total.max.data(), total.sum.data(), a, other.out.data(),
+                                           other.max.data(), other.sum.data()),
+                         TQKV_OK);
+        else
+            CHECK_RUN(gpu_attend_merge(a, total, a, other));
+    }
+    std::vector<float> out(p.n_out, NAN);
+    if (!processor(3)) {
+        CHECK_RUN(gpu_attend_finish(a, total, out.data()));
+        return out;
+    }
+    CHECK_RESULT(tqkv_attend_finish(a, total.out.data(), total.max.data(), total.sum.data()), TQKV_OK);
+    return total.out;
+}
+
+// Positions behind a slice, in its last tile, and before it hold NaN: the slice keeps its bits.
+void check_beyond(const random_problem &p, int64_t first, int64_t end)
+{
+    const reference_shape shape = reference_attention_shape(&p.attention);
+    const gpu_slice clean = slice_of(p, first, end, false, p.split);
+    for (int64_t at : {first - 1, end, end + 1, shape.end - 1})
+        for (const tqkv_store *s : {p.attention.keys, p.attention.values})
+            if (at >= shape.oldest && at < shape.end && (at < first || at >= end))
+                attend_poison_position(const_cast<tqkv_store *>(s), at, true);
+    const gpu_slice poisoned = slice_of(p, first, end, false, p.split);
+    CHECK(clean.out == poisoned.out && clean.max == poisoned.max && clean.sum == poisoned.sum,
+          "a slot beyond was read");
+}
+
+// Four slices of the resident positions, one of them empty. The processor's go with formats whose centroids are a GPU's.
+void check_slices(random_problem &p)
+{
+    const reference_shape shape = reference_attention_shape(&p.attention);
+    const int resident = (int)(shape.end - shape.oldest);
+    const bool parts = p.row.exact_first || p.row.exact_last, mixed = !parts && !p.row.list_block && p.row.bits_alone;
+    std::vector<int64_t> cuts = {shape.oldest, 0, 0, 0, shape.end};
+    for (size_t i = 1; i < 4; i++) cuts[i] = shape.oldest + p.below(resident + 1);
+    cuts[2] = cuts[1];
+    std::sort(cuts.begin(), cuts.end());
+    if (mixed) p.tolerance += attend_tolerance(&p.row);
+    attend_check(&p, in_slices(p, cuts, (size_t)p.below(4), mixed, p.split).data(), "slices");
+    if (!parts) check_beyond(p, cuts[1], cuts[3]);
+}
+
+// The same rows in pools, by tables with bad entries where nothing is seen. One page may be two of a table.
+void check_pages(random_problem &p)
+{
+    const int sizes[] = {64, 16, 128, 1, 48, 7, 32, 64}, size = sizes[p.below(8)], capacity = p.row.key_capacity;
+    const tqkv_attention whole = p.attention;
+    const bool one_table = p.row.shared || p.below(2);
+    const tqkv_store &value_shape = *whole.values;
+    pool keys(p.keys, size, capacity, &p.random);
+    const pool *same = one_table ? &keys : nullptr;
+    pool values(value_shape, one_table || p.below(2) ? size : 192, one_table ? capacity : (int)whole.end, &p.random,
+                same),
+        tail(whole.tail ? p.tail : p.keys, size, capacity, &p.random, &keys);
+    tqkv_attention paged = whole;
+    paged.keys = &keys.store;
+    paged.values = p.row.shared ? &keys.store : &values.store;
+    if (whole.tail) paged.tail = &tail.store;
+    if (!one_table && !p.row.window && !p.row.kv_len && !p.row.list_block && !p.row.exact_first && !p.row.exact_last &&
+        whole.end >= 3 * size) {
+        for (int i = 0; i < size; i++) copy_position(p.keys, 2 * size + i, p.keys, i);
+        for (int i = 0; i < size && whole.tail; i++) copy_position(p.tail, 2 * size + i, p.tail, i);
+        keys.table[0] = keys.table[2];
+        reference_attend_as(REFERENCE_FLOATS, &whole, p.q, p.expected);
+    }
+    keys.copy_seen(paged, p.keys, &p.random);
+    if (!p.row.shared) values.copy_seen(paged, p.values, &p.random);
+    if (whole.tail) tail.copy_seen(paged, p.tail, &p.random);
+    for (bool known : {true, false}) {
+        const gpu_split split = known ? p.planned : gpu_split{0, 0, 5, p.split.share, p.split.kernel};
+        gpu_known_tables = known;
+        const std::vector<float> got = p.run(paged, split);
+        check_bits(p.run(whole, split), got, "not the bits of a linear store");
+        attend_check(&p, got.data(), "pages");
+    }
+    gpu_known_tables = true;
+}
+
+// Queries and outputs of other types, and with gaps: the rounded floats, bit for bit, and nothing between them.
+void check_strides(random_problem &p)
+{
+    const tqkv_type types[] = {TQKV_TYPE_F32, TQKV_TYPE_F16, TQKV_TYPE_BF16};
+    const int n_heads = p.attention.n_heads;
+    typed_rows q(types[p.below(3)], p.row.n_queries, n_heads, (int)p.head_dim, p.below(READ_LAYOUTS)),
+        to(types[p.below(3)], p.row.n_queries, n_heads, (int)p.value_dim, p.below(LAYOUTS));
+    q.fill(5, DATA_GAUSSIAN, p.row.query_size);
+    const std::vector<char> packed_q = q.packed();
+    std::vector<char> packed = to.packed();
+    tqkv_attention calls[2] = {p.attention, p.attention};
+    calls[0].query_type = q.type;
+    calls[0].output_type = to.type;
+    calls[1] = calls[0];
+    calls[1].query_strides = q.at.strides;
+    calls[1].output_strides = to.at.strides;
+    CHECK_RUN(gpu_attend(&calls[0], packed_q.data(), packed.data(), p.split));
+    CHECK_RUN(gpu_attend(&calls[1], q.first(), to.first(), p.split));
+    CHECK(to.holds(packed), "%s to %s", q.at.name, to.at.name);
+    for (size_t i = 0; i < p.n_rows * p.head_dim; i++) p.q[i] = q.value(packed_q, i);
+    const std::vector<float> floats = p.run(p.attention, p.split);
+    for (size_t i = 0; i < p.n_out && to.type != TQKV_TYPE_F32 && !gpu_schedules[0].flush_subnormals; i++) {
+        uint16_t half;
+        memcpy(&half, &packed[2 * i], 2);
+        CHECK(half == reference_narrow(to.type, floats[i]), "value %zu: %.9g became %04x", i, (double)floats[i], half);
+    }
+}
+
+// Bad entries are left out, and the longest row ends without a -1: the bits of the list without them.
+void check_bad_entries(random_problem &p)
+{
+    tqkv_attention other = p.attention;
+    const int rows = p.row.n_queries * std::max(other.list.heads, 1);
+    std::vector<std::vector<int32_t>> lists((size_t)rows);
+    size_t longest = 1;
+    for (int i = 0; i < rows; i++) {
+        const int32_t *const row = p.attention.list.rows + i * p.attention.list.length;
+        for (const int32_t *at = row; *at != -1; at++) {
+            const int32_t wrong[] = {*at, -2, INT32_MIN, -5};
+            lists[(size_t)i].push_back(*at);
+            if (p.below(2)) lists[(size_t)i].push_back(wrong[p.below(4)]);
+            if (p.below(2) && at > row) lists[(size_t)i].push_back(at[-1]);
+        }
+        lists[(size_t)i].push_back(INT32_MAX - i);
+        longest = std::max(longest, lists[(size_t)i].size());
+    }
+    std::vector<int32_t> all;
+    for (std::vector<int32_t> &row : lists) {
+        if (row.size() < longest) row.push_back(-1);
+        while (row.size() < longest) row.push_back(p.below(100)); // not read
+        all.insert(all.end(), row.begin(), row.end());
+    }
+    other.list.rows = all.data();
+    other.list.length = (int)longest;
+    const std::vector<float> expected = p.run(p.attention, p.planned);
+    gpu_known_tables = false;
+    check_bits(expected, p.run(other, p.planned), "bad entries change bits");
+    gpu_known_tables = true;
+}
+
+// A list of all blocks, and full masks of a tree, give the bits that there are without: whatever masks others have.
+void check_full(random_problem &p)
+{
+    const int blocks[] = {1, 4, 16, 64, 128}, block = blocks[p.below(5)], n = p.row.n_queries;
+    const bool tree = n > 1 && n <= 64 && !p.row.tree && !p.row.non_causal && p.below(2);
+    const size_t length = (size_t)(p.attention.end / block) + 1, each = p.n_out / (size_t)n;
+    std::vector<int32_t> list;
+    std::vector<uint64_t> masks;
+    for (int i = 0; i < n; i++) {
+        for (size_t j = 0; j < length; j++) list.push_back((int32_t)j);
+        masks.push_back(i % 2 ? data_bits(&p.random) : i % 4 ? UINT64_MAX : ((uint64_t)2 << i) - 1);
+    }
+    tqkv_attention other = p.attention;
+    if (tree) {
+        other.tree = masks.data();
+    } else {
+        other.list.rows = list.data();
+        other.list.length = (int)length;
+        other.list.block = block;
+        other.list.newest = p.below(2) ? p.below(40) : 0;
+    }
+    const std::vector<float> expected = p.run(p.attention, p.planned), got = p.run(other, p.planned);
+    for (int i = 0; i < n; i += tree ? 2 : 1)
+        CHECK(!memcmp(&expected[(size_t)i * each], &got[(size_t)i * each], each * sizeof(float)),
+              "query %d has other bits than without the %s", i, tree ? "tree" : "list");
+}
+
+void check_lists(random_problem &p)
+{
+    if (p.row.list_block)
+        check_bad_entries(p);
+    else
+        check_full(p);
+}
+
+void check_nothing_more(random_problem &) {}
+
+void (*const checks[])(random_problem &) = {check_nothing_more, check_company, check_slices,
+                                            check_pages,        check_strides, check_lists};
+enum form { DIVIDED, COMPANY, SLICES, PAGES, STRIDES, LISTS, FORMS };
+
+// Makes a problem one that there is in the form.
+void fit(attend_row &p, form as, int seed)
+{
+    const tqkv_format alike[] = {TQKV_F16, TQKV_I8, TQKV_TQ8};
+    if (as != DIVIDED) p.poison = POISON_NONE;
+    if (as == COMPANY) p.tree = p.non_causal = false;
+    if (as == PAGES) { // whole tiles, so the last one is where it is in a pool
+        p.key_ring = p.value_ring = false;
+        p.key_capacity = p.value_capacity = 512;
+        p.end = 40 + p.end % 200;
+        p.kv_len = p.kv_len > p.end ? 0 : p.kv_len;
+        p.exact_first = p.tail_dim ? 0 : std::min(p.exact_first, 9);
+        p.exact_last = p.tail_dim ? 0 : std::min(p.exact_last, 20);
+        p.codes_of_ends = 0;
+    }
+    if (as == SLICES) p.key_center = std::min(p.key_center, 0.5f); // which maxima of slices have
+    if (as == SLICES && seed % 2) {                                // some of the processor's
+        p.key_format = alike[seed / 2 % 3];
+        p.value_format = p.shared ? p.key_format : alike[seed / 6 % 3];
+        p.keys_unrotated = p.keys_unrotated && p.key_format == TQKV_TQ8;
+        p.values_unrotated = p.values_unrotated && p.value_format == TQKV_TQ8;
+        p.tail_format = TQKV_F16;
+    }
+    if (as == LISTS && seed % 2) p.list_block = p.list_block ? p.list_block : 1 << 2 * (seed % 4), p.list_share = 0.6f;
+    if (as == LISTS && seed % 2 == 0) { // of all blocks: those of slots in the order of positions
+        p.list_block = p.exact_first = p.exact_last = 0;
+        p.key_ring = p.value_ring = false;
+        p.end = 1 + p.end % std::min(p.key_capacity, p.value_capacity);
+        p.kv_len = p.kv_len > p.end ? 0 : p.kv_len;
+    }
+    if (p.list_block && p.end > INT32_MAX) p.end = p.key_capacity + 7000; // of blocks that entries can name
+}
+
+struct seed_row {
+    int seed, head_dim;
+    form as;
+};
+
+void run_random(const void *parameters)
+{
+    const seed_row *seed = (const seed_row *)parameters;
+    const int most = seed->seed % 9 == 8 && seed->head_dim <= 128 ? 900 : 150;
+    attend_row row = random_attend(seed->seed / FORMS + 13 * seed->as, seed->head_dim, most);
+    fit(row, seed->as, seed->seed);
+    random_problem p(row, seed->seed);
+    p.row.bits_alone = seed->as == SLICES && seed->seed % 2; // then formats are alike
+    gpu_split split = p.split;
+    split.kernel = 0;
+    check_divided(p, row, {as_planned, split});
+    checks[seed->as](p);
+}
+
+void add_random(int n)
+{
+    static const char *const names[FORMS] = {"divided", "company", "slices", "pages", "strides", "lists"};
+    const int head_dims[] = {64, 128, 32, 512, 80, 256, 64, 448, 48, 192, 96, 1024};
+    for (int seed = 0; seed < n; seed++) {
+        const seed_row row = {seed, head_dims[seed / FORMS % 12], (form)(seed % FORMS)};
+        test_add(run_random, &row, sizeof row, "attend/%s/d%d/%d", names[row.as], row.head_dim, seed);
+    }
+}
+
+// ---- Batches ----
+
+// A call of a batch, with stores of its own.
+struct item {
     attend_problem problem;
+    std::unique_ptr<pool> keys, values;
+    tqkv_attention call;
+    std::vector<float> expected, got;
+    item(const attend_row &row, int page_size, data_random *random); // 0: no pages
+    ~item() { attend_tear_down(&problem); }
+    item(const item &) = delete;
+};
+
+item::item(const attend_row &row, int page_size, data_random *random)
+{
     attend_set_up_floats(&problem, &row);
-    const size_t n = problem.n_rows * problem.value_dim;
-    const int n_simdgroups = seed % 8 == 7 ? 2 : 4, kernel = seed % 2 ? GPU_MATRICES : GPU_LANES;
-    std::vector<float> by_strands(n, NAN);
-    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, {0, n_simdgroups, 0, GPU_EACH, kernel}));
-    CHECK_RUN(gpu_attend(&problem.attention, problem.q, by_strands.data(), {0, n_simdgroups, 0, GPU_STRANDS, kernel}));
-    CHECK(!memcmp(by_strands.data(), problem.out, n * sizeof(float)), "strands have other bits");
-    attend_tear_down(&problem);
+    call = problem.attention;
+    expected.assign(problem.n_rows * problem.value_dim, NAN);
+    got = expected;
+    if (!page_size) return;
+    keys.reset(new pool(problem.keys, page_size, row.key_capacity, random));
+    values.reset(new pool(problem.values, 128, row.key_capacity, random));
+    call.keys = &keys->store;
+    call.values = &values->store;
+    keys->copy_seen(call, problem.keys, random);
+    values->copy_seen(call, problem.values, random);
 }
+
+// Row of a call of a batch whose calls have lists, halves of the first and last positions, pages, or none of them.
+attend_row row_of_item(attend_row p, int seed, bool paged, data_random *random)
+{
+    random_context(&p, seed % 3 ? 60 : 300, random);
+    p.end = p.end > INT32_MAX ? 500 : p.end;
+    p.value_capacity = p.key_capacity; // as wide as halves
+    if (paged) p.key_ring = p.value_ring = false, p.key_capacity = p.value_capacity = 384, p.end = p.end % 384;
+    if (paged || p.kv_len > p.end || p.kv_len > p.key_capacity) p.kv_len = 0;
+    p.exact_first = seed % 6 < 2 ? p.exact_first : 0;
+    p.exact_last = seed % 6 < 2 ? 1 + data_below(random, 40) : 0;
+    p.codes_of_ends = 0;
+    if (seed % 6 != 1 && seed % 6 != 2) p.list_block = 0;
+    if ((seed % 6 == 1 || seed % 6 == 2) && !p.list_block) p.list_block = 4, p.list_share = 0.5f;
+    p.list_by_head = seed % 4 != 0;
+    p.bits_alone = true;
+    return p;
+}
+
+const int batch_dims[] = {64, 128, 80, 64, 192, 32, 512, 448};
+
+// Each call has the bits that it has alone, also where the outputs of some lie between those of others.
+void run_batch(const void *parameters)
+{
+    const int seed = *(const int *)parameters;
+    data_random random = {(uint64_t)seed + 900};
+    attend_row common = random_kernel(7 * seed, batch_dims[seed % 8], &random);
+    const bool paged = seed % 2 && !common.shared && !common.tail_dim, lanes = seed % 4 > 1;
+    common.key_spread = common.value_spread = common.tail_spread = 0.0f;
+    if (common.key_format == TQKV_F16) common.key_format = TQKV_TQ4;
+    std::vector<std::unique_ptr<item>> items;
+    std::vector<tqkv_attention> calls;
+    std::vector<const void *> q;
+    std::vector<void *> out;
+    for (int i = 0; i < 1 + seed % 5; i++) {
+        const attend_row row = row_of_item(common, seed, paged, &random);
+        items.emplace_back(new item(row, !paged ? 0 : seed % 3 == 1 && i % 2 == 0 ? 16 : 64, &random));
+        item &own = *items.back();
+        if (i == 3) own.call.end = own.call.kv_len = 0; // sees nothing
+        if (i == 3 && paged) own.keys->store.n_pages = 0;
+        CHECK_RUN(gpu_attend(&own.call, own.problem.q, own.expected.data(), {0, 0, 0, 0, lanes ? GPU_LANES : 0}));
+        calls.push_back(own.call);
+        q.push_back(own.problem.q);
+        out.push_back(own.got.data());
+    }
+    CHECK_RUN(gpu_attend_batch(calls, q, out, lanes));
+    for (size_t i = 0; i < items.size(); i++)
+        CHECK(!memcmp(items[i]->expected.data(), items[i]->got.data(), items[i]->got.size() * sizeof(float)),
+              "item %zu of %zu has other bits alone", i, items.size());
+}
+
+// Sequences whose queries and outputs lie head by head: those of one lie between those of the others.
+void run_batch_of_strides(const void *parameters)
+{
+    enum { ITEMS = 3 };
+    const bool by_heads = *(const bool *)parameters;
+    const int n_queries[ITEMS] = {1, 4, 2}, all = 7;
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
+    const int n_heads = row.n_kv_heads * row.group;
+    typed_rows q(TQKV_TYPE_F16, all, n_heads, 64, by_heads ? 4 : 1),
+        to(TQKV_TYPE_BF16, all, n_heads, 64, by_heads ? 2 : 3);
+    q.fill(5, DATA_GAUSSIAN, 1.5f);
+    const std::vector<char> packed_q = q.packed();
+    std::vector<char> expected = to.packed();
+    attend_problem problems[ITEMS];
+    std::vector<tqkv_attention> calls;
+    std::vector<const void *> sources;
+    std::vector<void *> outputs;
+    for (int i = 0, token = 0; i < ITEMS; token += n_queries[i++]) {
+        row.n_queries = n_queries[i];
+        row.end = 40 - 7 * i;
+        row.non_causal = i == 1;
+        row.window = i ? 9 : 0;
+        row.bits_alone = true;
+        attend_set_up_floats(&problems[i], &row);
+        tqkv_attention a = problems[i].attention;
+        a.query_type = TQKV_TYPE_F16;
+        a.output_type = TQKV_TYPE_BF16;
+        const size_t at = (size_t)(token * n_heads * 64) * 2;
+        CHECK_RUN(gpu_attend(&a, &packed_q[at], &expected[at], as_planned));
+        a.query_strides = q.at.strides;
+        a.output_strides = to.at.strides;
+        calls.push_back(a);
+        sources.push_back(q.row(token * n_heads));
+        outputs.push_back(to.row(token * n_heads));
+    }
+    CHECK_RUN(gpu_attend_batch(calls, sources, outputs, false));
+    CHECK(to.holds(expected), "an item has other bits alone");
+    for (attend_problem &p : problems) attend_tear_down(&p);
+}
+
+// ---- Shapes that are not found at random ----
 
 int planned_strands(const tqkv_attention &call)
 {
@@ -643,174 +615,91 @@ void run_strands_of_one(const void *parameters)
     attend_tear_down(&problem);
 }
 
-// One stream of keys and values, with a tail or without.
-shader_attend_row latent_row(tqkv_format keys, tqkv_format tail, int head_dim, int group)
+// 150 stretches in 10 sections: against double precision, and in slices that begin with stretches and then with sections.
+void run_sections(const void *parameters)
 {
-    shader_attend_row row = default_row(keys, keys, head_dim);
-    row.problem.shared = true;
-    row.problem.n_kv_heads = 1;
-    row.problem.group = group;
-    row.problem.tail_dim = tail ? 64 : 0;
-    row.problem.tail_format = tail;
-    return row;
+    const int share = *(const int *)parameters;
+    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 32);
+    row.n_kv_heads = 1;
+    row.n_queries = 2;
+    row.end = row.key_capacity = row.value_capacity = 4800;
+    row.query_size = 10.0f;
+    row.sinks = SINKS_SOME;
+    random_problem p(row, share);
+    check_divided(p, row, {{0, 2, 150, share}});
+    check_bits(in_slices(p, {0, 416, 448, 480, 512, 2560, 4608, 4800}, 0, false, {0, 2, 150, share}),
+               p.run(p.attention, {0, 2, 150, share}), "slices have other bits than the whole call");
 }
 
-// Every format of a part, head_dim, group; the options in turns.
-void add_latent_options(int i, attend_row &p)
+// Slices that begin with a stretch, added in this order, have the bits of the whole call: by both kernels.
+struct slices_row {
+    tqkv_format keys, values;
+    int head_dim, group, n_queries, end, window;
+    float softcap, key_center;
+    gpu_split split;
+    int cuts[5];
+};
+
+void run_bits_of_slices(const void *parameters)
 {
-    p.n_queries = 1 + i % 3;
-    p.window = i % 5 == 2 ? 19 : 0;
-    p.softcap = i % 6 == 3 ? 4.0f : 0.0f;
-    p.sinks = i % 4 == 1 ? SINKS_SOME : SINKS_NONE;
-    p.key_center = i % 3 == 1 ? 2.0f : 0.0f;
-    p.tail_center = p.tail_dim && i % 3 > 0 ? 3.0f : 0.0f;
-    p.key_ring = p.value_ring = i % 7 == 4;
-    p.end = p.key_ring ? 117 : 40;
-    p.tree = p.n_queries > 1 && i % 8 == 7;
-    p.query_basis = i % 4 == 2 ? TQKV_ROTATED : TQKV_ORIGINAL;
-    p.output_basis = i % 5 == 3 ? TQKV_ROTATED : TQKV_ORIGINAL;
-    p.block_scale = p.head_dim == 512 && i % 9 == 5 ? 1.25f : 0.0f;
+    const slices_row *from = (const slices_row *)parameters;
+    attend_row row = attend_default_row(from->keys, from->values, from->head_dim);
+    row.n_kv_heads = 1;
+    row.group = from->group;
+    row.n_queries = from->n_queries;
+    row.end = row.key_capacity = row.value_capacity = from->end;
+    row.window = from->window;
+    row.softcap = from->softcap;
+    row.key_center = from->key_center; // under softcap a part of each score
+    row.sinks = SINKS_SOME;
+    row.query_size = 10.0f; // maxima differ between the slices
+    row.bits_alone = true;
+    random_problem p(row, 0);
+    std::vector<int64_t> cuts(1, 0);
+    for (int at : from->cuts)
+        if (at) cuts.push_back(at);
+    cuts.push_back(from->end);
+    check_bits(in_slices(p, cuts, 0, false, from->split), p.run(p.attention, from->split),
+               "slices have other bits than the whole call");
 }
 
-// Stretches and rings of one shape, and values of their own.
-void add_latent_places()
+void add_bits_of_slices()
 {
-    shader_attend_row row = latent_row(TQKV_TQ4, TQKV_F16, 512, 8);
-    row.problem.end = row.problem.key_capacity = row.problem.value_capacity = 700;
-    for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING}) { // stretches that do not end with a round
-        row.split = {GPU_MOST, 8, 7, share};
-        add(row, ("latent/rounds/share" + std::to_string(share)).c_str());
-    }
-    row.problem.query_size = 40.0f; // scores in the hundreds
-    add(row, "latent/large_scores");
-    row = latent_row(TQKV_I8, TQKV_I8, 448, 8); // a ring whose newest positions are far from the oldest in use
-    row.problem.key_ring = row.problem.value_ring = true;
-    row.problem.key_capacity = row.problem.value_capacity = 2100;
-    row.problem.end = 2100 * 3 + 100;
-    row.problem.kv_len = 330;
-    row.split = {GPU_MOST, 8, 1};
-    add(row, "latent/gap/d448");
-    row.problem.head_dim = 512;
-    add(row, "latent/gap/d512");
-    row = latent_row(TQKV_TQ4, TQKV_F16, 512, 8); // values of their own beside a tail
-    row.problem.shared = false;
-    row.problem.value_format = TQKV_I8;
-    row.problem.value_center = 1.0f;
-    add(row, "latent/own_values");
+    const slices_row rows[] = {{TQKV_I8, TQKV_TQ4, 64, 2, 1, 1690, 0, 0.0f, 0.0f, as_planned, {512, 1024, 1536}},
+                               {TQKV_I8, TQKV_TQ4, 64, 8, 3, 1690, 0, 0.0f, 0.0f, as_planned, {512, 1024, 1536}},
+                               {TQKV_I8, TQKV_TQ4, 64, 8, 1, 1690, 0, 4.0f, 0.5f, as_planned, {1024, 1536}},
+                               {TQKV_I8, TQKV_TQ4, 512, 8, 1, 300, 0, 0.0f, 0.0f, {0, 0, 10}, {192, 224, 256, 288}},
+                               {TQKV_F16, TQKV_TQ3, 32, 2, 1, 4790, 1200, 0.0f, 0.0f, {0, 2, 150}, {3584, 4096, 4608}}};
+    for (const slices_row &row : rows)
+        test_add(run_bits_of_slices, &row, sizeof row, "attend/bits_of_slices/%d", (int)(&row - rows));
 }
 
-void add_latents()
+struct shape_row {
+    attend_row problem;
+    gpu_split split;
+};
+
+void run_shape(const void *parameters)
 {
-    const tqkv_format tails[] = {TQKV_F16, TQKV_I8, TQKV_FORMAT_DEFAULT, TQKV_TQ5};
-    const int groups[] = {8, 2, 16, 64, 8, 4, 16, 128, 1};
-    int i = 0;
-    for (int head_dim : {512, 448})
-        for (tqkv_format keys : test_formats) {
-            shader_attend_row row = latent_row(keys, tails[i % 4], head_dim, groups[i % 9]);
-            add_latent_options(i, row.problem);
-            if (row.problem.group > 16) row.problem.n_queries = 1;
-            row.split = {GPU_MOST, 2, 3, GPU_EACH + i % 3};
-            add(row, ("latent/d" + std::to_string(head_dim) + "/" + tqkv_format_name(keys)).c_str());
-            i++;
-        }
-    for (tqkv_format tail : test_formats) { // the tail's row of a lane differs from that of the keys
-        shader_attend_row row = latent_row(i % 2 ? TQKV_TQ4 : TQKV_I8, tail, i % 3 ? 512 : 448, 8);
-        add_latent_options(i++, row.problem);
-        add(row, (std::string("latent/tail/") + tqkv_format_name(tail)).c_str());
-    }
-    for (attend_poison poison : {POISON_NEWEST, POISON_OLDEST})
-        for (tqkv_format keys : {TQKV_F16, TQKV_TQ4, TQKV_I8}) {
-            shader_attend_row row = latent_row(keys, TQKV_F16, 512, 8);
-            row.problem.n_queries = 3;
-            row.problem.window = poison == POISON_OLDEST ? 20 : 0;
-            row.problem.poison = poison;
-            add(row, (std::string("latent/poison/") + tqkv_format_name(keys) +
-                      (poison == POISON_NEWEST ? "/newest" : "/oldest"))
-                         .c_str());
-        }
-    add_latent_places();
+    const shape_row *row = (const shape_row *)parameters;
+    check_attend(row->problem, {as_planned, row->split});
 }
 
-// Which positions there are, and which of them a call sees.
-void choose_positions(attend_row &p, data_random &random)
+// More columns and rows than a threadgroup takes, and prefill.
+void add_shapes()
 {
-    p.key_ring = data_below(&random, 2) != 0;
-    p.value_ring = p.key_ring;
-    p.key_capacity = 1 + data_below(&random, 150);
-    p.value_capacity = data_below(&random, 3) ? p.key_capacity : 1 + data_below(&random, 150);
-    const int capacity = p.key_capacity < p.value_capacity ? p.key_capacity : p.value_capacity;
-    p.end = p.key_ring ? 1 + data_below(&random, 400) : 1 + data_below(&random, capacity);
-    const int resident = p.end < capacity ? (int)p.end : capacity;
-    p.kv_len = data_below(&random, 2) ? 0 : 1 + data_below(&random, resident);
-    p.window = data_below(&random, 2) ? 0 : 1 + data_below(&random, 100);
-}
-
-// One stream as keys and values, most often with a tail.
-void choose_latent(attend_row &p, data_random &random)
-{
-    p.head_dim = data_below(&random, 3) ? 512 : 448;
-    p.block_scale = 0.0f;
-    p.shared = true;
-    p.value_capacity = p.key_capacity;
-    p.tail_dim = data_below(&random, 3) ? 64 : 0;
-    p.tail_format = test_formats[data_below(&random, TEST_FORMATS)];
-    p.tail_center = data_below(&random, 3) ? 0.0f : 1.0f;
-}
-
-// All parameters at random, from a seed.
-void add_random(int seed, bool latent)
-{
-    data_random random = {(uint64_t)seed + (latent ? 7000 : 0)};
-    const int head_dims[] = {32, 48, 64, 64, 80, 96, 128, 128, 192, 256, 512, 1024};
-    shader_attend_row row =
-        default_row(test_formats[data_below(&random, TEST_FORMATS)], test_formats[data_below(&random, TEST_FORMATS)],
-                    head_dims[data_below(&random, 12)]);
-    attend_row &p = row.problem;
-    p.n_kv_heads = 1 + data_below(&random, 3);
-    p.group = 1 + data_below(&random, 9);
-    p.n_queries = data_below(&random, 2) ? 1 : 1 + data_below(&random, 12);
-    choose_positions(p, random);
-    p.softcap = data_below(&random, 4) ? 0.0f : 3.0f;
-    p.scale = data_below(&random, 3) ? 0.0f : 0.05f;
-    p.block_scale = p.head_dim >= 512 && data_below(&random, 2) ? 1.25f : 0.0f;
-    p.query_size = data_below(&random, 4) ? 1.5f : 10.0f; // the bound holds to that size of scores
-    p.sinks = (attend_sinks)data_below(&random, 4);
-    p.query_basis = data_below(&random, 3) ? TQKV_ORIGINAL : TQKV_ROTATED;
-    p.output_basis = data_below(&random, 3) ? TQKV_ORIGINAL : TQKV_ROTATED;
-    p.key_center = data_below(&random, 4) ? 0.0f : 0.5f;
-    p.value_center = data_below(&random, 4) ? 0.0f : 4.0f;
-    row.split.columns = data_below(&random, 2) ? GPU_MOST : 1 + data_below(&random, TQKV__MAX_COLUMNS(p.head_dim));
-    row.split.n_simdgroups = 1 + data_below(&random, 4);
-    row.split.n_stretches = 1 + data_below(&random, 5);
-    row.split.share = GPU_EACH + data_below(&random, 3);
-    p.tree = p.n_queries > 1 && data_below(&random, 3) == 0;
-    p.non_causal = !p.tree && p.n_queries > 1 && seed % 2;
-    if (latent) {
-        choose_latent(p, random);
-        row.split.columns = GPU_MOST;
-    }
-    p.key_spread = data_below(&random, 3) ? 0.0f : 10.0f;
-    p.value_spread = data_below(&random, 3) ? 0.0f : 10.0f;
-    p.tail_spread = p.tail_dim && !data_below(&random, 2) ? 6.0f : 0.0f;
-    if (!data_below(&random, 3)) { // halves of first and newest positions
-        p.value_capacity = p.key_capacity;
-        p.exact_first = data_below(&random, 1 + (p.key_ring ? p.key_capacity : (int)p.end));
-        p.exact_last = data_below(&random, 90);
-    }
-    add(row, ((latent ? "latent/random/" : "random/") + std::to_string(seed)).c_str());
-}
-
-// The options of the processor's tests that have scales of channels. Only long rows have tails here.
-void add_scales()
-{
-    const int head_dims[] = {64, 128, 80};
-    int i = 0;
-    for (const option &own : options) {
-        if (strncmp(own.name, "scaled", 6) != 0) continue;
-        shader_attend_row row = default_row(TQKV_I8, TQKV_TQ4, head_dims[i++ % 3]);
-        own.apply(&row.problem);
-        if (row.problem.tail_dim || row.problem.block_scale > 0.0f) row.problem.head_dim = 512;
-        add(row, (std::string("option/") + own.name).c_str());
+    const int shapes[][6] = {{8, 1, 8, 4, 2, GPU_SECTIONS},      {4, 9, 3, 4, 40, GPU_EVERYTHING},
+                             {2, 45, 32, 2, 40, GPU_EVERYTHING}, {2, 40, 32, 1, 5, GPU_EACH},
+                             {2, 200, 8, 2, 40, GPU_EVERYTHING}, {1, 600, 32, 4, 3, GPU_EVERYTHING}};
+    for (const int *shape : shapes) {
+        shape_row row = {attend_default_row(TQKV_I8, TQKV_TQ4, 128), {shape[2], shape[3], shape[4], shape[5]}};
+        attend_row &p = row.problem;
+        p.group = shape[0];
+        p.n_queries = shape[1];
+        p.end = p.n_queries > 100 ? p.n_queries + 30 : p.n_queries > 17 ? 44 : 100; // of 45 queries one sees nothing
+        p.key_capacity = p.value_capacity = p.n_queries > 100 ? (int)p.end : 110;
+        p.n_kv_heads = p.n_queries > 500 ? 1 : 2;
+        test_add(run_shape, &row, sizeof row, "attend/shape/group%d_queries%d", p.group, p.n_queries);
     }
 }
 
@@ -818,32 +707,18 @@ void add_scales()
 
 void attend_shader_cases()
 {
-    add_scales();
-    add_pairs();
-    add_head_dims();
-    add_unequal_dims();
-    if (!gpu_schedules[0].flush_subnormals) add_types();
+    add_random(gpu_on_device ? 120 : 504);
     add_shapes();
-    add_sections();
-    add_all_residencies();
-    add_options();
-    add_all_non_causal();
-    add_trees();
-    for (int kernel : {GPU_LANES, GPU_MATRICES})
-        test_add(run_full_tree, &kernel, sizeof kernel, "attend/tree/full/%d", kernel);
-    add_centers();
-    add_poisons();
-    add_planned();
-    for (int seed = 0; seed < 40; seed++) test_add(run_company, &seed, sizeof seed, "attend/company/%d", seed);
-    for (int seed = 0; seed < 40; seed++) test_add(run_strands, &seed, sizeof seed, "attend/strands/%d", seed);
-    for (int seed = 0; seed < 4; seed++)
-        test_add(run_strands_of_one, &seed, sizeof seed, "attend/strands/alone/%d", seed);
+    add_bits_of_slices();
+    for (int seed = 0; seed < 4; seed++) test_add(run_strands_of_one, &seed, sizeof seed, "attend/strands/%d", seed);
+    for (int seed = 0; seed < 48; seed++)
+        test_add(run_batch, &seed, sizeof seed, "batch/d%d/%d", batch_dims[seed % 8], seed);
+    for (bool by_heads : {false, true})
+        test_add(run_batch_of_strides, &by_heads, sizeof by_heads, "batch/strides/%s", by_heads ? "heads" : "tokens");
     const bool sanitized = gpu_schedules.size() == 1 && !gpu_on_device; // too slow for a million positions
     for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING}) {
         const int positions = sanitized ? 1 << 13 : share == GPU_EVERYTHING || gpu_on_device ? 1 << 20 : 1 << 18;
+        test_add(run_sections, &share, sizeof share, "attend/sections/share%d", share);
         add_length({TQKV_I8, TQKV_F16, 32, 1, 1, 1, positions, share});
     }
-    for (int seed = 0; seed < 150; seed++) add_random(seed, false);
-    add_latents();
-    for (int seed = 0; seed < 25; seed++) add_random(seed, true);
 }

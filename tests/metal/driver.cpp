@@ -41,10 +41,6 @@ int main(int argc, char **argv)
     bool list = argc > 1 && !strcmp(argv[1], "--list");
     codec_shader_cases();
     attend_shader_cases();
-    page_shader_cases();
-    stride_shader_cases();
-    slice_shader_cases();
-    list_shader_cases();
     index_shader_cases();
     learn_shader_cases();
     defect_shader_cases();

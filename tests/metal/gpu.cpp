@@ -291,20 +291,6 @@ std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, cons
     return gpu_run(plan);
 }
 
-std::string gpu_encode_slots(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v,
-                             int n_tokens, const int32_t *slots, uint32_t *not_finite)
-{
-    tqkv_store pools[2] = {*keys, values ? *values : *keys};
-    for (tqkv_store &pool : pools) {
-        pool.ring = false;
-        pool.pages = slots;
-        pool.n_pages = n_tokens;
-        pool.page_size = 1;
-    }
-    return values ? gpu_encode_kv(&pools[0], &pools[1], k, v, n_tokens, 0, not_finite)
-                  : gpu_encode(&pools[0], k, n_tokens, 0, not_finite);
-}
-
 std::string gpu_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled, uint32_t *not_finite)
 {
     tqkv_metal_plan plan;

@@ -99,9 +99,6 @@ void gpu_set_scratch(tqkv_metal_dispatch d[2], float *sums, float *state); // bi
 std::string gpu_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position, uint32_t *not_finite);
 std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v, int n_tokens,
                           int64_t position, uint32_t *not_finite);
-// By slots; values may be NULL: then only keys are encoded.
-std::string gpu_encode_slots(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v,
-                             int n_tokens, const int32_t *slots, uint32_t *not_finite);
 std::string gpu_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled, uint32_t *not_finite);
 std::string gpu_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, void *dst);
 std::string gpu_rotate(float *rows, int n_rows, int head_dim, bool unrotate);

@@ -6,7 +6,7 @@ SHADER_SOURCES := $(SHADER_KERNELS) $(sort $(wildcard shaders/*.h))
 SHADER_NAMES := $(SHADER_KERNELS:shaders/%.metal=%)
 # What they include of src/.
 SHADER_SHARED := src/api/types.h src/base/tables.h src/gpu/sizes.h
-SHADER_TESTS := gpu driver codec_cases attend_cases page_cases stride_cases slice_cases list_cases index_cases learn_cases defect_cases machine_cases
+SHADER_TESTS := gpu driver codec_cases attend_cases index_cases learn_cases defect_cases machine_cases
 SHADER_TEST_HEADERS := $(TQKV_FILES) $(wildcard tests/*.h tests/metal/*.h)
 
 DEB_TEST += clang python3
@@ -102,7 +102,7 @@ test-shaders-flush: $(METAL_BUILD)/plain/driver
 ifneq ($(QEMU),)
 # The stack switch of the machine on 64-bit ARM, and the sums of the shaders there.
 $(eval $(call shader_variant,aarch64,aarch64-linux-gnu-g++,-O1 -static -isystem $(CROSS_INCLUDE),,$(QEMU),--one-schedule \
-	machine tables attend/pair golden/tq5/64,$(METAL_BUILD)/aarch64/test_tables.o))
+	machine tables attend/divided/d64 golden/tq5/64,$(METAL_BUILD)/aarch64/test_tables.o))
 $(METAL_BUILD)/aarch64/codec_cases.o $(METAL_BUILD)/aarch64/test_tables.o: $(CROSS_INCLUDE)/xxhash.h
 SHADER_CROSS := test-shaders-aarch64
 DEB_TEST += g++-aarch64-linux-gnu
@@ -146,19 +146,14 @@ else
 endif
 
 # Every case in one order of the simdgroups, and in all orders those whose simdgroups share memory in every way there is.
-# Left to `make test-shaders`: the largest shapes in all orders, more pairs of long rows, whose formats the pairs of short ones have,
-# and more random cases.
-SCHEDULED_CASES := attend/shape attend/option attend/tree attend/poison batch/ pages/slots rotate/
+# Left to `make test-shaders`: the largest shapes in all orders.
+SCHEDULED_CASES := attend/shape attend/divided batch/ encode/tq4 rotate/
 LARGE_SHAPES := attend/shape/group1_queries600 attend/shape/group2_queries200
-MORE_PAIRS := $(patsubst %,-_%/d512,f16 tq2 tq3 tq5 tq6 tq8 tq5_bytes tq6_bytes)
-MORE_RANDOM := -random/1 -random/2 -random/3 -random/8
-# Latent rows in formats whose loops are those of others.
-MORE_LATENT := $(foreach place,d448 d512 tail,$(patsubst %,-latent/$(place)/%,tq2 tq3 tq5 tq6 tq8))
 
 .PHONY: test-shaders-once test-shaders-quick test-shaders
 test-shaders-once: $(METAL_BUILD)/plain/driver $(METAL_BUILD)/plain/metal_plan
 	@echo "== shaders on the CPU"
-	@$< --one-schedule $(SCHEDULED_CASES:%=-%) $(MORE_PAIRS) $(MORE_RANDOM) $(MORE_LATENT)
+	@$< --one-schedule $(SCHEDULED_CASES:%=-%)
 	@$< $(SCHEDULED_CASES) $(LARGE_SHAPES:%=-%)
 	@$< --one-schedule $(LARGE_SHAPES)
 	@$(METAL_BUILD)/plain/metal_plan >/dev/null && echo "1 passed, 0 failed"

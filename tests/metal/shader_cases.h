@@ -7,10 +7,6 @@
 
 void codec_shader_cases();
 void attend_shader_cases();
-void page_shader_cases();
-void stride_shader_cases();
-void slice_shader_cases();
-void list_shader_cases();
 void index_shader_cases();
 void learn_shader_cases();
 void defect_shader_cases();

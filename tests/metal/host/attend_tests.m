@@ -1,14 +1,14 @@
 /* tqkv_metal_attend against the double-precision reference on the same codes, in a concurrent encoder. */
 #include "host.h"
-#include "tests/attend_fixture.h"
+#include "tests/metal/random_attend.h"
 
 static const tqkv_metal_buffer none = {nil, 0};
 
 typedef struct attend_buffers {
-    tqkv_metal_store keys, values, ends[4];
+    tqkv_metal_store stores[7]; /* keys, values, tail, first keys and values, last keys and values */
     tqkv_metal_attention attention;
     tqkv_metal_buffer q, out, scratch;
-    size_t size, scratch_size; /* of q and out */
+    size_t q_size, size, scratch_size; /* size: of out */
 } attend_buffers;
 
 static size_t scratch_for(const tqkv_metal_attention *a)
@@ -18,26 +18,40 @@ static size_t scratch_for(const tqkv_metal_attention *a)
     return bytes;
 }
 
+/* Halves have the centre and the scales of the codes. */
+static void open_stores(attend_buffers *b, const attend_problem *p)
+{
+    const tqkv_store *const from[] = {&p->keys,       &p->values,     &p->tail,      &p->ends[0][0],
+                                      &p->ends[0][1], &p->ends[1][0], &p->ends[1][1]};
+    tqkv_metal_attention *a = &b->attention;
+    const tqkv_metal_store **const to[] = {&a->keys,         &a->values,    &a->tail,       &a->first.keys,
+                                           &a->first.values, &a->last.keys, &a->last.values};
+    for (int i = 0; i < 7; i++) {
+        tqkv_store s = *from[i];
+        if (!s.codes) continue;
+        if (i > 2) s.center = s.channel_scale = NULL;
+        b->stores[i] = host_store(&s);
+        if (i > 2) b->stores[i].center = b->stores[1 - i % 2].center;
+        if (i > 2) b->stores[i].channel_scale = b->stores[1 - i % 2].channel_scale;
+        *to[i] = &b->stores[i];
+    }
+    if (!p->values.codes) a->values = a->keys;
+}
+
 static void open_buffers(attend_buffers *b, const attend_problem *p)
 {
     const tqkv_attention *from = &p->attention;
-    memset(b, 0, sizeof *b);
-    b->keys = host_store(&p->keys);
-    b->values = host_store(&p->values);
     tqkv_metal_attention *a = &b->attention;
-    a->keys = &b->keys;
-    a->values = &b->values;
+    memset(b, 0, sizeof *b);
     a->attention = *from;
-    const tqkv_metal_store **const to[] = {&a->first.keys, &a->first.values, &a->last.keys, &a->last.values};
-    for (int i = 0; i < 4; i++) {
-        if (!p->ends[i / 2][i % 2].codes) continue;
-        b->ends[i] = host_store(&p->ends[i / 2][i % 2]);
-        *to[i] = &b->ends[i];
-    }
+    open_stores(b, p);
     if (p->sinks) a->sinks = host_buffer(p->sinks, (size_t)from->n_heads * sizeof(float));
     if (p->tree) a->tree = host_buffer(p->tree, (size_t)from->n_queries * sizeof(uint64_t));
-    b->size = p->n_rows * p->head_dim * sizeof(float);
-    b->q = host_buffer(p->q, b->size);
+    const size_t entries = (size_t)(from->n_queries * (from->list.heads ? from->list.heads : 1) * from->list.length);
+    if (p->list) a->list = host_buffer(p->list, entries * sizeof(int32_t));
+    b->q_size = p->n_rows * p->head_dim * sizeof(float);
+    b->size = p->n_rows * p->value_dim * sizeof(float);
+    b->q = host_buffer(p->q, b->q_size);
     b->out = host_buffer(p->out, b->size);
     b->scratch_size = scratch_for(a);
     b->scratch = host_zeros(b->scratch_size);
@@ -46,35 +60,25 @@ static void open_buffers(attend_buffers *b, const attend_problem *p)
 
 static void close_buffers(attend_buffers *b)
 {
-    host_store_release(&b->keys);
-    host_store_release(&b->values);
-    for (int i = 0; i < 4; i++)
-        if (b->ends[i].codes.buffer) host_store_release(&b->ends[i]);
-    host_release(b->q);
-    host_release(b->out);
-    host_release(b->scratch);
-    if (b->attention.sinks.buffer) host_release(b->attention.sinks);
-    if (b->attention.tree.buffer) host_release(b->attention.tree);
+    for (int i = 0; i < 7; i++) {
+        if (i > 2) b->stores[i].center = b->stores[i].channel_scale = none;
+        host_store_release(&b->stores[i]);
+    }
+    const tqkv_metal_buffer all[] = {
+        b->q, b->out, b->scratch, b->attention.sinks, b->attention.tree, b->attention.list};
+    for (int i = 0; i < 6; i++)
+        if (all[i].buffer) host_release(all[i]);
 }
 
 static tqkv_result attend(const attend_buffers *b)
 {
     host_work work = host_begin(true);
+    (void)HOST_PREPARE(test_host.metal, attend, &b->attention, none, none, none);
+    host_count_calls();
     tqkv_result r = HOST(test_host.metal, work.encoder, attend, &b->attention, b->q, b->scratch, b->out);
+    host_check_no_calls();
     host_end(&work);
     return r;
-}
-
-static void run_attend(const void *parameters)
-{
-    attend_problem problem;
-    attend_buffers buffers;
-    attend_set_up_floats(&problem, parameters);
-    open_buffers(&buffers, &problem);
-    CHECK_RESULT(attend(&buffers), TQKV_OK);
-    attend_check(&problem, host_contents(buffers.out), "attend");
-    close_buffers(&buffers);
-    attend_tear_down(&problem);
 }
 
 /* Buffers of a slice. */
@@ -106,6 +110,12 @@ static tqkv_result attend_in_slices(const attend_buffers *b, const attend_proble
     int64_t first = shape.oldest;
     host_work work = host_begin(false);
     tqkv_result r = TQKV_OK;
+    for (int i = 0; i < 3; first += counts[i++])
+        CHECK_RESULT(HOST_PREPARE(m, attend_partial, a, none, first, counts[i], none, none, none, none), TQKV_OK);
+    CHECK_RESULT(HOST_PREPARE(m, attend_merge, a, none, none, none, a, none, none, none), TQKV_OK);
+    CHECK_RESULT(HOST_PREPARE(m, attend_finish, a, none, none, none, none), TQKV_OK);
+    first = shape.oldest;
+    host_count_calls();
     for (int i = 0; i < 3 && r == TQKV_OK; i++) {
         slice_buffers *s = &slices[i > 0];
         r = HOST(m, work.encoder, attend_partial, a, b->q, first, counts[i], b->scratch, s->out, s->max, s->sum);
@@ -115,36 +125,35 @@ static tqkv_result attend_in_slices(const attend_buffers *b, const attend_proble
                      s->sum);
     }
     if (r == TQKV_OK) r = HOST(m, work.encoder, attend_finish, a, slices->out, slices->max, slices->sum, b->out);
+    host_check_no_calls();
     host_end(&work);
     return r;
 }
 
-static void run_slices(const void *parameters)
+/* An attention at random: in a concurrent encoder, and of some seeds in slices. */
+static void run_random(const void *parameters)
 {
+    static const int head_dims[] = {64, 32, 128, 512, 80, 448, 192, 64, 48, 256, 96, 1024};
+    const int seed = *(const int *)parameters;
+    attend_row row = random_attend(seed, head_dims[seed % 12], seed % 16 == 11 ? 1500 : 60);
+    if (row.key_center > 1.0f) row.key_center = 0.5f; /* which maxima of slices have */
+    if (row.n_queries > 12) row.n_queries = 12;
+    if (row.list_block && row.end > 10000) row.end = 10000;
+    row.poison = POISON_NONE;
     attend_problem problem;
     attend_buffers b;
-    attend_set_up_floats(&problem, parameters);
+    attend_set_up_floats(&problem, &row);
     open_buffers(&b, &problem);
-    slice_buffers slices[2] = {open_slice(&problem), open_slice(&problem)};
-    CHECK_RESULT(attend_in_slices(&b, &problem, slices), TQKV_OK);
-    attend_check(&problem, host_contents(b.out), "slices");
-    for (int i = 0; i < 2; i++) close_slice(&slices[i]);
+    CHECK_RESULT(attend(&b), TQKV_OK);
+    attend_check(&problem, host_contents(b.out), "attend");
+    if (seed % 3 == 0) {
+        slice_buffers slices[2] = {open_slice(&problem), open_slice(&problem)};
+        CHECK_RESULT(attend_in_slices(&b, &problem, slices), TQKV_OK);
+        attend_check(&problem, host_contents(b.out), "slices");
+        for (int i = 0; i < 2; i++) close_slice(&slices[i]);
+    }
     close_buffers(&b);
     attend_tear_down(&problem);
-}
-
-static void add_slices(void)
-{
-    for (int i = 0; i < 6; i++) {
-        attend_row row =
-            attend_default_row(i % 2 ? TQKV_I8 : TQKV_F16, i % 3 ? TQKV_TQ4 : TQKV_F16, i % 3 == 2 ? 48 : 64);
-        row.key_ring = row.value_ring = i % 2 != 0;
-        row.end = i % 2 ? 1000 : 45;
-        row.group = i == 5 ? 4 : 2;
-        row.n_queries = 1 + i;
-        row.sinks = i > 2 ? SINKS_SOME : SINKS_NONE;
-        test_add(run_slices, &row, sizeof row, "attend/slices/%d", i);
-    }
 }
 
 /* What the calls over slices refuse, and in which words. */
@@ -305,131 +314,11 @@ static void add_kernels_wanted(void)
 }
 #endif
 
-static void add(attend_row row, const char *what) { test_add(run_attend, &row, sizeof row, "attend/%s", what); }
-
-static void add_named(attend_row row, const char *what, int number)
-{
-    test_add(run_attend, &row, sizeof row, "attend/%s/%d", what, number);
-}
-
-static void add_shapes(void)
-{
-    const int groups[] = {1, 3, 8, 9, 16}, queries[] = {1, 2, 5, 17};
-    for (int g = 0; g < 5; g++)
-        for (int q = 0; q < 4; q++) {
-            attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
-            row.group = groups[g];
-            row.n_queries = queries[q];
-            test_add(run_attend, &row, sizeof row, "attend/group%d/queries%d", groups[g], queries[q]);
-        }
-}
-
-static void add_residencies(void)
-{
-    /* capacity, end, kv_len, window, ring */
-    const int rows[][5] = {{48, 0, 0, 0, 0},     {48, 1, 0, 0, 0},    {7, 5, 0, 0, 0},
-                           {7, 23, 0, 0, 1},     {50, 1050, 0, 0, 1}, {50, 1037, 21, 0, 1},
-                           {96, 1010, 0, 40, 1}, {100, 90, 33, 0, 0}, {100, 90, 0, 1, 0}};
-    for (int i = 0; i < 9; i++) {
-        attend_row row = attend_default_row(TQKV_TQ4, TQKV_F16, 64);
-        row.key_capacity = row.value_capacity = rows[i][0];
-        row.end = rows[i][1];
-        row.kv_len = rows[i][2];
-        row.window = rows[i][3];
-        row.key_ring = row.value_ring = rows[i][4] != 0;
-        row.n_queries = 1 + i % 3;
-        add_named(row, "resident", i);
-    }
-    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ5, 64);
-    row.key_ring = row.value_ring = true;
-    row.key_capacity = 70;
-    row.value_capacity = 45;
-    row.end = 1000;
-    add(row, "resident/different_capacities");
-}
-
-static void add_long(void)
-{
-    /* end, n_kv_heads, window: whole and split contexts */
-    const int rows[][3] = {{600, 1, 0}, {1500, 1, 0}, {2100, 2, 0}, {2100, 1, 700}, {4200, 1, 0}};
-    for (int i = 0; i < 5; i++) {
-        attend_row row = attend_default_row(i % 2 ? TQKV_I8 : TQKV_TQ6, i % 2 ? TQKV_TQ4 : TQKV_TQ8, 32);
-        row.end = rows[i][0];
-        row.key_capacity = row.value_capacity = rows[i][0] + 5;
-        row.n_kv_heads = rows[i][1];
-        row.window = rows[i][2];
-        row.sinks = SINKS_SOME;
-        add_named(row, "long", rows[i][0] + rows[i][2]);
-    }
-}
-
-static void add_options(void)
-{
-    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
-    row.softcap = 5.0f;
-    row.query_size = 20.0f;
-    add(row, "softcap");
-    row = attend_default_row(TQKV_TQ8, TQKV_TQ8, 64);
-    row.scale = 0.3f;
-    add(row, "scale");
-    for (int sinks = SINKS_SOME; sinks <= SINKS_MINUS_INFINITY; sinks++) {
-        row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
-        row.sinks = (attend_sinks)sinks;
-        row.n_queries = 45; /* some see no position */
-        add_named(row, "sinks", sinks);
-    }
-    for (int bases = 1; bases < 4; bases++) {
-        row = attend_default_row(TQKV_TQ4, TQKV_TQ5, 128);
-        row.query_basis = bases & 1 ? TQKV_ROTATED : TQKV_ORIGINAL;
-        row.output_basis = bases & 2 ? TQKV_ROTATED : TQKV_ORIGINAL;
-        add_named(row, "bases", bases);
-    }
-    row = attend_default_row(TQKV_F16, TQKV_TQ8, 128);
-    row.values_unrotated = true;
-    add(row, "hybrid");
-    row = attend_default_row(TQKV_TQ6, TQKV_TQ8, 512);
-    row.block_scale = 1.25f;
-    add(row, "block_scale");
-}
-
-/* Positions that are kept as halves: up to four dispatches. */
-static void add_ends(void)
-{
-    for (int i = 0; i < 6; i++) {
-        attend_row row = attend_default_row(i % 2 ? TQKV_I8 : TQKV_TQ4, i % 3 ? TQKV_TQ4 : TQKV_F16, 64);
-        row.key_ring = row.value_ring = i % 2 != 0;
-        row.end = i % 2 ? 1000 : 45;
-        row.group = i > 3 ? 4 : 2;
-        row.n_queries = 1 + i;
-        row.exact_first = i % 3 == 1 ? 0 : 5;
-        row.exact_last = i == 2 ? 0 : 20;
-        row.codes_of_ends = i == 5;
-        row.sinks = i > 2 ? SINKS_SOME : SINKS_NONE;
-        add_named(row, "ends", i);
-    }
-}
-
 void attend_host_cases(void)
 {
-    for (int k = 0; k < TEST_FORMATS; k++)
-        for (int v = 0; v < TEST_FORMATS; v++) {
-            attend_row row = attend_default_row(test_formats[k], test_formats[v], 64);
-            test_add(run_attend, &row, sizeof row, "attend/pair/%s_%s", tqkv_format_name(test_formats[k]),
-                     tqkv_format_name(test_formats[v]));
-        }
-    for (int d = 0; d < TQKV__KERNEL_DIMS; d++) {
-        attend_row row = attend_default_row(test_formats[d % TEST_FORMATS], TQKV_TQ4, TQKV__KERNEL_DIM(d));
-        row.n_queries = 3;
-        add_named(row, "head_dim", row.head_dim);
-    }
-    add_shapes();
-    add_residencies();
-    add_long();
-    add_options();
+    for (int seed = 0; seed < 120; seed++) test_add(run_random, &seed, sizeof seed, "attend/random/%d", seed);
     test_add(run_scratch_grows, NULL, 0, "attend/scratch");
     test_add(run_refusals, NULL, 0, "refusals/attend");
-    add_ends();
-    add_slices();
     test_add(run_slice_refusals, NULL, 0, "refusals/slices");
 #ifdef STANDIN
     add_kernels_wanted();

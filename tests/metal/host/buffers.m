@@ -2,6 +2,9 @@
 #include "host.h"
 #include <math.h>
 #include "tests/data.h"
+#ifdef STANDIN
+#include "tests/metal/standin/standin.h"
+#endif
 
 host test_host;
 
@@ -80,6 +83,9 @@ tqkv_metal_store host_store(const tqkv_store *s)
     store.codes = host_buffer(s->codes, s->codes_size);
     if (s->norms_size) store.norms = host_buffer(s->norms, s->norms_size);
     if (s->pages) store.pages = host_buffer(s->pages, (size_t)s->n_pages * sizeof(int32_t));
+    const size_t channels = (size_t)(s->n_kv_heads * s->head_dim) * sizeof(float);
+    if (s->center) store.center = host_buffer(s->center, channels);
+    if (s->channel_scale) store.channel_scale = host_buffer(s->channel_scale, channels);
     return store;
 }
 
@@ -91,9 +97,9 @@ void host_store_read(const tqkv_metal_store *from, tqkv_store *s)
 
 void host_store_release(tqkv_metal_store *s)
 {
-    host_release(s->codes);
-    if (s->norms.buffer) host_release(s->norms);
-    if (s->pages.buffer) host_release(s->pages);
+    const tqkv_metal_buffer all[] = {s->codes, s->norms, s->pages, s->center, s->channel_scale};
+    for (int i = 0; i < 5; i++)
+        if (all[i].buffer) host_release(all[i]);
 }
 
 host_work host_begin(bool concurrent)
@@ -123,6 +129,14 @@ tqkv_metal_plan *host_plan(void)
     static _Thread_local tqkv_metal_plan plan;
     return &plan;
 }
+
+#ifdef STANDIN
+void host_count_calls(void) { standin_fail_at(0); }
+void host_check_no_calls(void) { CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls()); }
+#else
+void host_count_calls(void) {}
+void host_check_no_calls(void) {}
+#endif
 
 tqkv_result host_attend_some(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv_cache *c,
                              const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,

@@ -1,4 +1,4 @@
-/* encode, encode_kv, probe, decode, rotate: the same bytes as C writes, through the Metal API. */
+/* encode, probe, decode, rotate, calibrate: the same bytes as C writes, through the Metal API. */
 #include "host.h"
 #include "tests/data.h"
 #include "tests/reference.h"
@@ -8,29 +8,9 @@ enum { HEADS = 3 };
 
 static const tqkv_metal_buffer none = {nil, 0};
 
-typedef struct codec_case {
-    tqkv_format format;
-    int head_dim, capacity;
-    bool ring, unrotated;
-    int n_tokens;
-    int64_t position;
-    float block_scale;
-    tqkv_format value_format; /* encode_kv */
-    tqkv_type type;
-} codec_case;
-
 static bool same_bytes(const tqkv_store *a, const tqkv_store *b)
 {
     return !memcmp(a->codes, b->codes, a->codes_size) && (!a->norms_size || !memcmp(a->norms, b->norms, a->norms_size));
-}
-
-static tqkv_store make_store(const codec_case *c)
-{
-    tqkv_store s = test_store(c->format, c->head_dim, HEADS, c->capacity, c->ring);
-    s.rotation = c->unrotated ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
-    s.block_scale = c->block_scale;
-    s.type = c->type;
-    return s;
 }
 
 static size_t size_of(tqkv_type type) { return type == TQKV_TYPE_F32 ? sizeof(float) : sizeof(uint16_t); }
@@ -42,148 +22,127 @@ static void to_type(tqkv_type type, float *floats, size_t n)
     for (size_t i = 0; type != TQKV_TYPE_F32 && i < n; i++) halves[i] = reference_narrow(type, floats[i]);
 }
 
-static size_t source_count(const codec_case *c) { return (size_t)c->n_tokens * HEADS * (size_t)c->head_dim; }
+/* Keys or values: the store that C fills and that of the GPU, and rows. */
+typedef struct codec_stream {
+    tqkv_store expected, got;
+    tqkv_metal_store gpu;
+    float *rows, *center, *scale;
+    tqkv_metal_buffer src;
+} codec_stream;
 
-static void check_decode(const codec_case *c, const tqkv_store *expected, const tqkv_metal_store *gpu)
+static codec_stream open_stream(tqkv_format format, int head_dim, int n, bool ring, data_random *random)
 {
-    const int n = c->n_tokens < c->capacity ? c->n_tokens : c->capacity;
-    const size_t size = (size_t)n * HEADS * (size_t)c->head_dim * size_of(c->type);
-    float *values = test_alloc(size + 1);
+    const tqkv_type types[] = {TQKV_TYPE_F32, TQKV_TYPE_F32, TQKV_TYPE_F16, TQKV_TYPE_BF16};
+    const size_t count = (size_t)(n * HEADS * head_dim);
+    codec_stream s = {.rows = host_floats(5, count), .center = host_floats(8, (size_t)(HEADS * head_dim))};
+    const int capacity = ring ? 1 + data_below(random, 9) : n + 3 + data_below(random, 5);
+    s.expected = test_store(format, head_dim, HEADS, capacity, ring);
+    s.expected.rotation =
+        reference_can_be_unrotated(format) && data_below(random, 3) == 0 ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
+    s.expected.block_scale = head_dim >= 512 && data_below(random, 2) ? 1.25f : 0.0f;
+    s.expected.type = types[data_below(random, 4)];
+    if (data_below(random, 2)) s.expected.center = s.center;
+    if (data_below(random, 3) == 0) s.expected.channel_scale = s.scale = test_scales(9, HEADS, head_dim, 6.0);
+    to_type(s.expected.type, s.rows, count);
+    s.got = test_store(format, head_dim, HEADS, capacity, ring);
+    tqkv_store shape = s.expected;
+    shape.codes = s.got.codes;
+    shape.norms = s.got.norms;
+    s.gpu = host_store(&shape);
+    s.src = host_buffer(s.rows, count * size_of(s.expected.type));
+    return s;
+}
+
+static void close_stream(codec_stream *s)
+{
+    host_store_release(&s->gpu);
+    host_release(s->src);
+    test_store_free(&s->expected);
+    test_store_free(&s->got);
+    free(s->rows);
+    free(s->center);
+    free(s->scale);
+}
+
+static void check_decode(const codec_stream *s, int64_t first, int n)
+{
+    const tqkv_type type = s->expected.type;
+    const size_t count = (size_t)(n * HEADS * s->expected.head_dim), size = count * size_of(type);
+    float *values = test_alloc(count * sizeof *values);
     for (int basis = TQKV_ORIGINAL; basis <= TQKV_ROTATED; basis++) {
-        const int64_t first = c->position + c->n_tokens - n;
         tqkv_metal_buffer dst = host_buffer(values, size);
         host_work work = host_begin(false);
-        CHECK_RESULT(HOST(test_host.metal, work.encoder, decode, gpu, first, n, (tqkv_basis)basis, dst), TQKV_OK);
+        CHECK_RESULT(HOST(test_host.metal, work.encoder, decode, &s->gpu, first, n, (tqkv_basis)basis, dst), TQKV_OK);
         host_end(&work);
-        CHECK_RESULT(tqkv_decode(expected, first, n, (tqkv_basis)basis, values), TQKV_OK);
+        CHECK_RESULT(tqkv_decode(&s->expected, first, n, (tqkv_basis)basis, values), TQKV_OK);
         const float *got = host_contents(dst);
-        int wrong = c->type != TQKV_TYPE_F32 && memcmp(got, values, size);
-        for (size_t i = 0; c->type == TQKV_TYPE_F32 && i < size / sizeof(float); i++) wrong += !(got[i] == values[i]);
+        int wrong = type != TQKV_TYPE_F32 && memcmp(got, values, size);
+        for (size_t i = 0; type == TQKV_TYPE_F32 && i < count; i++) wrong += !(got[i] == values[i]);
         CHECK(wrong == 0, "basis %d: %d values decoded otherwise", basis, wrong);
         host_release(dst);
     }
     free(values);
 }
 
-static void run_codec(const void *parameters)
+/* A probe without the store's memory. */
+static void check_probe(const codec_stream *s, int n)
 {
-    const codec_case *c = parameters;
-    tqkv_store expected = make_store(c), got = make_store(c);
-    float *source = host_floats(5, source_count(c));
-    to_type(c->type, source, source_count(c));
-    tqkv_metal_store gpu = host_store(&got);
-    tqkv_metal_buffer src = host_buffer(source, source_count(c) * size_of(c->type)), flag = host_zeros(4);
-    CHECK_RESULT(tqkv_encode(&expected, source, c->n_tokens, c->position), TQKV_OK);
+    const size_t count = (size_t)(n * HEADS * s->expected.head_dim);
+    float *expected = test_alloc(count * sizeof *expected);
+    tqkv_metal_buffer scaled = host_zeros(count * sizeof *expected);
+    tqkv_metal_store store = s->gpu;
+    store.codes = store.norms = none;
     host_work work = host_begin(false);
-    CHECK_RESULT(
-        HOST(test_host.metal, work.encoder, encode, &gpu, NULL, src, host_none, c->n_tokens, c->position, flag),
-        TQKV_OK);
+    CHECK_RESULT(HOST(test_host.metal, work.encoder, probe, &store, s->src, n, scaled, none), TQKV_OK);
     host_end(&work);
-    host_store_read(&gpu, &got);
-    CHECK(same_bytes(&expected, &got), "codes or norms differ");
-    CHECK(*(uint32_t *)host_contents(flag) == 0, "the flag is raised");
-    check_decode(c, &expected, &gpu);
-    host_release(src);
-    host_release(flag);
-    host_store_release(&gpu);
-    test_store_free(&expected);
-    test_store_free(&got);
-    free(source);
-}
-
-/* A probe without the store's memory, and with a centre. */
-static void run_probe(const void *parameters)
-{
-    const codec_case *c = parameters;
-    tqkv_store shape = make_store(c);
-    float *source = host_floats(6, source_count(c)), *expected = host_floats(7, source_count(c)),
-          *center = host_floats(8, (size_t)(HEADS * c->head_dim));
-    const size_t size = source_count(c) * sizeof(float);
-    to_type(c->type, source, source_count(c));
-    tqkv_metal_buffer src = host_buffer(source, source_count(c) * size_of(c->type)), scaled = host_zeros(size);
-    tqkv_metal_store store = {.shape = shape,
-                              .center = host_buffer(center, (size_t)(HEADS * c->head_dim) * sizeof(float))};
-    shape.center = center;
-    host_work work = host_begin(false);
-    CHECK_RESULT(HOST(test_host.metal, work.encoder, probe, &store, src, c->n_tokens, scaled, none), TQKV_OK);
-    host_end(&work);
-    CHECK_RESULT(tqkv_probe(&shape, source, c->n_tokens, expected), TQKV_OK);
-    CHECK(!memcmp(expected, host_contents(scaled), size), "probed values differ");
-    host_release(src);
+    CHECK_RESULT(tqkv_probe(&s->expected, s->rows, n, expected), TQKV_OK);
+    CHECK(!memcmp(expected, host_contents(scaled), count * sizeof *expected), "probed values differ");
     host_release(scaled);
-    host_release(store.center);
-    test_store_free(&shape);
-    free(source);
     free(expected);
-    free(center);
 }
 
-/* Attention by the Metal API agrees with double precision. */
-static void check_attend(tqkv_store *const expected[2], const tqkv_metal_store *keys, const tqkv_metal_store *values,
-                         int64_t end, int n)
+/* Keys, of odd seeds with values in one dispatch: rows at random, of which one may hold what is not finite: it is stored
+   as zeros and raises the flag. */
+static void run_rows(const void *parameters)
 {
-    enum { GROUP = 2, QUERIES = 2 };
-    const int d = expected[0]->head_dim;
-    const size_t count = (size_t)(QUERIES * GROUP * HEADS * d), size = count * sizeof(float);
-    tqkv_attention c = {.keys = expected[0], .values = expected[1], .n_heads = GROUP * HEADS, .n_queries = QUERIES};
-    c.end = end;
-    c.kv_len = n;
-    tqkv_metal_attention a = {.attention = c, .keys = keys, .values = values};
-    float *q = host_floats(12, count);
-    double *out = test_alloc(count * sizeof *out);
-    size_t scratch_size = 0;
-    CHECK_RESULT(HOST_SCRATCH(&scratch_size, attend, &a, host_none, host_none, host_none), TQKV_OK);
-    tqkv_metal_buffer qb = host_buffer(q, size), ob = host_zeros(size), scratch = host_zeros(scratch_size);
-    host_work work = host_begin(true);
-    CHECK_RESULT(HOST(test_host.metal, work.encoder, attend, &a, qb, scratch, ob), TQKV_OK);
-    host_end(&work);
-    reference_attend_as(REFERENCE_FLOATS, &c, q, out);
-    const float *got = host_contents(ob);
-    const double error = reference_relative_error(got, out, count);
-    CHECK(error <= 2e-5, "attention: relative error %g", error);
-    host_release(qb);
-    host_release(ob);
-    host_release(scratch);
-    free(q);
-    free(out);
-}
-
-/* One pair of formats and capacities: one dispatch for both streams writes the bytes of two calls in C. Then both
-   streams are decoded and attended over, in the buffers that the GPU wrote. */
-static void run_pair(const void *parameters)
-{
-    const codec_case *c = parameters;
-    codec_case values_case = *c;
-    values_case.format = c->value_format;
-    values_case.unrotated = c->format == TQKV_F16 && c->value_format == TQKV_TQ8; /* the hybrid mode */
-    values_case.capacity = c->capacity + (c->ring ? 2 : 5);
-    tqkv_store k = make_store(c), v = make_store(&values_case), ke = make_store(c), ve = make_store(&values_case);
-    float *ks = host_floats(8, source_count(c)), *vs = host_floats(9, source_count(c));
-    const size_t size = source_count(c) * sizeof(float);
-    tqkv_metal_store kg = host_store(&k), vg = host_store(&v);
-    tqkv_metal_buffer kb = host_buffer(ks, size), vb = host_buffer(vs, size);
-    host_work work = host_begin(true);
-    CHECK_RESULT(HOST(test_host.metal, work.encoder, encode, &kg, &vg, kb, vb, c->n_tokens, c->position, none),
+    static const float bad[] = {NAN, INFINITY, -INFINITY};
+    const int seed = *(const int *)parameters, d = TQKV__KERNEL_DIM(seed % TQKV__KERNEL_DIMS);
+    data_random random = {(uint64_t)seed};
+    const int n = 1 + data_below(&random, d > 256 ? 4 : 19), row = HEADS * n - 1;
+    const bool ring = data_below(&random, 2), pair = seed % 2;
+    const int64_t position = ring ? data_below(&random, 2) ? 1000000000005 : 4 : data_below(&random, 3);
+    codec_stream k = open_stream(test_formats[seed % TEST_FORMATS], d, n, ring, &random),
+                 v = open_stream(test_formats[seed / TEST_FORMATS % TEST_FORMATS], d == 192 ? 128 : d, n, ring,
+                                 &random);
+    const bool spoiled = k.expected.type == TQKV_TYPE_F32 && !k.expected.center && data_below(&random, 2);
+    tqkv_metal_buffer flag = host_zeros(4);
+    if (spoiled) {
+        memset(k.rows + row * d, 0, (size_t)d * sizeof(float));
+        memset((float *)host_contents(k.src) + row * d, 0, (size_t)d * sizeof(float));
+        ((float *)host_contents(k.src))[row * d + 3] = bad[data_below(&random, 3)];
+    }
+    CHECK_RESULT(tqkv_encode(&k.expected, k.rows, n, position), TQKV_OK);
+    CHECK_RESULT(tqkv_encode(&v.expected, v.rows, n, position), TQKV_OK);
+    CHECK_RESULT(HOST_PREPARE(test_host.metal, encode, &k.gpu, pair ? &v.gpu : NULL, none, none, n, position, none),
                  TQKV_OK);
+    host_work work = host_begin(true);
+    host_count_calls();
+    CHECK_RESULT(HOST(test_host.metal, work.encoder, encode, &k.gpu, pair ? &v.gpu : NULL, k.src, pair ? v.src : none,
+                      n, position, flag),
+                 TQKV_OK);
+    host_check_no_calls();
     host_end(&work);
-    CHECK_RESULT(tqkv_encode(&ke, ks, c->n_tokens, c->position), TQKV_OK);
-    CHECK_RESULT(tqkv_encode(&ve, vs, c->n_tokens, c->position), TQKV_OK);
-    host_store_read(&kg, &k);
-    host_store_read(&vg, &v);
-    CHECK(same_bytes(&k, &ke), "keys differ");
-    CHECK(same_bytes(&v, &ve), "values differ");
-    check_decode(c, &ke, &kg);
-    check_decode(&values_case, &ve, &vg);
-    check_attend((tqkv_store *const[2]){&ke, &ve}, &kg, &vg, c->position + c->n_tokens,
-                 c->n_tokens < c->capacity ? c->n_tokens : c->capacity);
-    host_release(kb);
-    host_release(vb);
-    host_store_release(&kg);
-    host_store_release(&vg);
-    tqkv_store *const stores[] = {&k, &v, &ke, &ve};
-    for (int i = 0; i < 4; i++) test_store_free(stores[i]);
-    free(ks);
-    free(vs);
+    host_store_read(&k.gpu, &k.got);
+    host_store_read(&v.gpu, &v.got);
+    CHECK(same_bytes(&k.expected, &k.got), "keys differ");
+    CHECK(!pair || same_bytes(&v.expected, &v.got), "values differ");
+    CHECK(*(uint32_t *)host_contents(flag) == spoiled, "the flag is %u", *(uint32_t *)host_contents(flag));
+    const int kept = n < k.expected.capacity ? n : k.expected.capacity;
+    check_decode(&k, position + n - kept, kept);
+    if (!spoiled) check_probe(&k, n);
+    host_release(flag);
+    close_stream(&k);
+    close_stream(&v);
 }
 
 static void run_rotate(const void *parameters)
@@ -204,32 +163,6 @@ static void run_rotate(const void *parameters)
     CHECK(!memcmp(expected, host_contents(rows), count * sizeof(float)), "un-rotated rows differ");
     host_release(rows);
     free(expected);
-}
-
-/* A row with NaN or Inf is stored as zeros and raises the flag; the rows beside it are unaffected. */
-static void run_not_finite(const void *parameters)
-{
-    const float bad = *(const float *)parameters;
-    codec_case c = {TQKV_TQ4, 64, 8, false, false, 4, 0, 0.0f, TQKV_TQ4, 0};
-    tqkv_store expected = make_store(&c), got = make_store(&c);
-    float *source = host_floats(11, source_count(&c));
-    memset(source + 5 * 64, 0, 64 * sizeof(float));
-    CHECK_RESULT(tqkv_encode(&expected, source, c.n_tokens, 0), TQKV_OK);
-    source[5 * 64 + 3] = bad;
-    tqkv_metal_store gpu = host_store(&got);
-    tqkv_metal_buffer src = host_buffer(source, source_count(&c) * sizeof(float)), flag = host_zeros(4);
-    host_work work = host_begin(false);
-    CHECK_RESULT(HOST(test_host.metal, work.encoder, encode, &gpu, NULL, src, host_none, c.n_tokens, 0, flag), TQKV_OK);
-    host_end(&work);
-    host_store_read(&gpu, &got);
-    CHECK(*(uint32_t *)host_contents(flag) == 1, "the flag is %u", *(uint32_t *)host_contents(flag));
-    CHECK(same_bytes(&expected, &got), "the row is not stored as zeros");
-    host_release(src);
-    host_release(flag);
-    host_store_release(&gpu);
-    test_store_free(&expected);
-    test_store_free(&got);
-    free(source);
 }
 
 static tqkv_result encode_call(const tqkv_metal_store *s, tqkv_metal_buffer src, int n_tokens, int64_t position)
@@ -284,12 +217,11 @@ static void refuse_stores(const tqkv_metal_store *gpu, tqkv_metal_buffer src)
 static void run_refusals(const void *parameters)
 {
     (void)parameters;
-    codec_case c = {TQKV_I8, 64, 8, false, false, 4, 0, 0.0f, TQKV_I8, 0};
-    tqkv_store before = make_store(&c), after = make_store(&c);
+    tqkv_store before = test_store(TQKV_I8, 64, HEADS, 8, false), after = test_store(TQKV_I8, 64, HEADS, 8, false);
     tqkv_metal_store gpu = host_store(&before);
     tqkv_metal *m = test_host.metal;
-    float *source = host_floats(12, source_count(&c));
-    tqkv_metal_buffer src = host_buffer(source, source_count(&c) * sizeof(float));
+    float *source = host_floats(12, (4 * HEADS * 64));
+    tqkv_metal_buffer src = host_buffer(source, (4 * HEADS * 64) * sizeof(float));
     refuse_sources(&gpu, src);
     refuse_stores(&gpu, src);
     CHECK_RESULT(HOST(NULL, nil, encode, &gpu, NULL, src, host_none, 4, 0, none), TQKV_INVALID_ARGUMENT);
@@ -387,11 +319,11 @@ static void refuse_halves(const tqkv_metal_store *gpu, tqkv_metal_object encoder
 static void run_other_refusals(const void *parameters)
 {
     (void)parameters;
-    codec_case c = {TQKV_TQ4, 64, 8, false, false, 4, 0, 0.0f, TQKV_TQ4, 0};
-    tqkv_store store = make_store(&c), narrow_store = test_store(TQKV_TQ4, 32, HEADS, 8, false);
+    tqkv_store store = test_store(TQKV_TQ4, 64, HEADS, 8, false),
+               narrow_store = test_store(TQKV_TQ4, 32, HEADS, 8, false);
     tqkv_metal_store gpu = host_store(&store), narrow = host_store(&narrow_store);
     tqkv_metal *m = test_host.metal;
-    const size_t size = source_count(&c) * sizeof(float);
+    const size_t size = (4 * HEADS * 64) * sizeof(float);
     tqkv_metal_buffer a = host_zeros(size), b = host_zeros(size), far = b;
     far.offset += 4;
     host_work w = host_begin(false);
@@ -424,47 +356,17 @@ static void run_other_refusals(const void *parameters)
     test_store_free(&narrow_store);
 }
 
-static void add(void (*run)(const void *), codec_case c, const char *what)
-{
-    test_add(run, &c, sizeof c, "%s/%s/d%d/n%d%s%s", what, tqkv_format_name(c.format), c.head_dim, c.n_tokens,
-             c.ring ? "/ring" : "", c.unrotated ? "/unrotated" : "");
-}
-
 void codec_host_cases(void)
 {
-    const float bad[] = {NAN, INFINITY, -INFINITY};
-    for (int f = 0; f < TEST_FORMATS; f++) {
-        const tqkv_format format = test_formats[f];
-        const bool can_be_unrotated = reference_can_be_unrotated(format);
-        for (int d = f % 2; d < TQKV__KERNEL_DIMS; d += 2)
-            add(run_codec, (codec_case){format, TQKV__KERNEL_DIM(d), 9, false, false, 5, 3, 0.0f, format, 0}, "encode");
-        add(run_codec, (codec_case){format, 128, 7, true, false, 5, 1000000000005, 0.0f, format, 0}, "encode");
-        add(run_codec, (codec_case){format, 64, 7, true, false, 19, 4, 0.0f, format, 0}, "encode");
-        add(run_codec, (codec_case){format, 512, 3, false, false, 2, 1, 1.25f, format, 0}, "encode");
-        if (can_be_unrotated)
-            add(run_codec, (codec_case){format, 256, 4, false, true, 3, 0, 0.0f, format, 0}, "encode");
-        add(run_probe, (codec_case){format, 128, 4, false, false, 6, 0, 0.0f, format, 0}, "probe");
-        for (int v = 0; v < TEST_FORMATS; v++) {
-            const tqkv_format values = test_formats[v];
-            codec_case c = {format, 64, 9, false, false, 4, 2, 0.0f, values, 0};
-            if (v % 2) c = (codec_case){format, 32, 5, true, false, 13, 99, 0.0f, values, 0};
-            test_add(run_pair, &c, sizeof c, "pair/%s_%s", tqkv_format_name(format), tqkv_format_name(values));
-        }
-    }
+    for (int seed = 0; seed < 110; seed++) test_add(run_rows, &seed, sizeof seed, "encode/%d", seed);
     for (int d = 0; d < TQKV__KERNEL_DIMS; d++) {
         const int head_dim = TQKV__KERNEL_DIM(d);
         test_add(run_rotate, &head_dim, sizeof head_dim, "rotate/d%d", head_dim);
-    }
-    for (int type = TQKV_TYPE_F16; type <= TQKV_TYPE_BF16; type++) {
-        const codec_case c = {TQKV_TQ5, type == TQKV_TYPE_F16 ? 80 : 128, 7, true, false, 9, 4, 0.0f, TQKV_TQ5, type};
-        test_add(run_codec, &c, sizeof c, "encode/types/%d", type);
-        test_add(run_probe, &c, sizeof c, "probe/types/%d", type);
     }
     const calibrate_case learns[] = {{TQKV_TYPE_F32, 64, 40, 1, 0, TQKV_PAIRS_NONE},
                                      {TQKV_TYPE_F16, 128, 17, 2, 5, TQKV_PAIRS_HALVES},
                                      {TQKV_TYPE_BF16, 1024, 3, 1, 1, TQKV_PAIRS_NEIGHBOURS}};
     for (int i = 0; i < 3; i++) test_add(run_calibrate, &learns[i], sizeof learns[i], "calibrate/%d", i);
-    for (int i = 0; i < 3; i++) test_add(run_not_finite, &bad[i], sizeof(float), "not_finite/%d", i);
     test_add(run_refusals, NULL, 0, "refusals/encode");
     test_add(run_other_refusals, NULL, 0, "refusals/others");
 }

@@ -98,13 +98,18 @@ static void run_sparse(const void *concurrent)
     CHECK(choose_bytes == 0, "%zu bytes of scratch", choose_bytes);
     tqkv_metal_buffer scratch = host_zeros(bytes);
     const tqkv_metal_buffer none = {nil, 0};
+    CHECK_RESULT(HOST_PREPARE(m, index_scores, &x, none, none), TQKV_OK);
+    CHECK_RESULT(HOST_PREPARE(m, index_choose, &x, none, BLOCKS, none, none), TQKV_OK);
+    CHECK_RESULT(HOST_PREPARE(m, attend, &a, none, none, none), TQKV_OK);
     host_work w = host_begin(*(const bool *)concurrent);
+    host_count_calls();
     CHECK_RESULT(HOST(m, w.encoder, index_scores, &x, index_q, scores), TQKV_OK);
     const id<MTLResource> written[] = {(id<MTLBuffer>)scores.buffer, (id<MTLBuffer>)a.list.buffer};
     if (*(const bool *)concurrent) [w.encoder memoryBarrierWithResources:written count:1];
     CHECK_RESULT(HOST(m, w.encoder, index_choose, &x, scores, BLOCKS, none, a.list), TQKV_OK);
     if (*(const bool *)concurrent) [w.encoder memoryBarrierWithResources:written + 1 count:1];
     CHECK_RESULT(HOST(m, w.encoder, attend, &a, q, scratch, out), TQKV_OK);
+    host_check_no_calls();
     host_end(&w);
     x.index.keys = &l.stores[0];
     check_sparse(&l, &x.index, host_contents(scores), host_contents(a.list), host_contents(out));

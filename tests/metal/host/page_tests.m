@@ -111,8 +111,11 @@ static void run_pages(const void *parameters)
     CHECK_RESULT(HOST_SCRATCH(&bytes, attend, &a, host_none, host_none, host_none), TQKV_OK);
     tqkv_metal_buffer qb = host_buffer(q, ROWS * DIM * sizeof(float)), scratch = host_zeros(bytes),
                       out = host_zeros(ROWS * DIM * sizeof(float));
+    CHECK_RESULT(HOST_PREPARE(test_host.metal, attend, &a, none, none, none), TQKV_OK);
     host_work w = host_begin(true);
+    host_count_calls();
     CHECK_RESULT(HOST(test_host.metal, w.encoder, attend, &a, qb, scratch, out), TQKV_OK);
+    host_check_no_calls();
     host_end(&w);
     reference_attend_as(REFERENCE_FLOATS, &host, q, expected);
     check_close(host_contents(out), expected, ROWS);
@@ -242,7 +245,10 @@ static void run_batch(const void *parameters)
     open_batch(&b, &p, *(const bool *)parameters);
     host_work w = host_begin(true);
     refuse_batches(&b, w.encoder);
+    CHECK_RESULT(HOST_PREPARE(test_host.metal, attend_batch, b.items, 2, NULL, none, NULL, none, NULL), TQKV_OK);
+    host_count_calls();
     CHECK_RESULT(attend_batch(&b, 2, w.encoder), TQKV_OK);
+    host_check_no_calls();
     host_end(&w);
     check_close(host_contents(b.results), b.expected, ROWS_OF_BATCH * HEADS * GROUP);
     host_release(b.rows);

@@ -5,7 +5,7 @@ HOST_BUILD := $(METAL_BUILD)/host
 comma := ,
 HOST_TESTS := main buffers codec_tests attend_tests page_tests index_tests cache_tests library_tests context_tests pipeline_tests \
 	standin_tests
-HOST_HEADERS := $(TQKV_FILES) tests/metal/host/host.h $(wildcard tests/*.h)
+HOST_HEADERS := $(TQKV_FILES) tests/metal/host/host.h $(wildcard tests/*.h tests/metal/*.h)
 HOST_WARNINGS := -DTQKV_METAL -Wall -Wextra -Werror
 HOST_EXAMPLES := metal_encode_attend
 # The host alone, beside an object with the implementation: that takes half a minute to compile.
@@ -186,7 +186,7 @@ $(HOST_BUILD)/metal_encode_attend: $(HOST_BUILD)/examples/metal_encode_attend.o 
 	@clang++ $^ -o $@ $(HOST_LINK)
 
 # What makes, keeps or frees an object, and of the rest one format.
-HOST_ARC_CASES := context/ cache/ pages/ refusals/ not_finite/ standin/ rotate/ types/ attend/pair/tq4_ encode/tq4/ pair/tq4_
+HOST_ARC_CASES := context/ cache/ pages/ refusals/ standin/ rotate/ attend/random/1 encode/1
 
 HOST_PROGRAMS := $(HOST_BUILD)/runner $(HOST_BUILD)/runner-embedded $(HOST_BUILD)/metal_encode_attend \
 	$(REPORT_PROGRAMS:%=$(HOST_BUILD)/mac/%)
@@ -278,7 +278,7 @@ test-metal-bugs: test-metal test-metal-arc $(HOST_TSAN)/runner $(HOST_TSAN)/stan
 .PHONY: test-metal-threads
 test-metal-threads: $(HOST_TSAN)/runner $(HOST_TSAN)/standin.metallib
 	@echo "== tqkv_metal.m: threads under ThreadSanitizer"
-	@$(HOST_TSAN_RUN) $< --library $(HOST_TSAN)/standin.metallib context/threads cache/
+	@$(HOST_TSAN_RUN) $< --library $(HOST_TSAN)/standin.metallib context/threads cache/history/1 cache/one_memory
 endif
 
 # ---- Apple's headers ----

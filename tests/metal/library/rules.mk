@@ -4,8 +4,7 @@ LIBRARY_TESTS := tests/metal/library
 # Left to `make test-metallib`: modules of most head_dims, other versions of LLVM and targets; cases that launch the same kernels in
 # another way.
 LIBRARY_CHECKS := library/kernels library/attributes _d128 index tables attend_list damage/ refusals/ lowering
-LIBRARY_LATER := -random/ -company -planned -slice/ -learn/ -strides/ -attend/shape -pages/attend -latent/d512 -latent/rounds -latent/gap \
-	-latent/poison -large_scores -one_score
+LIBRARY_LATER := -attend/company -attend/slices -attend/strides -attend/shape -attend/pages -bits_of_slices -learn/
 
 # Another library, and the source beside it: make test-metallib-quick LIBRARY=FILE LIBRARY_SOURCE=FILE
 LIBRARY ?= $(METALLIB_TESTED)
@@ -48,7 +47,7 @@ test-metallib-quick: $(METAL_BUILD)/library/driver check-metallib-source
 	@echo "== $(LIBRARY): pipelines of it, by LLVM's optimiser"
 	@python3 $(LIBRARY_TESTS)/specialise.py $(LIBRARY)
 	@echo "== $(LIBRARY): its bitcode on the CPU"
-	@$< --one-schedule $(MORE_PAIRS) $(MORE_LATENT) $(LIBRARY_LATER)
+	@$< --one-schedule $(LIBRARY_LATER)
 
 test-metallib: ## the library in the box: its bitcode on the CPU, an independent reader, planted bugs
 test-metallib: check-metallib-rebuilt test-metallib-quick $(METAL_BUILD)/library-of-source/driver check-metallib-source-cuda test-metallib-bugs
