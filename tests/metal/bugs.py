@@ -114,7 +114,7 @@ BUGS = {
         "encode/tq2/d64", "codes differ"),
     "center_of_a_cleared_row": (
         "shaders/encode.h", "x[i] = cleared ? x[i] : x[i] - channels", "x[i] = x[i] - channels", "encode", (64,), "plain",
-        "encode/tq4/d64", "codes differ"),
+        "encode/tq4/d64 encode/tq2/d64 encode/i8/d64 encode/tq6/d64", "codes differ"),
     "center_without_sinks": (
         "shaders/merge.h", "n_sections > 0u) row.maximum += ", "n_sections > 0u) row.maximum += 0.0f * ",
         "attend_merge", (64, 128), "plain", "attend/divided/d64", "relative error"),
@@ -151,10 +151,10 @@ BUGS = {
         "shaders/attend.h",
         "raised_maximum(state.maximum[c], rint(simd_max(score[c])));",
         "max(simd_max(score[c]), state.maximum[c]);", "attend", (32, 64, 128), "plain", "attend/company/d64 attend/company/d32",
-        "other bits alone"),
+        "other bits"),
     "tiles_counted_from_the_first_seen": (
         "shaders/tiles.h", "return tile + (simdgroup + n_simdgroups - tile % n_simdgroups) % n_simdgroups;",
-        "return tile + simdgroup % n_simdgroups;", "attend", (32, 64, 128), "plain", "attend/company/d64 attend/company/d32", "other bits alone"),
+        "return tile + simdgroup % n_simdgroups;", "attend", (32, 64, 128), "plain", "attend/company/d64 attend/company/d32", "other bits"),
     "section_forgotten": (
         "shaders/tiles.h", "stretch / TQKV__SECTION == own.begin / TQKV__SECTION", "stretch >= own.begin", "attend", (32,),
         "plain", "attend/sections", "relative error"),
@@ -249,7 +249,7 @@ BUGS = {
         "max_of_column(largest);\n            before[f][i] = state.maximum[f][i];\n"
         "            began = began || before[f][i] != NOTHING_SEEN;\n"
         "            state.maximum[f][i] = max(largest, before[f][i]);",
-        "attend_matrix", (64, 128), "plain", "attend/company/d64 attend/company/d32", "other bits alone"),
+        "attend_matrix", (64, 128), "plain", "attend/company/d64 attend/company/d32", "other bits"),
     # Keys of two parts.
     "tail_ignored": (
         "shaders/attend.h", "score[c] = fma(own, scale, score[c] * key_scale);", "score[c] = fma(0.0f * own, scale, score[c] * key_scale);",

@@ -2,51 +2,6 @@
 #include "plan_fixture.h"
 #include "../cache_fixture.h"
 
-/* Strides of a cache's rows, and what the blocking calls do, which copy rows without gaps. */
-static void check_cache_strides(const void *row)
-{
-    const cache_row shape = {TQKV_I8, TQKV_TQ4, 64, 40, false, 20, -1};
-    tqkv_metal_plan plan;
-    tqkv_metal_dispatch *const d = plan.d;
-    tqkv_cache_desc desc = cache_desc(&shape, NULL);
-    (void)row;
-    desc.exact_first = 30;
-    const tqkv_cache_strides strides = {{64, 640}, {1000, 0}, {0, 70}, {2000, 128}},
-                             no_gaps = {{0, 0}, {0, 0}, {0, 0}, {0, 0}};
-    const cache_row empty = {TQKV_I8, TQKV_TQ4, 64, 40, false, 0, -1};
-    float *rows = cache_data(21, 40, 1000);
-    desc.strides = strides;
-    tqkv_cache *cache = cache_make(&empty, &desc);
-    REQUIRE(cache, "no cache");
-    CHECK_RESULT(tqkv_cache_append(cache, rows, rows, 20), TQKV_OK);
-    free(rows);
-    for (int packed = 0; packed < 2; packed++) {
-        const tqkv_cache_strides *const own = packed ? &no_gaps : NULL;
-        CHECK_RESULT(tqkv_metal_plan_cache_append(cache, at(0, 0), own, at(1, 0), at(2, 0), 3, none, &plan), TQKV_OK);
-        CHECK(plan.n == 2, "codes and halves");
-        for (int i = 0; i < 2; i++) {
-            CHECK(rows_args(&d[i], 0).token_stride == (packed ? CACHE_HEADS * 64 : 64) &&
-                      rows_args(&d[i], 0).head_stride == (packed ? 64 : 640),
-                  "keys, dispatch %d", i);
-            CHECK(rows_args(&d[i], 1).token_stride == (packed ? CACHE_HEADS * 64 : 1000) &&
-                      rows_args(&d[i], 1).head_stride == 64,
-                  "values, dispatch %d", i);
-        }
-        CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 0), own, NULL, at(1, 0), 2, at(2, 0), at(3, 0), &plan),
-                     TQKV_OK);
-        const int heads = CACHE_HEADS * CACHE_GROUP;
-        tqkv__merge_args merge;
-        memcpy(&merge, d[plan.n - 1].arguments[0].bytes, sizeof merge);
-        CHECK((int)attend_args(d).query_token_stride == heads * 64 &&
-                  attend_args(d).query_head_stride == (packed ? 64 : 70),
-              "queries");
-        CHECK((int)merge.out_token_stride == (packed ? heads * 64 : 2000) &&
-                  merge.out_head_stride == (packed ? 64 : 128),
-              "outputs");
-    }
-    tqkv_cache_destroy(cache);
-}
-
 static void check_cache_plan(const void *row)
 {
     const cache_row shape = {TQKV_I8, TQKV_TQ4, 64, 8, true, 20, 15};
@@ -181,7 +136,6 @@ static void check_backend(const void *row)
 
 void test_plan_cache_cases(void)
 {
-    test_add(check_cache_strides, NULL, 0, "plan/cache/strides");
     test_add(check_cache_plan, NULL, 0, "plan/cache");
     test_add(check_cache_kernels, NULL, 0, "plan/cache_kernels");
     test_add(check_backend, NULL, 0, "plan/backend");

@@ -21,8 +21,8 @@ fi
 status=0
 [ -n "$FULL" ] && REPORT_LIMIT=${REPORT_LIMIT:-36000}
 options=${REPORT_OPTIONS:-${FULL:+--all}} few=--brief
-host_cases=${HOST_CASES:-cache/ context/ refusals/ rotate/ attend/matrices attend/scratch encode/tq4/ pair/tq4_}
-shader_cases='tables golden/tq4/ golden/i8/ attend/option attend/tree pages/ batch/ rotate/'
+host_cases=${HOST_CASES:-cache/ context/ refusals/ rotate/ attend/matrices attend/scratch attend/random/1 encode/1}
+shader_cases='tables golden/tq4/ golden/i8/ attend/divided/d64 attend/pages/d64 batch/ rotate/'
 [ -n "$FULL" ] && few=--all host_cases='' shader_cases=''
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
