@@ -408,8 +408,9 @@ void fit(attend_row &p, form as, int seed)
         p.key_capacity = p.value_capacity = 512;
         p.end = 40 + p.end % 200;
         p.kv_len = p.kv_len > p.end ? 0 : p.kv_len;
-        p.exact_first = p.tail_dim ? 0 : std::min(p.exact_first, 9);
-        p.exact_last = p.tail_dim ? 0 : std::min(p.exact_last, 20);
+        const bool ends = !p.tail_dim && p.value_format != TQKV_F16; // of both streams
+        p.exact_first = ends ? std::min(p.exact_first, 9) : 0;
+        p.exact_last = ends ? std::min(p.exact_last, 20) : 0;
         p.codes_of_ends = 0;
     }
     if (as == SLICES) p.key_center = std::min(p.key_center, 0.5f); // which maxima of slices have
@@ -515,7 +516,9 @@ void run_batch(const void *parameters)
     attend_row common = random_kernel(7 * seed, batch_dims[seed % 8], &random);
     const bool paged = seed % 2 && !common.shared && !common.tail_dim, lanes = seed % 4 > 1;
     common.key_spread = common.value_spread = common.tail_spread = 0.0f;
-    if (common.key_format == TQKV_F16) common.key_format = TQKV_TQ4;
+    for (tqkv_format *format : {&common.key_format, &common.value_format}) // of which no position is a half
+        if (*format == TQKV_F16 && seed % 6 < 2) *format = TQKV_TQ4;
+    if (lanes) common.group = 1 + common.group % 5; // calls of several parts run as they are planned
     std::vector<std::unique_ptr<item>> items;
     std::vector<tqkv_attention> calls;
     std::vector<const void *> q;
