@@ -219,7 +219,7 @@ BUGS = {
         "attend/divided/d64", "by matrices"),
     "whole_tile_off_by_one": (
         "shaders/attend_matrix.h", "last <= min(newest.least, args.slice_end - 1) &&",
-        "last <= min(newest.least, args.slice_end - 1) + 2 &&", "attend_matrix", (64,), "plain", "attend/divided/d64", "by matrices"),
+        "last <= min(newest.least, args.slice_end - 1) + 2 &&", "attend_matrix", (64,), "plain", "attend/divided/d64 attend/slices/d64 attend/strides/d64 attend/lists/d64", "relative error"),
     "sums_of_the_first_simdgroup": (
         "shaders/columns.h", "task.states[(s * memory.n + own.column) * 2u];", "task.states[own.column * 2u];", "attend_matrix",
         (64,), "plain", "attend/divided/d64", "by matrices"),
