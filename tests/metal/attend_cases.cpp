@@ -706,6 +706,19 @@ void add_shapes()
     }
 }
 
+// A position that only some queries see holds NaN in norms or halves.
+void add_poisons()
+{
+    const tqkv_format formats[] = {TQKV_F16, TQKV_TQ4, TQKV_I8};
+    for (int i = 0; i < 18; i++) {
+        shape_row row = {attend_default_row(formats[i % 3], formats[i / 3 % 3], 256), {GPU_MOST, 2, 1}};
+        row.problem.n_queries = 3;
+        row.problem.window = i < 9 ? 0 : 20;
+        row.problem.poison = i < 9 ? POISON_NEWEST : POISON_OLDEST;
+        test_add(run_shape, &row, sizeof row, "attend/poison/%d", i);
+    }
+}
+
 } // namespace
 
 void attend_shader_cases()
@@ -713,6 +726,7 @@ void attend_shader_cases()
     add_random(gpu_on_device ? 120 : 432);
     add_shapes();
     add_bits_of_slices();
+    add_poisons();
     for (int seed = 0; seed < 4; seed++) test_add(run_strands_of_one, &seed, sizeof seed, "attend/strands/%d", seed);
     for (int seed = 0; seed < 48; seed++)
         test_add(run_batch, &seed, sizeof seed, "batch/d%d/%d", batch_dims[seed % 8], seed);

@@ -237,10 +237,10 @@ BUGS = {
         (64, 128, 256), "plain", "attend/divided/d64", "by matrices"),
     "halves_not_cleared": (
         "shaders/attend_matrix.h", "clear_not_finite<W, N>(values[h].raw);", "values[h].raw[0].main[0] += 0u;", "attend_matrix", (256,), "plain",
-        "attend/divided/d256", "by matrices"),
+        "attend/poison", "by matrices"),
     "queries_of_matrices_as_halves": (
         "shaders/attend.h", "load_typed_row<D>(row_type,", "load_typed_row<D>(uint(TQKV_TYPE_F16),", "attend_matrix", (64,),
-        "plain", "attend/strides/d64", "became"),
+        "plain", "attend/strides/d64", "relative error"),
     "matrix_maxima_raised_together": (
         "shaders/attend_matrix.h",
         "rint(max_of_column(largest));\n            before[f][i] = state.maximum[f][i];\n"

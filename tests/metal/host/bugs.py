@@ -47,7 +47,7 @@ BUGS = {
     "staging_shared_by_threads": (
         "tqkv__take_staging", r"    m->staging = NULL;\n", "", "TSAN", "context/threads/caches", "ThreadSanitizer"),
     "staging_too_small": (
-        "tqkv__take_staging", r"block->size < size", "false", "ASAN", "cache/", "heap-buffer-overflow|FAIL cache"),
+        "tqkv__take_staging", r"block->size < size", "false", "ASAN", "cache/", "AddressSanitizer|FAIL cache"),
     "state_of_encoders_not_asked": (
         "tqkv__new_commands", r"    \[descriptor setErrorOptions.*\n", "", "ASAN", "context/failures",
         "FAIL context/failures"),
