@@ -719,6 +719,33 @@ void add_poisons()
     }
 }
 
+// The masks of a tree have two words.
+void add_tree()
+{
+    shape_row row = {attend_default_row(TQKV_TQ4, TQKV_TQ4, 64), {GPU_MOST, 2, 2}};
+    row.problem.n_kv_heads = 1;
+    row.problem.n_queries = 64;
+    row.problem.end = row.problem.key_capacity = row.problem.value_capacity = 100;
+    row.problem.tree = true;
+    test_add(run_shape, &row, sizeof row, "attend/tree");
+}
+
+// Long rows in stretches that do not end with a round of tiles; the last with scores in the hundreds.
+void add_rounds()
+{
+    for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING}) {
+        shape_row row = {attend_default_row(TQKV_TQ4, TQKV_TQ4, 512), {GPU_MOST, 8, 7, share}};
+        row.problem.shared = true;
+        row.problem.n_kv_heads = 1;
+        row.problem.group = 8;
+        row.problem.tail_dim = 64;
+        row.problem.tail_format = TQKV_F16;
+        row.problem.end = row.problem.key_capacity = row.problem.value_capacity = 700;
+        row.problem.query_size = share == GPU_EVERYTHING ? 40.0f : 1.5f;
+        test_add(run_shape, &row, sizeof row, "attend/rounds/share%d", share);
+    }
+}
+
 } // namespace
 
 void attend_shader_cases()
@@ -727,6 +754,8 @@ void attend_shader_cases()
     add_shapes();
     add_bits_of_slices();
     add_poisons();
+    add_tree();
+    add_rounds();
     for (int seed = 0; seed < 4; seed++) test_add(run_strands_of_one, &seed, sizeof seed, "attend/strands/%d", seed);
     for (int seed = 0; seed < 48; seed++)
         test_add(run_batch, &seed, sizeof seed, "batch/d%d/%d", batch_dims[seed % 8], seed);

@@ -271,16 +271,16 @@ BUGS = {
         "    store_tile_weights<F>(task, score);\n", "attend_matrix", (512,), "tsan", "attend/divided/d512", "data race"),
     "weights_of_the_round_before_overwritten": (
         "shaders/attend_long.h", "        threadgroup_barrier(mem_flags::mem_threadgroup); // and weights and slots of the round before are used\n", "",
-        "attend_matrix", (512,), "tsan", "attend/divided/d512", "data race"),
+        "attend_matrix", (512,), "tsan", "attend/rounds", "data race"),
     "maxima_of_the_own_tile": (
         "shaders/attend_long.h", "largest = max(largest, maxima[s * 8 * F]);", "largest = max(largest, maxima[task.simdgroup * uint(8 * F)]);",
-        "attend_matrix", (512,), "plain", "attend/divided/d512", "relative error"),
+        "attend_matrix", (512,), "plain", "attend/rounds", "relative error"),
     "norms_of_the_first_block": (
         "shaders/attend_long.h", "return simdgroup * uint(TQKV__LONG_VALUES) / norm_block<D>(value_format);", "return 0u * simdgroup;", "attend_matrix", (512,), "plain",
         "attend/divided/d512", "relative error"),
     "tile_of_another_stretch": (
         "shaders/attend_long.h", "return tile >= rounds.begin && tile < rounds.end &&", "return tile >= rounds.begin &&", "attend_matrix",
-        (512,), "plain", "attend/divided/d512", "relative error"),
+        (512,), "plain", "attend/rounds", "relative error"),
     "one_stream_without_center_of_values": (
         "shaders/merge.h", "    if (task.centered)\n", "    if (task.centered && D != 512)\n", "attend_merge", (512,), "plain",
         "attend/divided/d512", "relative error"),
@@ -322,8 +322,8 @@ BUGS = {
         "shaders/attend_matrix.h", "rint(max_of_column(largest));\n            before", "max_of_column(largest);\n            before", "attend_matrix", (64,), "plain",
         "attend/bits_of_slices/1", "other bits than the whole"),
     "slice_in_another_basis": (
-        "shaders/merge.h", "if (task.rotate && row.sum != 0.0f) rotate_row<D>(row.x, part);", "", "attend_merge", (96,),
-        "plain", "attend/slices/d96", "relative error"),
+        "shaders/merge.h", "if (task.rotate && row.sum != 0.0f) rotate_row<D>(row.x, part);", "", "attend_merge", (64,),
+        "plain", "attend/slices/d64", "relative error"),
     "slice_overwritten_while_read": (
         "shaders/merge.h", "    simdgroup_barrier(mem_flags::mem_device); //", "    //", "attend_merge", (48,), "tsan",
         "attend/slices/d48", "data race"),
@@ -360,7 +360,7 @@ BUGS = {
     "slots_of_the_first_tile_of_a_round": (
         "shaders/attend_long.h", "shared_slots(min(number, uint(TQKV__LONG_SIMDGROUPS) - 1u), parity);",
         "shared_slots(0u * number, parity);", "attend_matrix", (512,), "plain", "attend/lists/d512",
-        "other bits than without the list"),
+        "by matrices"),
     "next_page_not_checked": (
         "shaders/tiles.h", "min(uint(pages[at]), uint(last_page))", "uint(pages[at]) + 0u * uint(last_page)",
         "attend_matrix", (64,), "asan", "attend/pages/d64", "AddressSanitizer"),
@@ -393,7 +393,7 @@ BUGS = {
         "shaders/attend_list.metal", " && block <= range.last && block < range.recent;", ";", "attend_list", (), "asan",
         "attend/lists/d64", "AddressSanitizer"),
     "entry_followed_out_of_the_slice": (
-        "shaders/attend_list.metal", "block <= range.last && ", "", "attend_list", (), "plain", "attend/slices/d64",
+        "shaders/attend_list.metal", "block <= range.last && ", "", "attend_list", (), "plain", "attend/slices",
         "relative error"),
     "block_seen_twice": (
         "shaders/attend_list.metal", "order > max(largest, before.before)", "order >= max(largest, before.before)", "attend_list",
@@ -423,11 +423,11 @@ BUGS = {
         "shaders/tiles.h", "if (!tail_elsewhere) return result;", "return result;", "attend", (512,), "plain",
         "attend/divided/d512", "relative error"),
     "tree_by_lanes": (
-        "shaders/tiles.h", "tree[query * 2u + bit / 32u]", "tree[query * 2u]", "attend", (64,), "plain", "attend/divided/d64",
+        "shaders/tiles.h", "tree[query * 2u + bit / 32u]", "tree[query * 2u]", "attend", (64,), "plain", "attend/tree",
         "relative error"),
     "tree_ignored_by_matrices": (
         "shaders/attend_matrix.h", "if (has_tree && last >= args.first_of_tree) return false;", "", "attend_matrix", (64,),
-        "plain", "attend/divided/d64", "by matrices"),
+        "plain", "attend/tree", "by matrices"),
 }
 
 
