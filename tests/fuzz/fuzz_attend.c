@@ -3,13 +3,23 @@
    queries and numbers are any bits: then a call may be refused, which writes nothing. */
 #include "fuzz.h"
 #include "tests/attend_checks.h"
+#include <stdarg.h>
 
 enum { MOST_PRODUCTS = 2000000 }; /* of a query's row and a key's, in double precision */
 
-static float choose(fuzz_input *input, const float *values, int n) { return values[fuzz_byte(input) % n]; }
+/* One of n floats. */
+static float choose(fuzz_input *input, int n, ...)
+{
+    va_list values;
+    float chosen = 0.0f;
+    va_start(values, n);
+    for (int left = fuzz_byte(input) % n; left >= 0; left--) chosen = (float)va_arg(values, double);
+    va_end(values);
+    return chosen;
+}
 
-#define CHOOSE(input, ...) \
-    choose(input, (const float[]){__VA_ARGS__}, (int)(sizeof((const float[]){__VA_ARGS__}) / sizeof(float)))
+#define COUNT_OF(a, b, c, d, e, n, ...) n
+#define CHOOSE(input, ...)              choose(input, COUNT_OF(__VA_ARGS__, 5, 4, 3, 2, 1, 0), __VA_ARGS__)
 
 /* One of the bytes' values in 256 / n inputs, else 0. */
 static bool one_in(fuzz_input *input, int n) { return fuzz_byte(input) % n == n - 1; }
