@@ -1,4 +1,5 @@
-/* Codes of single values and of rows at the limits, lengths, rotations, names. test_codec_history.c has rows at random. */
+/* Codes of single values and of rows at the limits, lengths, rotations, names. test_codec_history.c has rows at random.
+   */
 #include "data.h"
 #include "reference.h"
 #include "runner.h"

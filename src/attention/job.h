@@ -117,10 +117,9 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     w.small_pages = tqkv__small_pages(a);
     w.odd_rings = tqkv__odd_rings(a);
     w.gathered = &gathered;
-    next += floats;
     if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, request->slice);
-    if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next, &gathered);
-    next += tqkv__gathered_floats(a);
+    if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next + floats, &gathered);
+    next += floats + tqkv__gathered_floats(a);
     w.kept = request->kept;
     w.exact[0] = tqkv__exact_at(a, item.first_row / a->group);
     w.exact[1] = tqkv__exact_at(a, (item.first_row + item.n_rows - 1) / a->group);

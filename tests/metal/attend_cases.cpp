@@ -204,7 +204,8 @@ gpu_slice slice_of(const random_problem &p, int64_t first, int64_t end, bool on_
     return to;
 }
 
-// Slices between the cuts, merged from number `begin` on. mixed: some by the processor, and so perhaps merges and the end.
+// Slices between the cuts, merged from number `begin` on. mixed: some by the processor, and so perhaps merges and the
+// end.
 std::vector<float> in_slices(random_problem &p, const std::vector<int64_t> &cuts, size_t begin, bool mixed,
                              gpu_split split)
 {
@@ -245,7 +246,8 @@ void check_beyond(const random_problem &p, int64_t first, int64_t end)
           "a slot beyond was read");
 }
 
-// Four slices of the resident positions, one of them empty. The processor's go with formats whose centroids are a GPU's.
+// Four slices of the resident positions, one of them empty. The processor's go with formats whose centroids are a
+// GPU's.
 void check_slices(random_problem &p)
 {
     const reference_shape shape = reference_attention_shape(&p.attention);
@@ -618,7 +620,8 @@ void run_strands_of_one(const void *parameters)
     attend_tear_down(&problem);
 }
 
-// 150 stretches in 10 sections: against double precision, and in slices that begin with stretches and then with sections.
+// 150 stretches in 10 sections: against double precision, and in slices that begin with stretches and then with
+// sections.
 void run_sections(const void *parameters)
 {
     const int share = *(const int *)parameters;

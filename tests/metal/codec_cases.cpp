@@ -1,5 +1,5 @@
-// encode, probe, decode, rotate, calibrate and tables write the same bytes as the C code of tqkv.h: rows at random, from
-// the seed in a case's name.
+// encode, probe, decode, rotate, calibrate and tables write the same bytes as the C code of tqkv.h: rows at random,
+// from the seed in a case's name.
 #include "forms.h"
 #include "shader_cases.h"
 #include "../golden.h"
@@ -49,7 +49,8 @@ void check_same_store(const tqkv_store &a, const tqkv_store &b)
     CHECK(a.norms_size == 0 || !memcmp(a.norms, b.norms, a.norms_size), "norms differ");
 }
 
-// ---- Rows at random: linear stores, rings, pages and slots; types, strides, centres, scales; rows that are not finite ----
+// ---- Rows at random: linear stores, rings, pages and slots; types, strides, centres, scales; rows that are not finite
+// ----
 
 // Keys or values: the store that C writes and that of the GPU, filled with 0xff: other slots must stay so.
 struct stream {

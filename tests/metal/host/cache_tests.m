@@ -169,8 +169,8 @@ static void key_buffers(const history *h, int t, int n, tqkv_metal_buffer *kb, t
         *vb = host_buffer(h->v + (size_t)t * heads * h->value_dim * h->value_size, rows * h->value_dim * h->value_size);
 }
 
-/* Tokens [t, t + n) into the caller's encoder, whose dispatches run in any order between barriers, with the attention of
-   as many queries behind them; append: what it gives. */
+/* Tokens [t, t + n) into the caller's encoder, whose dispatches run in any order between barriers, with the attention
+   of as many queries behind them; append: what it gives. */
 static tqkv_result record(history *h, int t, int n, bool appends, const tqkv_attention *known, tqkv_result *append)
 {
     tqkv_metal *m = test_host.metal;

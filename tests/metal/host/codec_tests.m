@@ -101,8 +101,8 @@ static void check_probe(const codec_stream *s, int n)
     free(expected);
 }
 
-/* Keys, of odd seeds with values in one dispatch: rows at random, of which one may hold what is not finite: it is stored
-   as zeros and raises the flag. */
+/* Keys, of odd seeds with values in one dispatch: rows at random, of which one may hold what is not finite: it is
+   stored as zeros and raises the flag. */
 static void run_rows(const void *parameters)
 {
     static const float bad[] = {NAN, INFINITY, -INFINITY};

@@ -55,7 +55,8 @@ tqkv_metal_plan *host_plan(void); /* of this thread */
     ((void)tqkv_metal_plan_##call(__VA_ARGS__, host_plan()), *(bytes) = host_plan()->scratch_size, host_plan()->result)
 #define HOST_PREPARE(metal, call, ...) \
     ((void)tqkv_metal_plan_##call(__VA_ARGS__, host_plan()), tqkv_metal_prepare(metal, host_plan()))
-/* A call whose plan without buffers was prepared makes no call of Metal that can fail: only the stand-in counts them. */
+/* A call whose plan without buffers was prepared makes no call of Metal that can fail: only the stand-in counts them.
+   */
 void host_count_calls(void);
 void host_check_no_calls(void);
 /* A cache's attention with lists or a tree. */

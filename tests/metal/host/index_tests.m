@@ -78,10 +78,7 @@ static void run_sparse(const void *concurrent)
     size_t bytes, choose_bytes;
     tqkv_metal *m = test_host.metal;
     open_layer(&l);
-    tqkv_metal_index x = {.keys = &l.gpu[0]};
-    x.index.n_heads = INDEX_HEADS;
-    x.index.n_queries = QUERIES;
-    x.index.end = POSITIONS;
+    tqkv_metal_index x = {.keys = &l.gpu[0], .index = {.n_heads = INDEX_HEADS, .n_queries = QUERIES, .end = POSITIONS}};
     x.index.relu = true;
     x.index.block = BLOCK;
     x.index.first = x.index.newest = 1;
