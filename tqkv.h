@@ -7808,8 +7808,8 @@ static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
 {
     const tqkv_attention *call = &a->call;
     const bool at_end = call->non_causal && !call->window;
-    const int64_t from = call->end - (at_end ? 0 : call->n_queries - 1 - query) - call->last.n;
     if (!a->exact[1][0] && !a->exact[1][1]) return 0;
+    const int64_t from = call->end - call->last.n - (at_end ? 0 : call->n_queries - 1 - query);
     return from > call->last.from ? from : call->last.from;
 }
 
@@ -7817,7 +7817,8 @@ static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
 static int64_t tqkv__exact_oldest(const tqkv_attention *call, int64_t first)
 {
     const bool at_end = call->non_causal && !call->window;
-    int64_t from = call->end - (at_end ? 0 : call->n_queries - 1) - call->last.n;
+    const int64_t back = (int64_t)call->last.n + (at_end ? 0 : call->n_queries - 1);
+    int64_t from = back < 0 ? call->end : call->end - back; /* without queries and halves */
     if (from < call->last.from) from = call->last.from;
     if (from < first) from = first;
     return from < call->end ? from : call->end;
