@@ -96,14 +96,13 @@ def summary(runs):
 
 def all_caches(runs):
     """Every cache on both models: losses on both texts, the rest on prose."""
-    old = any(s.p999 != s.p999 for model in MODELS for s in runs[model, "prose"].scores.values())  # runs without a 99.9th percentile
-    tail = lambda s: () if old else (number(s.p999),)
-    cells = lambda s, code: (number(s.kl), number(code.kl), number(s.median), number(s.p99), *tail(s), f"{100 * s.flips:.1f}%")
+    tail = lambda s: number(s.p999) if s.p999 == s.p999 else "-"  # an old run has none
+    cells = lambda s, code: (number(s.kl), number(code.kl), number(s.median), number(s.p99), tail(s), f"{100 * s.flips:.1f}%")
     rows = [[name, *(cell for m in MODELS for cell in cells(*(runs[m, text].scores[cache] for text in TEXTS)))] for cache, name in ROWS.items()]
     models = "; ".join(f"{short} is {MODELS[m]}: {r.layers} layers, {r.heads} query heads, {r.kv_heads} KV heads of {r.dim}, perplexity with floats "
                        f"{r.ppl:.2f}, on code {runs[m, 'code'].ppl:.2f}, commits {r.commit} and, code, {runs[m, 'code'].commit}"
                        for short, m in zip("SG", MODELS) for r in [runs[m, "prose"]])
-    columns = ("KL", "code", "median", "99th", *(() if old else ("99.9th",)), "other token")
+    columns = ("KL", "code", "median", "99th", "99.9th", "other token")
     head = ["cache", *(f"{what}, {short}" for short in "SG" for what in columns)]
     return "\n## All caches\n\n" + wrapped(models + ".") + "\n\n" + table(head, rows)
 
