@@ -7813,12 +7813,12 @@ static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
     return from > call->last.from ? from : call->last.from;
 }
 
-/* Returns the oldest position that some query reads from the halves of the newest. first: the oldest resident one */
+/* Returns the oldest position that some query reads from the halves of the newest. */
 static int64_t tqkv__exact_oldest(const tqkv_attention *call, int64_t first)
 {
     const bool at_end = call->non_causal && !call->window;
     const int64_t back = (int64_t)call->last.n + (at_end ? 0 : call->n_queries - 1);
-    int64_t from = back < 0 ? call->end : call->end - back; /* without queries and halves */
+    int64_t from = back < 0 ? call->end : call->end - back;
     if (from < call->last.from) from = call->last.from;
     if (from < first) from = first;
     return from < call->end ? from : call->end;
