@@ -2403,9 +2403,8 @@ static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, 
         norms[b] = tqkv__norm_tq(s, tqkv__strided_dot(y, y, s->norm_dim), &scales[b]);
 }
 
-/* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
-   row was: norm * sqrt(D)/|c|, c being the codes' centroids; of several norms, norm * block_scale / RMS of c. sums: of
-   the squares of c */
+/* The stored norm makes the decoded row as long as the row was: norm * sqrt(D)/|c|, c being the codes' centroids; of
+   several, norm * block_scale / RMS of c. sums: of the squares of c */
 static void tqkv__correct_norms(const tqkv__stream *s, const float *sums, float *norms)
 {
     const bool one = s->norms_per_row == 1;
@@ -8086,9 +8085,8 @@ static bool tqkv__tree_has(const tqkv__attention *a, int j)
 }
 
 /* What a query sees of a context by its list: the blocks entries[0 .. n_before), then all blocks from `recent` on. The
-   positions of these blocks, visible or not, have the ranks base, base + 1 ...: attention goes from rank to rank as it
-   goes from position to position without a list. Tiles and stretches are cut by rank, so a query's bits depend on its
-   own list alone. The first visible block has its positions as ranks: a list of all blocks changes no bit. */
+   positions of these blocks, visible or not, have the ranks base, base + 1 ..., as positions without a list. The first
+   visible block has its positions as ranks: a list of all blocks changes no bit. */
 typedef struct tqkv__list {
     const int32_t *entries; /* from the first visible block on */
     int shift;              /* a block is 1 << shift positions */
@@ -8147,14 +8145,6 @@ static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__rang
     const int n = range.to - range.from < *left ? (int)(range.to - range.from) : *left;
     *left -= n;
     return range.to - n;
-}
-
-/* Whether one of n numbers is negative. */
-static bool tqkv__has_gaps(const int32_t *numbers, int n)
-{
-    int32_t all = 0;
-    for (int j = 0; j < n; j++) all |= numbers[j];
-    return all < 0;
 }
 
 /* Returns the entries of a row, which ends before the first that is negative. */
@@ -8317,8 +8307,7 @@ static bool tqkv__wraps(const tqkv__stream *s, int64_t position, int64_t n)
 
 /* Returns the length of a tile, which is contiguous in all its streams, or gathered. It ends where a large page ends,
    or another region begins, and at multiples of TQKV__TILE; its scores are at the position modulo TQKV__TILE. So a
-   query's sums are the same bits alone, in a batch, and in any store. Otherwise prefill and decode drift apart: a last
-   bit changes the next layer's keys, and now and then a code. */
+   query's sums are the same bits alone, in a batch, and in any store, and prefill and decode do not drift apart. */
 static int tqkv__tile_length(const tqkv__attention *a, const tqkv__region *region, int64_t position, int64_t end)
 {
     const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = region->end - position;
@@ -8337,7 +8326,6 @@ typedef struct tqkv__ranks {
     int64_t rank;
     int n;
     bool together;   /* in all streams one row after the other */
-    bool gaps;       /* a slot is -1 */
     uint64_t hidden; /* ranks that the query does not see, as bits */
     tqkv__region region;
     int32_t keys[TQKV__TILE], values[TQKV__TILE], tail[TQKV__TILE]; /* slots; -1: hidden, or no page */
@@ -8485,8 +8473,8 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
 }
 
 /* The context is cut into stretches at multiples of 2048 positions, and these into pieces, each with its own softmax
-   and float sums, merged in order: the error does not grow with the context as in one long sum, and a query's bits
-   depend only on its positions. A merge costs as much as half a position. */
+   and float sums, merged in order: the error does not grow with the context, and a query's bits depend only on its
+   positions. */
 #define TQKV__STRETCH 2048
 #define TQKV__PIECE   256
 
@@ -8674,21 +8662,24 @@ static TQKV__INLINE void tqkv__ask_row(const tqkv__source *s, int32_t slot)
 }
 
 /* Copies the rows of a tile and their norms to slots of another stream from `slot` on; what is hidden becomes zeros,
-   because it may be NaN. */
+   because it may be NaN. Prefetches the next tile's rows, or NULL: one a row, since a burst would wait. */
 static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
-                         const tqkv__stream *to, int slot)
+                         int n_next, const int32_t *next, const tqkv__stream *to, int slot)
 {
     const tqkv__source s = tqkv__source_of(from, kv_head);
     uint8_t *row = tqkv__codes_at(to, 0, slot);
     float *norm = tqkv__norms_at(to, 0, slot);
     for (int j = 0; j < ranks->n; j++, row += s.size) {
         const size_t at = slot_list[j] < 0 ? 0 : (size_t)slot_list[j];
+        if (j < n_next && next[j] >= 0) tqkv__ask_row(&s, next[j]);
         if (slot_list[j] < 0)
             memset(row, 0, s.size);
         else
             tqkv__copy_row(row, s.codes + at * s.size, s.size);
         for (size_t i = 0; i < s.norms; i++) *norm++ = slot_list[j] < 0 ? 0.0f : s.of_rows[at * s.norms + i];
     }
+    for (int j = ranks->n; j < n_next; j++)
+        if (next[j] >= 0) tqkv__ask_row(&s, next[j]);
 }
 
 static void tqkv__ask(const tqkv__stream *s, int kv_head, int n, const int32_t *slot_list)
@@ -8696,6 +8687,12 @@ static void tqkv__ask(const tqkv__stream *s, int kv_head, int n, const int32_t *
     const tqkv__source source = tqkv__source_of(s, kv_head);
     for (int j = 0; j < n; j++)
         if (slot_list[j] >= 0) tqkv__ask_row(&source, slot_list[j]);
+}
+
+/* Whether the rows of a tile are gathered while the next tile's are prefetched. */
+static bool tqkv__asks_meanwhile(const tqkv__ranks *ranks, const tqkv__ranks *next)
+{
+    return next->n && !ranks->together && !next->together && ranks->region.number == next->region.number;
 }
 
 static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
@@ -8728,9 +8725,11 @@ static void tqkv__add_before(tqkv__work *w, const tqkv__ranks *next)
     tqkv__tile *tile = w->before;
     const tqkv__ranks *ranks = tile ? tile->ranks : NULL;
     const int kv_head = w->item->kv_head;
-    if (next) tqkv__ask_values(w->a, kv_head, next);
+    const bool asks = next && ranks && tqkv__asks_meanwhile(ranks, next);
+    if (next && !asks) tqkv__ask_values(w->a, kv_head, next);
     if (ranks && !ranks->together && !w->a->shared)
-        tqkv__gather(ranks->region.values, kv_head, ranks, ranks->values, tile->region.values, tile->values.slot);
+        tqkv__gather(ranks->region.values, kv_head, ranks, ranks->values, asks ? next->n : 0,
+                     asks ? next->values : NULL, tile->region.values, tile->values.slot);
     if (tile) tqkv__add_values(tile, w->item->n_rows, w->piece.out);
 }
 
@@ -8824,17 +8823,17 @@ static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32
     }
 }
 
-static bool tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slot_list)
+static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slot_list)
 {
     const bool hidden = ranks->hidden && !ranks->together;
     if (!l) {
         tqkv__slots_of(s, ranks->rank, ranks->n, slot_list);
-        return tqkv__has_gaps(slot_list, ranks->n);
+        return;
     }
     if (!s->pages && !s->ring && !hidden && l->shift == 0 && ranks->rank + ranks->n <= l->base + l->n_before) {
         /* The entries are the slots. */
         memcpy(slot_list, l->entries + (ranks->rank - l->base), (size_t)ranks->n * sizeof *slot_list);
-        return false;
+        return;
     }
     for (int j = 0, left; j < ranks->n;) { /* block after block */
         int64_t position = tqkv__position_of(l, ranks->rank + j);
@@ -8842,18 +8841,17 @@ static bool tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const t
         for (; left > 0 && j < ranks->n; left--, j++, position++)
             slot_list[j] = hidden && ranks->hidden >> j & 1 ? -1 : tqkv__slot(s, position);
     }
-    return tqkv__has_gaps(slot_list, ranks->n);
 }
 
 static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, tqkv__ranks *ranks)
 {
     const tqkv__stream *k = ranks->region.keys, *v = ranks->region.values;
-    ranks->gaps = tqkv__find_slots(k, l, ranks, ranks->keys);
+    tqkv__find_slots(k, l, ranks, ranks->keys);
     if (k->pages == v->pages && k->page_size == v->page_size && k->ring == v->ring && k->capacity == v->capacity)
         memcpy(ranks->values, ranks->keys, (size_t)ranks->n * sizeof *ranks->keys);
     else
-        ranks->gaps |= tqkv__find_slots(v, l, ranks, ranks->values);
-    if (a->call.tail) ranks->gaps |= tqkv__find_slots(ranks->region.tail, l, ranks, ranks->tail);
+        tqkv__find_slots(v, l, ranks, ranks->values);
+    if (a->call.tail) tqkv__find_slots(ranks->region.tail, l, ranks, ranks->tail);
 }
 
 static bool tqkv__in_order(const int32_t *slot_list, int n)
@@ -8935,14 +8933,17 @@ static tqkv__tile *tqkv__tile_of_ranks(const tqkv__work *w, const tqkv__ranks *r
     tile->keys = tqkv__segment_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
     tile->values = tqkv__segment_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
     if (a->call.tail) tile->tail = tqkv__segment_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
+    const bool asks = tqkv__asks_meanwhile(ranks, next);
+    const int n_next = asks ? next->n : 0;
     if (ahead)
         tqkv__touch_streams(tile);
-    else
+    else if (!asks)
         tqkv__ask_keys(a, kv_head, next);
     tile->ranks = ranks;
     if (ranks->together) return tile;
-    tqkv__gather(ranks->region.keys, kv_head, ranks, ranks->keys, tile->region.keys, slot);
-    if (a->call.tail) tqkv__gather(ranks->region.tail, kv_head, ranks, ranks->tail, tile->region.tail, slot);
+    tqkv__gather(ranks->region.keys, kv_head, ranks, ranks->keys, n_next, next->keys, tile->region.keys, slot);
+    if (a->call.tail)
+        tqkv__gather(ranks->region.tail, kv_head, ranks, ranks->tail, n_next, next->tail, tile->region.tail, slot);
     tile->streams = streams;
     tile->kv_head = 0;
     return tile;
@@ -10929,8 +10930,7 @@ TQKV_API size_t tqkv_cache_bytes(const tqkv_cache *c)
 
 /* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then
    keys and values are halves of the rows as they came, `raw`; the append that brings the last of these positions
-   encodes all. A position is `new` if its values differ from those of the position before: padding, or one token again
-   and again, would teach scales that ruin any other text. */
+   encodes all. A position is `new` if its values differ from those of the position before. */
 
 /* Positions from which a scale can be learned, and the new ones that are enough of any number. */
 #define TQKV__LEAST_POSITIONS 16

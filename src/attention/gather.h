@@ -58,17 +58,17 @@ static void tqkv__slots_of(const tqkv__stream *s, int64_t position, int n, int32
     }
 }
 
-static bool tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slot_list)
+static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const tqkv__ranks *ranks, int32_t *slot_list)
 {
     const bool hidden = ranks->hidden && !ranks->together;
     if (!l) {
         tqkv__slots_of(s, ranks->rank, ranks->n, slot_list);
-        return tqkv__has_gaps(slot_list, ranks->n);
+        return;
     }
     if (!s->pages && !s->ring && !hidden && l->shift == 0 && ranks->rank + ranks->n <= l->base + l->n_before) {
         /* The entries are the slots. */
         memcpy(slot_list, l->entries + (ranks->rank - l->base), (size_t)ranks->n * sizeof *slot_list);
-        return false;
+        return;
     }
     for (int j = 0, left; j < ranks->n;) { /* block after block */
         int64_t position = tqkv__position_of(l, ranks->rank + j);
@@ -76,18 +76,17 @@ static bool tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const t
         for (; left > 0 && j < ranks->n; left--, j++, position++)
             slot_list[j] = hidden && ranks->hidden >> j & 1 ? -1 : tqkv__slot(s, position);
     }
-    return tqkv__has_gaps(slot_list, ranks->n);
 }
 
 static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, tqkv__ranks *ranks)
 {
     const tqkv__stream *k = ranks->region.keys, *v = ranks->region.values;
-    ranks->gaps = tqkv__find_slots(k, l, ranks, ranks->keys);
+    tqkv__find_slots(k, l, ranks, ranks->keys);
     if (k->pages == v->pages && k->page_size == v->page_size && k->ring == v->ring && k->capacity == v->capacity)
         memcpy(ranks->values, ranks->keys, (size_t)ranks->n * sizeof *ranks->keys);
     else
-        ranks->gaps |= tqkv__find_slots(v, l, ranks, ranks->values);
-    if (a->call.tail) ranks->gaps |= tqkv__find_slots(ranks->region.tail, l, ranks, ranks->tail);
+        tqkv__find_slots(v, l, ranks, ranks->values);
+    if (a->call.tail) tqkv__find_slots(ranks->region.tail, l, ranks, ranks->tail);
 }
 
 static bool tqkv__in_order(const int32_t *slot_list, int n)
@@ -169,14 +168,17 @@ static tqkv__tile *tqkv__tile_of_ranks(const tqkv__work *w, const tqkv__ranks *r
     tile->keys = tqkv__segment_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
     tile->values = tqkv__segment_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
     if (a->call.tail) tile->tail = tqkv__segment_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
+    const bool asks = tqkv__asks_meanwhile(ranks, next);
+    const int n_next = asks ? next->n : 0;
     if (ahead)
         tqkv__touch_streams(tile);
-    else
+    else if (!asks)
         tqkv__ask_keys(a, kv_head, next);
     tile->ranks = ranks;
     if (ranks->together) return tile;
-    tqkv__gather(ranks->region.keys, kv_head, ranks, ranks->keys, tile->region.keys, slot);
-    if (a->call.tail) tqkv__gather(ranks->region.tail, kv_head, ranks, ranks->tail, tile->region.tail, slot);
+    tqkv__gather(ranks->region.keys, kv_head, ranks, ranks->keys, n_next, next->keys, tile->region.keys, slot);
+    if (a->call.tail)
+        tqkv__gather(ranks->region.tail, kv_head, ranks, ranks->tail, n_next, next->tail, tile->region.tail, slot);
     tile->streams = streams;
     tile->kv_head = 0;
     return tile;

@@ -34,8 +34,7 @@ static bool tqkv__wraps(const tqkv__stream *s, int64_t position, int64_t n)
 
 /* Returns the length of a tile, which is contiguous in all its streams, or gathered. It ends where a large page ends,
    or another region begins, and at multiples of TQKV__TILE; its scores are at the position modulo TQKV__TILE. So a
-   query's sums are the same bits alone, in a batch, and in any store. Otherwise prefill and decode drift apart: a last
-   bit changes the next layer's keys, and now and then a code. */
+   query's sums are the same bits alone, in a batch, and in any store, and prefill and decode do not drift apart. */
 static int tqkv__tile_length(const tqkv__attention *a, const tqkv__region *region, int64_t position, int64_t end)
 {
     const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = region->end - position;
@@ -54,7 +53,6 @@ typedef struct tqkv__ranks {
     int64_t rank;
     int n;
     bool together;   /* in all streams one row after the other */
-    bool gaps;       /* a slot is -1 */
     uint64_t hidden; /* ranks that the query does not see, as bits */
     tqkv__region region;
     int32_t keys[TQKV__TILE], values[TQKV__TILE], tail[TQKV__TILE]; /* slots; -1: hidden, or no page */
@@ -202,8 +200,8 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
 }
 
 /* The context is cut into stretches at multiples of 2048 positions, and these into pieces, each with its own softmax
-   and float sums, merged in order: the error does not grow with the context as in one long sum, and a query's bits
-   depend only on its positions. A merge costs as much as half a position. */
+   and float sums, merged in order: the error does not grow with the context, and a query's bits depend only on its
+   positions. */
 #define TQKV__STRETCH 2048
 #define TQKV__PIECE   256
 

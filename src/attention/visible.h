@@ -26,9 +26,8 @@ static bool tqkv__tree_has(const tqkv__attention *a, int j)
 }
 
 /* What a query sees of a context by its list: the blocks entries[0 .. n_before), then all blocks from `recent` on. The
-   positions of these blocks, visible or not, have the ranks base, base + 1 ...: attention goes from rank to rank as it
-   goes from position to position without a list. Tiles and stretches are cut by rank, so a query's bits depend on its
-   own list alone. The first visible block has its positions as ranks: a list of all blocks changes no bit. */
+   positions of these blocks, visible or not, have the ranks base, base + 1 ..., as positions without a list. The first
+   visible block has its positions as ranks: a list of all blocks changes no bit. */
 typedef struct tqkv__list {
     const int32_t *entries; /* from the first visible block on */
     int shift;              /* a block is 1 << shift positions */
@@ -87,14 +86,6 @@ static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__rang
     const int n = range.to - range.from < *left ? (int)(range.to - range.from) : *left;
     *left -= n;
     return range.to - n;
-}
-
-/* Whether one of n numbers is negative. */
-static bool tqkv__has_gaps(const int32_t *numbers, int n)
-{
-    int32_t all = 0;
-    for (int j = 0; j < n; j++) all |= numbers[j];
-    return all < 0;
 }
 
 /* Returns the entries of a row, which ends before the first that is negative. */

@@ -146,21 +146,24 @@ static TQKV__INLINE void tqkv__ask_row(const tqkv__source *s, int32_t slot)
 }
 
 /* Copies the rows of a tile and their norms to slots of another stream from `slot` on; what is hidden becomes zeros,
-   because it may be NaN. */
+   because it may be NaN. Prefetches the next tile's rows, or NULL: one a row, since a burst would wait. */
 static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
-                         const tqkv__stream *to, int slot)
+                         int n_next, const int32_t *next, const tqkv__stream *to, int slot)
 {
     const tqkv__source s = tqkv__source_of(from, kv_head);
     uint8_t *row = tqkv__codes_at(to, 0, slot);
     float *norm = tqkv__norms_at(to, 0, slot);
     for (int j = 0; j < ranks->n; j++, row += s.size) {
         const size_t at = slot_list[j] < 0 ? 0 : (size_t)slot_list[j];
+        if (j < n_next && next[j] >= 0) tqkv__ask_row(&s, next[j]);
         if (slot_list[j] < 0)
             memset(row, 0, s.size);
         else
             tqkv__copy_row(row, s.codes + at * s.size, s.size);
         for (size_t i = 0; i < s.norms; i++) *norm++ = slot_list[j] < 0 ? 0.0f : s.of_rows[at * s.norms + i];
     }
+    for (int j = ranks->n; j < n_next; j++)
+        if (next[j] >= 0) tqkv__ask_row(&s, next[j]);
 }
 
 static void tqkv__ask(const tqkv__stream *s, int kv_head, int n, const int32_t *slot_list)
@@ -168,6 +171,12 @@ static void tqkv__ask(const tqkv__stream *s, int kv_head, int n, const int32_t *
     const tqkv__source source = tqkv__source_of(s, kv_head);
     for (int j = 0; j < n; j++)
         if (slot_list[j] >= 0) tqkv__ask_row(&source, slot_list[j]);
+}
+
+/* Whether the rows of a tile are gathered while the next tile's are prefetched. */
+static bool tqkv__asks_meanwhile(const tqkv__ranks *ranks, const tqkv__ranks *next)
+{
+    return next->n && !ranks->together && !next->together && ranks->region.number == next->region.number;
 }
 
 static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
@@ -200,9 +209,11 @@ static void tqkv__add_before(tqkv__work *w, const tqkv__ranks *next)
     tqkv__tile *tile = w->before;
     const tqkv__ranks *ranks = tile ? tile->ranks : NULL;
     const int kv_head = w->item->kv_head;
-    if (next) tqkv__ask_values(w->a, kv_head, next);
+    const bool asks = next && ranks && tqkv__asks_meanwhile(ranks, next);
+    if (next && !asks) tqkv__ask_values(w->a, kv_head, next);
     if (ranks && !ranks->together && !w->a->shared)
-        tqkv__gather(ranks->region.values, kv_head, ranks, ranks->values, tile->region.values, tile->values.slot);
+        tqkv__gather(ranks->region.values, kv_head, ranks, ranks->values, asks ? next->n : 0,
+                     asks ? next->values : NULL, tile->region.values, tile->values.slot);
     if (tile) tqkv__add_values(tile, w->item->n_rows, w->piece.out);
 }
 

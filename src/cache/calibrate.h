@@ -1,7 +1,6 @@
 /* >>cache-calibrate: a cache that learns centre and scale of its keys from its first positions, and presets. Until then
    keys and values are halves of the rows as they came, `raw`; the append that brings the last of these positions
-   encodes all. A position is `new` if its values differ from those of the position before: padding, or one token again
-   and again, would teach scales that ruin any other text. */
+   encodes all. A position is `new` if its values differ from those of the position before. */
 
 /* Positions from which a scale can be learned, and the new ones that are enough of any number. */
 #define TQKV__LEAST_POSITIONS 16

@@ -37,9 +37,8 @@ static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, 
         norms[b] = tqkv__norm_tq(s, tqkv__strided_dot(y, y, s->norm_dim), &scales[b]);
 }
 
-/* Quantising shortens a row by its error, and with it every score. The stored norm makes the decoded row as long as the
-   row was: norm * sqrt(D)/|c|, c being the codes' centroids; of several norms, norm * block_scale / RMS of c. sums: of
-   the squares of c */
+/* The stored norm makes the decoded row as long as the row was: norm * sqrt(D)/|c|, c being the codes' centroids; of
+   several, norm * block_scale / RMS of c. sums: of the squares of c */
 static void tqkv__correct_norms(const tqkv__stream *s, const float *sums, float *norms)
 {
     const bool one = s->norms_per_row == 1;

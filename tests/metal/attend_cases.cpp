@@ -341,13 +341,13 @@ void check_bad_entries(random_problem &p)
             if (p.below(2)) lists[(size_t)i].push_back(wrong[p.below(4)]);
             if (p.below(2) && at > row) lists[(size_t)i].push_back(at[-1]);
         }
-        lists[(size_t)i].push_back(INT32_MAX - i);
+        if (p.below(2)) lists[(size_t)i].push_back(INT32_MAX - i);
         longest = std::max(longest, lists[(size_t)i].size());
     }
     std::vector<int32_t> all;
     for (std::vector<int32_t> &row : lists) {
         if (row.size() < longest) row.push_back(-1);
-        while (row.size() < longest) row.push_back(p.below(100)); // not read
+        for (int32_t block = 0; row.size() < longest;) row.push_back(block++); // not read
         all.insert(all.end(), row.begin(), row.end());
     }
     other.list.rows = all.data();

@@ -400,7 +400,7 @@ BUGS = {
         (), "plain", "attend/lists/d64", "bad entries change bits"),
     "entries_behind_the_first_minus_one": (
         "shaders/attend_list.metal", "entry == -1 ? 0x80000000u :", "", "attend_list", (), "plain", "attend/divided/d64 attend/lists/d64",
-        "relative error"),
+        "bad entries change bits"),
     "newest_without_its_first_block": (
         "shaders/attend_list.metal", "row[3] = has_recent ? 0 : range.newest;", "row[3] = range.newest;", "attend_list", (),
         "plain", "attend/divided/d64 attend/lists/d64", "relative error"),
