@@ -4,7 +4,7 @@
 CUDA_BUILD := $(BUILD)/cuda
 CUDA_HOME ?= $(if $(NVCC),$(patsubst %/bin/nvcc,%,$(realpath $(NVCC))))
 CUDA_LINK := -L$(CUDA_HOME)/lib64 -lcudart_static -ldl -lrt -lm -pthread
-CUDA_TEST_FLAGS := -O2 $(SHADER_TEST_FLAGS) -DTQKV__LONG_COLUMNS=32 -DTQKV__MERGE_VALUES=4096 -DTQKV__INDEX_COLUMNS=64 -DGPU_DEVICE -DGPU_CUDA -isystem $(CUDA_HOME)/include
+CUDA_TEST_FLAGS := -O2 $(SHADER_TEST_FLAGS) -DTQKV__LONG_COLUMNS=32 -DTQKV__MERGE_VALUES=4096 -DTQKV__INDEX_COLUMNS=64 -DGPU_DEVICE -isystem $(CUDA_HOME)/include
 CUDA_TESTS := driver gpu codec_cases attend_cases index_cases learn_cases defect_cases
 GPU_PRESENT := $(if $(NVCC),$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'))
 

@@ -3,7 +3,7 @@
 #include "forms.h"
 #include "random_attend.h"
 #include "shader_cases.h"
-#ifdef GPU_CUDA
+#ifdef GPU_DEVICE
 #include "../cuda/products.h"
 #endif
 #include <algorithm>
@@ -32,7 +32,7 @@ static size_t check_divided(attend_problem &problem, const attend_row &row, cons
                            std::to_string(split.share);
         std::fill_n(problem.out, problem.n_rows * problem.value_dim, NAN);
         CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, split));
-#ifdef GPU_CUDA
+#ifdef GPU_DEVICE
         // gpu_force leaves calls of several parts as they are planned.
         const bool planned = !split.kernel || row.exact_first || row.exact_last,
                    matrices = planned ? row.group >= PLANNED_MATRIX_GROUP : split.kernel == GPU_MATRICES;
@@ -753,7 +753,7 @@ void add_rounds()
 
 void attend_shader_cases()
 {
-    add_random(gpu_on_device ? 120 : 432);
+    add_random(gpu_record ? 72 : gpu_on_device ? 120 : 432);
     add_shapes();
     add_bits_of_slices();
     add_poisons();

@@ -1,11 +1,29 @@
 // Runs the shaders: driver [--one-schedule | --flush | --device LIBRARY] [--list] [part of a name]...
 #include "shader_cases.h"
 #ifdef GPU_DEVICE
-#include "device.h"
-#endif
-#ifdef GPU_CUDA
 #include "../cuda/cuda_cases.h"
 #endif
+
+static void add_cases()
+{
+    codec_shader_cases();
+    attend_shader_cases();
+    index_shader_cases();
+    learn_shader_cases();
+    defect_shader_cases();
+}
+
+#ifdef GPU_HOST
+// Another program's cases: record runs their plans.
+extern "C" void add_shader_cases(gpu_recorder record);
+void add_shader_cases(gpu_recorder record)
+{
+    gpu_record = record;
+    gpu_on_device = true;
+    gpu_schedules.resize(1);
+    add_cases();
+}
+#else
 
 // Sanitizers need only one schedule. Flushing subnormals gives other bytes, so it is not compared with the other
 // schedules.
@@ -39,15 +57,12 @@ int main(int argc, char **argv)
     argc -= one + flush + gpu_on_device;
     argv += one + flush + gpu_on_device;
     bool list = argc > 1 && !strcmp(argv[1], "--list");
-    codec_shader_cases();
-    attend_shader_cases();
-    index_shader_cases();
-    learn_shader_cases();
-    defect_shader_cases();
-#ifdef GPU_CUDA
+    add_cases();
+#ifdef GPU_DEVICE
     cuda_shader_cases(gpu_on_device && !strcmp(library, "list"));
 #else
     if (!gpu_on_device) machine_cases();
 #endif
     return test_run_selected(list, argc - 1 - list, argv + 1 + list);
 }
+#endif

@@ -7,6 +7,7 @@
 
 std::vector<simt::schedule> gpu_schedules;
 bool gpu_on_device;
+gpu_recorder gpu_record;
 bool gpu_known_tables = true;
 #define HEAD_DIM_OF(x, n, size) size,
 const int gpu_head_dims[] = {TQKV__KERNELS(HEAD_DIM_OF, )};
@@ -31,7 +32,6 @@ gpu_dispatch::gpu_dispatch(const char *family, int head_dim, int value_dim) : de
 gpu_dispatch &gpu_dispatch::constant(int index, int value)
 {
     constant_set[index] = true;
-    constant_is_bool[index] = !TQKV_METAL_IS_UINT(index);
     constants[index] = (uint32_t)value;
     return *this;
 }
@@ -139,7 +139,7 @@ gpu_dispatch gpu_planned(const tqkv_metal_dispatch &planned)
                   (unsigned)launch.threads / simt::simd_width);
 }
 
-std::string gpu_run(const tqkv_metal_dispatch &planned)
+static std::string run_planned(const tqkv_metal_dispatch &planned)
 {
     for (int i = 0; i < planned.n_bindings; i++) {
         const tqkv_metal_binding *other = tqkv_metal_overlapping(&planned, i);
@@ -151,7 +151,12 @@ std::string gpu_run(const tqkv_metal_dispatch &planned)
 std::string gpu_run(const tqkv_metal_plan &plan)
 {
     std::string wrong = plan.result == TQKV_OK ? "" : tqkv_result_string(plan.result);
-    for (int i = 0; i < plan.n && wrong.empty(); i++) wrong = gpu_run(plan.d[i]);
+    if (gpu_record && wrong.empty()) {
+        tqkv_metal_plan recorded = plan;
+        char error[500] = "";
+        return gpu_record(&recorded, error, sizeof error) ? "" : error;
+    }
+    for (int i = 0; i < plan.n && wrong.empty(); i++) wrong = run_planned(plan.d[i]);
     return wrong;
 }
 
@@ -267,6 +272,7 @@ void gpu_set_scratch(tqkv_metal_dispatch d[2], float *sums, float *state)
 {
     gpu_find(&d[0], 6)->at = gpu_find(&d[1], 1)->at = gpu_buffer(sums);
     gpu_find(&d[0], 7)->at = gpu_find(&d[1], 2)->at = gpu_buffer(state);
+    d[1].barrier = state;
 }
 
 // ---- Calls ----

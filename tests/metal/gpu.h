@@ -18,8 +18,13 @@ extern std::vector<simt::schedule> gpu_schedules;
 // The values of head_dim that have kernels.
 extern const int gpu_head_dims[TQKV__KERNEL_DIMS];
 
-// Runs every dispatch once, on a real device. Only in a driver built with GPU_DEVICE.
+// Runs every dispatch once: on a real device, in a driver built with GPU_DEVICE, or by gpu_record.
 extern bool gpu_on_device;
+
+// NULL, or what runs plans in place of the machine: tqkv_metal.m, which records them. An array is plain memory, as in
+// all plans here. False and a text in error on failure.
+typedef bool (*gpu_recorder)(tqkv_metal_plan *plan, char *error, size_t error_size);
+extern gpu_recorder gpu_record;
 
 // ---- Dispatches ----
 
@@ -39,8 +44,7 @@ struct gpu_dispatch : device_dispatch {
 
 // A planned dispatch, as tqkv_metal.m would record it. Refers to `planned` for its argument structs.
 gpu_dispatch gpu_planned(const tqkv_metal_dispatch &planned);
-std::string gpu_run(const tqkv_metal_dispatch &planned);
-// All its dispatches; what was wrong with one, or with the plan.
+// Runs all its dispatches; what was wrong with one, or with the plan.
 std::string gpu_run(const tqkv_metal_plan &plan);
 // The arguments of a planned dispatch.
 template <typename T>

@@ -169,22 +169,4 @@ TEST_TARGETS += test-shaders-quick
 include metallib/rules.mk
 include tests/metal/library/rules.mk
 
-# ---- On a Mac: the same cases on its GPU ----
-
-ifeq ($(SYSTEM),Darwin)
-$(METAL_BUILD)/gpu/%.o: tests/metal/%.m tests/metal/device.h
-	@mkdir -p $(@D)
-	@clang -fobjc-arc -g -Wall -Wextra -Werror -c $< -o $@
-
-$(METAL_BUILD)/gpu/driver: $(METAL_BUILD)/plain/driver $(METAL_BUILD)/gpu/metal_gpu.o
-	@$(CXX) -O2 -DGPU_DEVICE $(SHADER_TEST_FLAGS) -c tests/metal/gpu.cpp -o $(@D)/gpu.o
-	@$(CXX) -O2 -DGPU_DEVICE $(SHADER_TEST_FLAGS) -c tests/metal/driver.cpp -o $(@D)/driver.o
-	@$(CXX) $(filter-out %/gpu.o %/driver.o,$(wildcard $(METAL_BUILD)/plain/*.o)) $(@D)/*.o $(SHADER_IMPLEMENTATION) -o $@ \
-		-framework Metal -framework Foundation
-
-.PHONY: test-shaders-gpu
-test-shaders-gpu: $(METAL_BUILD)/gpu/driver $(METALLIB) ## the shader tests on this Mac's GPU
-	@$< --device $(METALLIB)
-endif
-
 -include tests/metal/host/rules.mk

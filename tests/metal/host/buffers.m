@@ -1,7 +1,7 @@
 /* The fixture of host.h. */
 #include "host.h"
 #include <math.h>
-#include "tests/data.h"
+#include "tests/reference.h"
 #ifdef STANDIN
 #include "tests/metal/standin/standin.h"
 #endif
@@ -158,6 +158,41 @@ float *host_floats(uint64_t seed, size_t count)
     return x;
 }
 
+void host_open_attention(host_attention *a, int n_heads)
+{
+    const size_t size = (size_t)n_heads * 64 * sizeof(float);
+    float *x = host_floats(5, 64 * 64);
+    memset(a, 0, sizeof *a);
+    a->store = test_store(TQKV_TQ4, 64, 1, 64, false);
+    CHECK_RESULT(tqkv_encode(&a->store, x, 64, 0), TQKV_OK);
+    const tqkv_attention own = {.keys = &a->store, .values = &a->store, .n_heads = n_heads, .n_queries = 1, .end = 64};
+    a->expected = test_alloc(2 * size);
+    reference_attend_as(REFERENCE_FLOATS, &own, x, a->expected);
+    a->gpu = host_store(&a->store);
+    a->metal.attention = own;
+    a->metal.keys = a->metal.values = &a->gpu;
+    a->q = host_buffer(x, size);
+    a->out = host_zeros(size);
+    a->scratch = host_zeros(65536);
+    free(x);
+}
+
+void host_check_attention(const host_attention *a)
+{
+    const size_t n = (size_t)a->metal.attention.n_heads * 64;
+    const double error = reference_relative_error(host_contents(a->out), a->expected, n);
+    CHECK(error < 2e-5, "relative error %g", error);
+}
+
+void host_close_attention(host_attention *a)
+{
+    const tqkv_metal_buffer all[] = {a->q, a->out, a->scratch};
+    for (int i = 0; i < 3; i++) host_release(all[i]);
+    host_store_release(&a->gpu);
+    test_store_free(&a->store);
+    free(a->expected);
+}
+
 tqkv_metal *host_create(tqkv_metal_desc desc, tqkv_result expected, const char *words)
 {
     char error[400] = "untouched";
@@ -202,4 +237,113 @@ const char *host_source(void)
                                                   error:NULL];
     CHECK(text, "no metallib/tqkv.metal");
     return [text UTF8String];
+}
+
+/* An array of a plan: bytes [0, size) in plain memory, and where they lie for Metal. */
+typedef struct host_array {
+    void *plain;
+    size_t size;
+    bool written, shared; /* shared: memory of the context itself */
+    tqkv_metal_buffer at;
+} host_array;
+
+static host_array *find_array(host_array *arrays, int *n, void *plain)
+{
+    int i = 0;
+    while (i < *n && arrays[i].plain != plain) i++;
+    if (i == *n) arrays[(*n)++].plain = plain;
+    return &arrays[i];
+}
+
+/* The arrays that bindings name, and their number. */
+static int find_arrays(tqkv_metal_plan *plan, host_array *arrays)
+{
+    int n = 0;
+    for (int i = 0; i < plan->n; i++)
+        for (int j = 0; j < plan->d[i].n_bindings; j++) {
+            const tqkv_metal_binding *b = &plan->d[i].bindings[j];
+            if (!b->size || !b->at.buffer) continue;
+            host_array *a = find_array(arrays, &n, b->at.buffer);
+            if (a->size < b->at.offset + b->size) a->size = b->at.offset + b->size;
+            a->written = a->written || b->written;
+        }
+    for (int i = 0; i < n; i++) {
+        arrays[i].shared = tqkv_metal_find(test_host.metal, arrays[i].plain, &arrays[i].at) == TQKV_OK;
+        if (!arrays[i].shared) arrays[i].at = host_buffer(arrays[i].plain, arrays[i].size);
+    }
+    return n;
+}
+
+/* Puts Metal's buffers in the place of plain memory. */
+static void bind_arrays(tqkv_metal_plan *plan, host_array *arrays, int n)
+{
+    for (int i = 0; i < plan->n; i++) {
+        tqkv_metal_dispatch *d = &plan->d[i];
+        if (d->barrier) d->barrier = find_array(arrays, &n, d->barrier)->at.buffer;
+        for (int j = 0; j < d->n_bindings; j++) {
+            tqkv_metal_buffer *at = &d->bindings[j].at;
+            if (!d->bindings[j].size || !at->buffer) continue;
+            const tqkv_metal_buffer to = find_array(arrays, &n, at->buffer)->at;
+            at->buffer = to.buffer;
+            at->offset += to.offset;
+        }
+    }
+}
+
+/* Binds one array of the plan wrongly. What its refusal says, or NULL if the array cannot be wrong in this way. */
+static const char *bind_wrongly(tqkv_metal_plan *plan, data_random *random)
+{
+    tqkv_metal_dispatch *d = &plan->d[data_below(random, plan->n)];
+    tqkv_metal_binding *b = &d->bindings[data_below(random, d->n_bindings)],
+                       *other = &d->bindings[data_below(random, d->n_bindings)];
+    const int way = data_below(random, 5);
+    if (!b->size) return NULL;
+    const size_t behind = [(id<MTLBuffer>)b->at.buffer length] - b->at.offset;
+    if (way == 0) return b->at.buffer = NULL, ": no buffer";
+    if (way == 1) return b->size = behind + 1, ": needs ";
+    if (way == 2) return b->at.offset = SIZE_MAX / b->alignment * b->alignment, ": needs ";
+    if (way == 3) return b->at.offset += 1, b->alignment > 1 ? ": offset " : NULL;
+    const bool fits = other->size && [(id<MTLBuffer>)other->at.buffer length] - other->at.offset >= b->size;
+    b->at = other->at;
+    return b != other && fits && (b->written || other->written) && other->at.offset % b->alignment == 0 ? " overlap"
+                                                                                                        : NULL;
+}
+
+/* What tqkv_metal_record refuses: a refused plan records nothing. */
+static void check_refusals(const tqkv_metal_plan *plan, id<MTLComputeCommandEncoder> encoder)
+{
+    static data_random random = {1};
+    tqkv_metal_plan wrong = *plan;
+    const char *const words = plan->n ? bind_wrongly(&wrong, &random) : NULL;
+    if (words)
+        CHECK_REFUSED(test_host.metal, tqkv_metal_record(test_host.metal, encoder, &wrong), TQKV_INVALID_ARGUMENT,
+                      words);
+    wrong = *plan;
+    CHECK_REFUSED(test_host.metal, tqkv_metal_record(test_host.metal, nil, &wrong), TQKV_INVALID_ARGUMENT,
+                  "no encoder");
+    CHECK_RESULT(tqkv_metal_record(NULL, encoder, &wrong), TQKV_INVALID_ARGUMENT);
+}
+
+bool host_run(tqkv_metal_plan *plan, char *error, size_t error_size)
+{
+    host_array arrays[TQKV_METAL_DISPATCHES * TQKV_METAL_BINDINGS];
+    memset(arrays, 0, sizeof arrays);
+    const int n = find_arrays(plan, arrays);
+    bind_arrays(plan, arrays, n);
+    host_work work = host_begin(true);
+    check_refusals(plan, work.encoder);
+    tqkv_result r = tqkv_metal_prepare(test_host.metal, plan);
+    host_count_calls();
+    if (r == TQKV_OK) r = tqkv_metal_record(test_host.metal, work.encoder, plan);
+    host_check_no_calls();
+    host_end(&work);
+    for (int i = 0; i < n; i++) {
+        const void *made = host_contents(arrays[i].at);
+        if (arrays[i].shared) continue;
+        if (arrays[i].written) memcpy(arrays[i].plain, made, arrays[i].size);
+        CHECK(!memcmp(arrays[i].plain, made, arrays[i].size), "an array that is only read was written");
+        host_release(arrays[i].at);
+    }
+    if (r != TQKV_OK) tqkv_metal_error(test_host.metal, error, error_size);
+    return r == TQKV_OK;
 }

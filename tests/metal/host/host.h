@@ -59,6 +59,22 @@ tqkv_metal_plan *host_plan(void); /* of this thread */
    */
 void host_count_calls(void);
 void host_check_no_calls(void);
+/* Runs a plan whose buffers are plain memory through tqkv_metal.m: prepared, then recorded into a concurrent encoder.
+   False and a text on failure. */
+bool host_run(tqkv_metal_plan *plan, char *error, size_t error_size);
+/* The cases of the shaders, of tests/metal/driver.cpp; run: what runs their plans. */
+void add_shader_cases(bool (*run)(tqkv_metal_plan *plan, char *error, size_t error_size));
+/* Attention of one query to 64 positions of a TQ4 store of one head, and its outputs in double precision. */
+typedef struct host_attention {
+    tqkv_store store;
+    tqkv_metal_store gpu;
+    tqkv_metal_attention metal;
+    tqkv_metal_buffer q, out, scratch;
+    double *expected;
+} host_attention;
+void host_open_attention(host_attention *a, int n_heads);
+void host_check_attention(const host_attention *a);
+void host_close_attention(host_attention *a);
 /* A cache's attention with lists or a tree. */
 tqkv_result host_attend_some(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv_cache *c,
                              const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
@@ -76,10 +92,7 @@ float *host_floats(uint64_t seed, size_t count);
         CHECK(strstr(text_, words), "the text is \"%s\"", text_); \
     } while (0)
 
-void codec_host_cases(void);
-void attend_host_cases(void);
-void page_host_cases(void);
-void index_host_cases(void);
+void refusal_host_cases(void);
 void cache_host_cases(void);
 void library_host_cases(void);
 void context_host_cases(void);

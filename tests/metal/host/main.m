@@ -26,10 +26,8 @@ int main(int argc, char **argv)
 #endif
     if (!host_open()) return 1;
     const bool list = argc > 1 && !strcmp(argv[1], "--list");
-    codec_host_cases();
-    attend_host_cases();
-    page_host_cases();
-    index_host_cases();
+    add_shader_cases(host_run);
+    refusal_host_cases();
     cache_host_cases();
     library_host_cases();
     context_host_cases();

@@ -1,9 +1,10 @@
-# Tests of what tqkv_metal.m has in Objective-C; the rest of it is in the implementation that the runner tests. On Linux a stand-in for Metal runs the real shaders on the CPU, all under ASan and UBSan. On a Mac
-# they use Metal. `make check-macos` type-checks the file with Apple's headers on any machine.
+# Tests of what tqkv_metal.m has in Objective-C, and the cases of the shaders, whose plans it records; the rest of it is in
+# the implementation that the runner tests. On Linux a stand-in for Metal runs the real shaders on the CPU, all under
+# ASan and UBSan. On a Mac they use Metal. `make check-macos` type-checks the file with Apple's headers on any machine.
 
 HOST_BUILD := $(METAL_BUILD)/host
 comma := ,
-HOST_TESTS := main buffers codec_tests attend_tests page_tests index_tests cache_tests library_tests context_tests pipeline_tests \
+HOST_TESTS := main buffers refusal_tests cache_tests library_tests context_tests pipeline_tests \
 	standin_tests
 HOST_HEADERS := $(TQKV_FILES) tests/metal/host/host.h $(wildcard tests/*.h tests/metal/*.h)
 HOST_WARNINGS := -DTQKV_METAL -Wall -Wextra -Werror
@@ -12,6 +13,8 @@ HOST_EXAMPLES := metal_encode_attend
 HOST_SOURCE := $(TQKV)/tqkv_metal.m
 HOST_ALONE := $(IMPLEMENTED)
 HOST_TQKV := $(HOST_BUILD)/tests/test_tables.o $(HOST_BUILD)/tests/runner.o
+# The cases of the shaders, and the machine that they name.
+HOST_SHADER_CASES := $(HOST_BUILD)/driver.o $(patsubst %,$(METAL_BUILD)/plain/%.o,simt $(filter-out driver machine_cases,$(SHADER_TESTS)))
 
 DEB_TEST += clang lld gobjc libgnustep-base-dev gnustep-make
 
@@ -72,7 +75,7 @@ $(HOST_BUILD)/arc/%.o: %.m $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h te
 	@clang $(HOST_FLAGS) $(HOST_FAILING) $(HOST_ARC) -c $< -o $@
 
 $(HOST_BUILD)/runner-arc: $(HOST_BUILD)/arc/tqkv_metal.o $(HOST_BUILD)/$(STANDIN)/arc.o \
-		$(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
+		$(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o)) $(HOST_SHADER_CASES)
 	@clang++ $^ -o $@ $(HOST_LINK)
 
 $(HOST_BUILD)/metal_encode_attend-arc: $(HOST_BUILD)/arc/examples/metal_encode_attend.o $(HOST_BUILD)/arc/tqkv_metal.o \
@@ -132,7 +135,11 @@ $(HOST_BUILD)/tests/%.o: $(TEST_BUILD)/$(REFERENCE_BUILD)/%.o
 	@mkdir -p $(@D)
 	@cp $< $@
 
-$(HOST_BUILD)/runner: $(HOST_OBJECTS:%=$(HOST_BUILD)/%.o)
+$(HOST_BUILD)/driver.o: tests/metal/driver.cpp $(SHADER_TEST_HEADERS)
+	@mkdir -p $(@D)
+	@$(CXX) -O1 -DGPU_HOST $(SHADER_TEST_FLAGS) -c $< -o $@
+
+$(HOST_BUILD)/runner: $(HOST_OBJECTS:%=$(HOST_BUILD)/%.o) $(HOST_SHADER_CASES)
 	@clang++ $^ -o $@ $(HOST_LINK)
 
 # What runs on a Mac for a report; here over the stand-in. A Mac with the Command Line Tools alone can build it: mac/hash
@@ -173,7 +180,8 @@ $(HOST_BUILD)/mac/lookup: | $(LOOKUP_SOURCE)
 $(HOST_BUILD)/embedded.o: $(HOST_SOURCE) $(TQKV_FILES) $(HOST_LIBRARY) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
 	@clang $(HOST_FLAGS) $(HOST_GNUSTEP) $(HOST_ALONE) -DTQKV_METALLIB_EMBED='"$(HOST_LIBRARY)"' -c $< -o $@
 
-$(HOST_BUILD)/runner-embedded: $(HOST_BUILD)/embedded.o $(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))
+$(HOST_BUILD)/runner-embedded: $(HOST_BUILD)/embedded.o $(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o)) \
+		$(HOST_SHADER_CASES)
 	@clang++ $^ -o $@ $(HOST_LINK)
 
 # As on a Mac: the example, and tqkv_metal.m as it ships, which is all else.
@@ -186,7 +194,9 @@ $(HOST_BUILD)/metal_encode_attend: $(HOST_BUILD)/examples/metal_encode_attend.o 
 	@clang++ $^ -o $@ $(HOST_LINK)
 
 # What makes, keeps or frees an object, and of the rest one format.
-HOST_ARC_CASES := context/ cache/ pages/ refusals/ standin/ rotate/ attend/random/1 encode/1
+HOST_ARC_CASES := context/ cache/ refusals/ standin/ rotate/ attend/pages/d64 encode/tq4/d64 batch/d64
+# Of the shaders' cases what goes through tqkv_metal.m as others do, and takes long here.
+HOST_LATER := $(if $(HOST_GNUSTEP),-golden/ -attend/length -attend/sections -attend/shape)
 
 HOST_PROGRAMS := $(HOST_BUILD)/runner $(HOST_BUILD)/runner-embedded $(HOST_BUILD)/metal_encode_attend \
 	$(REPORT_PROGRAMS:%=$(HOST_BUILD)/mac/%)
@@ -194,7 +204,7 @@ HOST_PROGRAMS := $(HOST_BUILD)/runner $(HOST_BUILD)/runner-embedded $(HOST_BUILD
 .PHONY: test-metal
 test-metal: $(HOST_PROGRAMS) $(HOST_LIBRARY) $(PLAIN_LIBRARY) $(if $(HOST_STALE),$(HOST_BUILD)/stale/made)
 	@echo "== tqkv_metal.m: $(if $(HOST_GNUSTEP),stand-in$(comma) shaders on the CPU,Metal)"
-	@$(HOST_RUN) $< --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale
+	@$(HOST_RUN) $< --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale $(HOST_LATER)
 	@$(HOST_RUN) $(HOST_BUILD)/runner-embedded --library $(HOST_LIBRARY) --embedded context/embedded context/source/failures
 	@$(HOST_RUN) $(HOST_BUILD)/metal_encode_attend $(HOST_LIBRARY)
 	@$(HOST_RUN) sh tests/metal/mac/test.sh $(HOST_BUILD) $(PLAIN_LIBRARY)
@@ -223,7 +233,6 @@ NO_XXHASH = $(shell echo '\#include <xxhash.h>' | clang $(CPPFLAGS) -E - >/dev/n
 .PHONY: mac-report
 mac-report: ## on a Mac: what its GPU makes of the libraries, into build/mac-report.txt, in ten minutes: FULL=1 for all
 	@MAKE="$(strip $(REPORT_MAKE))" NO_TESTS="$(NO_XXHASH)" XCRUN_LIBRARY=$(XCRUN_BUILD)/default.metallib FULL="$(FULL)" \
-		DRIVER=$(METAL_BUILD)/gpu/driver \
 		sh tests/metal/mac/report.sh $(HOST_BUILD) $(MAC_REPORT) $(METALLIB) $(METALLIB_SOURCE)
 
 .PHONY: demo-metal
@@ -258,20 +267,20 @@ $(HOST_TSAN)/standin.metallib: $(SHADER_NAMES:%=$(METAL_BUILD)/plain/%.metal.o) 
 	@clang++ -shared $^ -o $@.so
 	@python3 $(STANDIN)/pack.py library $@.so
 
-$(HOST_TSAN)/runner: $(TSAN_NAMES:%=$(HOST_TSAN)/%.o) $(HOST_BUILD)/tests/test_tables.o
+$(HOST_TSAN)/runner: $(TSAN_NAMES:%=$(HOST_TSAN)/%.o) $(HOST_BUILD)/tests/test_tables.o $(HOST_SHADER_CASES)
 	@clang++ -fsanitize=thread $^ -o $@ $(GNUSTEP_LINK)
 
 # Plants bugs, one at a time, in copies of tqkv_metal.m. BUGS: parts of names.
 .PHONY: test-metal-bugs
 test-metal-bugs: test-metal test-metal-arc $(HOST_TSAN)/runner $(HOST_TSAN)/standin.metallib
 	@echo "== tqkv_metal.m: planted bugs"
-	@export ASAN_LINK="$(HOST_LINK)" ASAN_OBJECTS="$(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o))" \
+	@export ASAN_LINK="$(HOST_LINK)" ASAN_OBJECTS="$(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o)) $(HOST_SHADER_CASES)" \
 	ASAN_RUN="$(HOST_RUN) RUNNER --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale"; \
 	ASAN="clang $(HOST_FLAGS) $(HOST_FAILING) $(HOST_GNUSTEP) $(HOST_ALONE)" \
 	ARC="clang $(HOST_FLAGS) $(HOST_FAILING) $(HOST_ARC) $(HOST_ALONE)" \
 	ARC_LINK="$$ASAN_LINK" ARC_OBJECTS="$$ASAN_OBJECTS $(HOST_BUILD)/$(STANDIN)/arc.o" ARC_RUN="$$ASAN_RUN" \
 	TSAN="clang $(HOST_TSAN_FLAGS) $(HOST_ALONE)" TSAN_LINK="-fsanitize=thread $(GNUSTEP_LINK)" \
-	TSAN_OBJECTS="$(filter-out %/tqkv_metal.o,$(TSAN_NAMES:%=$(HOST_TSAN)/%.o)) $(HOST_BUILD)/tests/test_tables.o" \
+	TSAN_OBJECTS="$(filter-out %/tqkv_metal.o,$(TSAN_NAMES:%=$(HOST_TSAN)/%.o)) $(HOST_BUILD)/tests/test_tables.o $(HOST_SHADER_CASES)" \
 	TSAN_RUN="$(HOST_TSAN_RUN) RUNNER --library $(HOST_TSAN)/standin.metallib" \
 	python3 tests/metal/host/bugs.py $(HOST_BUILD) $(BUGS)
 
@@ -289,7 +298,7 @@ MACOS_SDK = $(if $(wildcard $(SDK)/usr/include),$(SDK),$(shell xcrun --sdk $(SDK
 MACOS_BUILD := $(BUILD)/macos
 MACOS_CLANG = clang -target arm64-apple-macos13 -isysroot $(MACOS_SDK) -isystem $(MACOS_BUILD)/include $(HOST_WARNINGS) $(INCLUDE)
 MACOS_SOURCES := tqkv_metal.m $(HOST_EXAMPLES:%=examples/%.m)
-MACOS_TESTS := $(HOST_TESTS:%=tests/metal/host/%.m) $(REPORT_PROGRAMS:%=tests/metal/mac/%.m) tests/metal/metal_gpu.m
+MACOS_TESTS := $(HOST_TESTS:%=tests/metal/host/%.m) $(REPORT_PROGRAMS:%=tests/metal/mac/%.m)
 # Where the SDK has C++'s own headers.
 MACOS_CPP = $(if $(wildcard $(MACOS_SDK)/usr/include/c++/v1/vector),$(patsubst %,tests/metal/%.cpp,simt $(SHADER_TESTS)))
 MACOS_LINK = $(if $(filter Darwin,$(SYSTEM)),,$(if $(shell command -v ld64.lld || command -v ld64.lld-14),-fuse-ld=lld,none))
@@ -306,7 +315,7 @@ check-macos-types:
 	@cp $(wildcard $(addsuffix /include/xxh*.h,/usr $(BREW_PREFIX))) $(MACOS_BUILD)/include
 	@for source in $(MACOS_TESTS); do $(MACOS_CLANG) -fsyntax-only $$source || exit 1; done
 	@for source in $(TEST_SOURCES); do $(MACOS_CLANG) $(STANDARD) $(TEST_FLAGS) -fsyntax-only $$source || exit 1; done
-	@for source in $(MACOS_CPP); do $(MACOS_CLANG) -stdlib=libc++ -DGPU_DEVICE $(SHADER_TEST_FLAGS) -fsyntax-only $$source || exit 1; done
+	@for source in $(MACOS_CPP); do $(MACOS_CLANG) -stdlib=libc++ $(SHADER_TEST_FLAGS) -fsyntax-only $$source || exit 1; done
 	@for arc in -fno-objc-arc -fobjc-arc; do \
 		for source in $(MACOS_SOURCES); do $(MACOS_CLANG) $$arc -fsyntax-only $$source || exit 1; done; \
 		$(MACOS_CLANG) $$arc -x objective-c++ -std=c++11 -stdlib=libc++ -fsyntax-only -include tqkv.h /dev/null || exit 1; \

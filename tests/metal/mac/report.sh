@@ -2,7 +2,7 @@
 # The report of a Mac: report.sh BUILD FILE LIBRARY SOURCE. Writes what it prints to FILE, too.
 # BUILD: the folder of programs. LIBRARY: the one in the box. SOURCE: all shaders in one file. Environment: MAKE builds the
 # programs and, where Xcode's Metal compiler works, a library by it (XCRUN_LIBRARY). FULL=1: every pair of formats and every
-# test, which takes hours. DRIVER: runs the shaders' tests. NO_TESTS: why tests cannot be built. REPORT_LIMIT: seconds after which a
+# test, which takes hours. NO_TESTS: why tests cannot be built. REPORT_LIMIT: seconds after which a
 # step is ended, 300, with FULL=1 ten hours. For the test of this file: REPORT_OPTIONS, REPORT_SPEED and HOST_CASES in place of the
 # programs' options.
 # What is wanted most comes first: which kernels Metal takes, then whether they are right, then how fast they are. A step that
@@ -21,9 +21,8 @@ fi
 status=0
 [ -n "$FULL" ] && REPORT_LIMIT=${REPORT_LIMIT:-36000}
 options=${REPORT_OPTIONS:-${FULL:+--all}} few=--brief
-host_cases=${HOST_CASES:-cache/ context/ refusals/ rotate/ attend/matrices attend/scratch attend/random/1 encode/1}
-shader_cases='tables golden/tq4/ golden/i8/ attend/divided/d64 attend/pages/d64 batch/ rotate/'
-[ -n "$FULL" ] && few=--all host_cases='' shader_cases=''
+host_cases=${HOST_CASES:-cache/ context/ refusals/ rotate/ attend/ batch/ index/ learn/ encode/ golden/tq4/ golden/i8/}
+[ -n "$FULL" ] && few=--all host_cases=''
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 touch "$folder/begin"
@@ -103,10 +102,8 @@ done
 if [ -n "$NO_TESTS" ]; then
     echo "not run: the tests. $NO_TESTS"
 else
-    title 'tests of tqkv_metal.m'
+    title 'tests of tqkv_metal.m and of the shaders'
     made "$build/runner" && tested "$build/runner" --library "$library" $host_cases
-    title 'tests of the shaders'
-    made "$DRIVER" && tested "$DRIVER" --device "$library" $shader_cases
 fi
 
 title "$(if [ "$status" = 0 ]; then echo 'all as expected'; else echo 'not all as expected:'; fi)"
