@@ -123,7 +123,7 @@ static void run_given_back(const void *parameters)
     free(x);
 }
 
-/* Recorded a second time, no call of a cache builds a pipeline, allocates memory or makes a Metal call that may fail. */
+/* Recorded again, no call of a cache builds a pipeline, allocates memory or makes a Metal call that may fail. */
 static void run_recorded_again(const void *parameters)
 {
     (void)parameters;
