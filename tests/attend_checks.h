@@ -3,6 +3,7 @@
 #define TQKV_TESTS_ATTEND_CHECKS_H
 
 #include "attend_fixture.h"
+#include "counting.h"
 
 #include <fenv.h>
 
@@ -213,12 +214,13 @@ static inline void attend_check_masks(const attend_problem *p, data_random *rand
 
 /* ---- Where positions lie ---- */
 
-/* A pool with the positions of a linear store, or of a ring that has not wrapped; pages that no query sees are not
- * there. pages: [capacity / page_size + 2] */
-static inline tqkv_store attend_paged(const tqkv_attention *a, const tqkv_store *s, data_random *random, int page_size,
-                                      int32_t *pages)
+/* A pool with the positions from `first` on of a linear store, or of a ring that has them all; pages that no query sees
+ * are not there. pages: [a->end / page_size + 2] */
+static inline tqkv_store attend_paged(const tqkv_attention *a, const tqkv_store *s, int64_t first, data_random *random,
+                                      int page_size, int32_t *pages)
 {
-    const int n_pages = s->capacity / page_size + 2;
+    const int n_pages = (int)(a->end / page_size) + 2;
+    const int64_t room = first + s->capacity;
     tqkv_store pool = test_store(s->format, s->head_dim, s->n_kv_heads, n_pages * page_size, false);
     const size_t codes = reference_row_bytes(s->format, s->head_dim);
     const size_t norms = (size_t)reference_norms_per_row(s->format, s->head_dim) * sizeof(float);
@@ -234,50 +236,81 @@ static inline tqkv_store attend_paged(const tqkv_attention *a, const tqkv_store 
         if (j < i) pages[i] = pages[j];
         pages[j] = i;
     }
-    for (int64_t at = 0; at < a->end && at < s->capacity; at++)
+    for (int64_t at = first; at < a->end && at < room; at++)
         for (int h = 0; h < s->n_kv_heads; h++) {
             memcpy((void *)(uintptr_t)reference_codes_at(&pool, h, at), reference_codes_at(s, h, at), codes);
             if (norms) memcpy((void *)(uintptr_t)reference_norms_at(&pool, h, at), reference_norms_at(s, h, at), norms);
         }
     for (int i = 0; i < n_pages; i++) {
         bool seen = false;
-        for (int64_t at = i * page_size; at < (i + 1) * page_size; at++) seen = seen || attend_is_seen(a, at);
+        for (int64_t at = i * page_size; at < (i + 1) * page_size; at++)
+            seen = seen || (at >= first && at < room && attend_is_seen(a, at));
         if (!seen) pages[i] = i % 2 ? -1 : n_pages;
     }
     return pool;
 }
 
-/* Keys, values or both in pages: the same bits, whole and as a slice. */
+/* Keys with their tail, values or both, or the halves, in pages: the same bits, whole and as a slice. */
 static inline void attend_check_pages(const attend_problem *p, data_random *random)
 {
     static const int sizes[8] = {64, 16, 128, 1, 48, 64, 9, 256};
     const tqkv_attention *from = &p->attention;
     const reference_shape shape = reference_attention_shape(from);
     const bool shared = from->values == from->keys;
-    const tqkv_store *const stores[3] = {from->keys, from->values, from->tail};
-    const int page_size = sizes[data_below(random, 8)], which = shared ? 3 : 1 + data_below(random, 3);
-    tqkv_store pools[3];
-    int32_t *pages[3] = {NULL, NULL, NULL};
+    const int which = 1 + data_below(random, 7), codes_size = sizes[data_below(random, 8)],
+              halves_size = sizes[data_below(random, 8)];
+    tqkv_store pools[7];
+    int32_t *pages[7] = {NULL, NULL, NULL, NULL, NULL, NULL, NULL};
     tqkv_attention a = *from;
+    const tqkv_store **const places[7] = {&a.keys,         &a.values,    &a.tail,       &a.first.keys,
+                                          &a.first.values, &a.last.keys, &a.last.values};
     if (from->end > from->keys->capacity || from->end > from->values->capacity || shape.end > 3000) return;
     if (from->keys->ring && from->first.n) return; /* which it adds apart */
     a.kv_len = (int)(shape.end - shape.oldest);
-    for (int i = 0; i < 3; i++) { /* the tail lies in the pages of the keys */
-        data_random order = {random->state + (i == 1)};
-        if (!stores[i] || !(which >> (i % 2) & 1) || (i == 1 && shared)) continue;
-        pages[i] = (int32_t *)test_alloc((size_t)(stores[i]->capacity / page_size + 2) * sizeof(int32_t));
-        pools[i] = attend_paged(from, stores[i], &order, page_size, pages[i]);
+    for (int i = 0; i < 7; i++) {
+        const tqkv_store *const store = *places[i];
+        const int page_size = i < 3 ? codes_size : halves_size;
+        data_random order = {random->state + (i == 1 ? 1u : (unsigned)i / 3)};
+        if (!store || !(which >> (i > 2 ? 2 : i % 2) & 1)) continue;
+        const int64_t first = i < 5 || from->end <= store->capacity ? 0 : from->end - store->capacity;
+        pages[i] = (int32_t *)test_alloc((size_t)(from->end / page_size + 2) * sizeof(int32_t));
+        pools[i] = attend_paged(from, store, first, &order, page_size, pages[i]);
+        if (i == 2) pools[2].pages = pages[0];
+        *places[i] = &pools[i];
     }
-    if (pages[2]) pools[2].pages = pages[0];
-    if (pages[0]) a.keys = &pools[0];
-    if (pages[1]) a.values = &pools[1];
-    if (shared) a.values = a.keys;
-    if (pages[2]) a.tail = &pools[2];
+    if (shared) a.values = a.keys, a.first.values = a.first.keys, a.last.values = a.last.keys;
     attend_expect(p, &a, "in pages");
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 7; i++) {
         if (pages[i]) test_store_free(&pools[i]);
         free(pages[i]);
     }
+}
+
+/* Each allocation fails in turn, of a call and of a slice: nothing is written, and nothing leaks. */
+static inline void attend_check_memory(const attend_problem *p)
+{
+    counting counter = {0, 0, 0, 0, 0};
+    tqkv_attention a = p->attention;
+    const reference_shape shape = reference_attention_shape(&a);
+    a.allocator = counting_allocator(&counter);
+    for (int partial = 0; partial < 2; partial++)
+        for (tqkv_result r = TQKV_OUT_OF_MEMORY; r != TQKV_OK;) {
+            attend_slice s = attend_new_slice(p), untouched = attend_new_slice(p);
+            counter.calls = 0;
+            counter.fail_at++;
+            r = partial
+                    ? tqkv_attend_partial(&a, p->q, shape.oldest, (int)(shape.end - shape.oldest), s.out, s.max, s.sum)
+                    : tqkv_attend(&a, p->q, s.out);
+            CHECK_NO_LEAK(&counter);
+            CHECK(r == TQKV_OK || r == TQKV_OUT_OF_MEMORY, "%s", tqkv_result_string(r));
+            CHECK(r == TQKV_OK || (!memcmp(s.out, untouched.out, attend_out_bytes(p)) &&
+                                   !memcmp(s.max, untouched.max, p->n_rows * sizeof(float)) &&
+                                   !memcmp(s.sum, untouched.sum, p->n_rows * sizeof(float))),
+                  "allocation %d fails: written", counter.fail_at);
+            if (r == TQKV_OK) counter.fail_at = 0;
+            attend_free_slice(&s);
+            attend_free_slice(&untouched);
+        }
 }
 
 /* What slots hold that no query sees changes nothing. They hold NaN, or anything; now they are overwritten. */
@@ -353,6 +386,7 @@ static inline void attend_check_ways(attend_problem *p, uint64_t seed, bool wild
     attend_check_hook(p, wild || p->poisoned >= 0);
     attend_check_sets(p);
     attend_check_company(p, &random);
+    attend_check_memory(p);
     attend_check_masks(p, &random);
     attend_check_pages(p, &random);
     attend_check_gaps(p, &random);

@@ -18,7 +18,7 @@ TEST_FLAGS = '-DTEST_STEMS=$(patsubst %,X(%),$(TEST_STEMS))' -D_POSIX_C_SOURCE=2
 cases = $(if $(1),$(strip $(shell sed 's/\#.*//' $(1:%=tests/cases/%.txt))))
 
 # The tests that an emulator compiles: those of its cases.
-EMULATED_STEMS := attend attend_history attend_options codec codec_history defects golden snapshot store_snapshot types
+EMULATED_STEMS := attend attend_history codec codec_history defects golden snapshot store_snapshot
 
 # $(1) a name. What the build is stands in variables:
 #   VARIANT_name_CC          the compiler
@@ -125,7 +125,7 @@ VARIANT_sanitize_CASES := $(SANITIZE_CASES)
 
 VARIANT_msan_CC := clang
 VARIANT_msan_FLAGS := -std=c99 -O1 -g1 -DTQKV_NO_AVX2 -fsanitize=memory -fno-sanitize-recover=all
-VARIANT_msan_STEMS := attend attend_options cache codec codec_history latent_cache length list snapshot store_snapshot
+VARIANT_msan_STEMS := attend cache codec codec_history latent_cache length list snapshot store_snapshot
 VARIANT_msan_CASES := msan
 
 VARIANT_tsan_CC := gcc

@@ -1,5 +1,5 @@
 /* Attention: one position exactly, slices over stores of different formats, what a slice holds. test_attend_history.c
- * has all other shapes and options at random, test_attend_options.c some by name. */
+ * has all other shapes and options at random. */
 #include "attend_checks.h"
 
 /* ---- Slices over stores of different formats: a prompt in one pair, what follows in another ---- */
@@ -101,6 +101,51 @@ static void check_merge(const void *parameters)
     free(second);
     attend_tear_down(&a);
     attend_tear_down(&b);
+}
+
+typedef struct merged {
+    float out[3 * 64], max[3], sum[3];
+} merged;
+
+/* Slices merge if the values' scales, and their centres, hold the same numbers, wherever they lie; otherwise nothing is
+ * written. */
+static void check_merge_scales(const void *parameters)
+{
+    (void)parameters;
+    float *rows = test_rows(7, DATA_GAUSSIAN, 9 * 3, 64), *q = test_rows(8, DATA_GAUSSIAN, 3, 64);
+    float *scales[3] = {test_scales(9, 3, 64, 8.0), test_scales(9, 3, 64, 8.0), test_scales(9, 3, 64, 8.0)};
+    float *center = test_rows(10, DATA_GAUSSIAN, 3, 64);
+    tqkv_store stores[5];
+    merged to, from, kept;
+    tqkv_attention a, other;
+    scales[2][3 * 64 - 1] *= 2.0f;
+    memset(&a, 0, sizeof a);
+    memset(&to, 0, sizeof to);
+    for (int i = 0; i < 5; i++) {
+        stores[i] = test_store(i == 1 ? TQKV_F16 : TQKV_TQ5, 64, 3, 9, false);
+        stores[i].channel_scale = i < 3 ? scales[i] : i < 4 ? NULL : scales[0];
+        stores[i].center = i < 4 ? NULL : center;
+        CHECK_RESULT(tqkv_encode(&stores[i], rows, 9, 0), TQKV_OK);
+    }
+    a.keys = a.values = &stores[0];
+    a.n_heads = 3;
+    a.n_queries = 1;
+    a.end = 9;
+    CHECK_RESULT(tqkv_attend_partial(&a, q, 0, 4, to.out, to.max, to.sum), TQKV_OK);
+    for (int i = 0; i < 5; i++) {
+        other = a;
+        other.keys = other.values = &stores[i];
+        CHECK_RESULT(tqkv_attend_partial(&other, q, 4, 5, from.out, from.max, from.sum), TQKV_OK);
+        kept = to;
+        const tqkv_result r = tqkv_attend_merge(&a, kept.out, kept.max, kept.sum, &other, from.out, from.max, from.sum);
+        CHECK(r == (i < 2 ? TQKV_OK : TQKV_INVALID_ARGUMENT), "slice %d: %s", i, tqkv_result_string(r));
+        CHECK(i < 2 || !memcmp(&kept, &to, sizeof to), "slice %d: a refused merge wrote", i);
+    }
+    for (int i = 0; i < 5; i++) test_store_free(&stores[i]);
+    for (int i = 0; i < 3; i++) free(scales[i]);
+    free(rows);
+    free(center);
+    free(q);
 }
 
 /* The parts that tqkv_attend_partial gives: max is the largest score, sum is the sum of exp(score - max). */
@@ -251,6 +296,7 @@ void test_attend_cases(void)
 {
     add_merge_bases();
     test_add(check_merge, NULL, 0, "attend/merge");
+    test_add(check_merge_scales, NULL, 0, "attend/merge_scales");
     test_add(check_no_queries, NULL, 0, "attend/no_queries");
     add_exact();
     for (int d = 0; d < 6; d++)

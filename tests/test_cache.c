@@ -100,6 +100,34 @@ static void check_out_over_cache(const void *parameters)
     }
 }
 
+/* A cache copies its centres; a fork may be asked for the same, and for no other. */
+static void check_centers(const void *parameters)
+{
+    (void)parameters;
+    const cache_row row = {TQKV_TQ4, TQKV_TQ3, 64, 12, false, 0, -1};
+    tqkv_cache_desc desc = cache_desc(&row, NULL);
+    float *centers = test_rows(7, DATA_GAUSSIAN, 2 * CACHE_HEADS, 64), *values = centers + CACHE_HEADS * 64;
+    tqkv_cache *plain = cache_make(&row, &desc), *cache = cache_given(&desc, centers, NULL, values, NULL), *fork = NULL;
+    REQUIRE(cache && plain, "no cache");
+    CHECK(tqkv_cache_bytes(cache) == tqkv_cache_bytes(plain), "centres are counted");
+    CHECK(test_keys(cache)->center != centers, "the centre is not a copy");
+    cache_append_seed(cache, 3, 11, 64);
+    CHECK_RESULT(tqkv_cache_truncate(cache, 0), TQKV_OK);
+    CHECK(test_values(cache)->center && test_values(cache)->center[0] == values[0], "the centre is gone");
+    desc.value_center = values;
+    CHECK_RESULT(tqkv_cache_fork(cache, &desc, &fork), TQKV_OK);
+    tqkv_cache_destroy(fork);
+    values[CACHE_HEADS * 64 - 1] += 1.0f;
+    CHECK_RESULT(tqkv_cache_fork(cache, &desc, &fork), TQKV_INVALID_ARGUMENT);
+    desc.value_center = NULL;
+    desc.key_scale = centers; /* there is none */
+    for (int i = 0; i < CACHE_HEADS * 64; i++) centers[i] = 1.0f;
+    CHECK_RESULT(tqkv_cache_fork(cache, &desc, &fork), TQKV_INVALID_ARGUMENT);
+    tqkv_cache_destroy(plain);
+    tqkv_cache_destroy(cache);
+    free(centers);
+}
+
 /* ---- Fork ---- */
 
 typedef struct fork_row {
@@ -354,6 +382,7 @@ void test_cache_cases(void)
                                      {{TQKV_F16, TQKV_TQ8, 64, 10, true, 33, 29}, 7, false}};
     for (int i = 0; i < (int)(sizeof forks / sizeof *forks); i++)
         test_add(check_fork, &forks[i], sizeof forks[i], "cache/fork/%d", i);
+    test_add(check_centers, NULL, 0, "cache/centers");
     test_add(check_defaults, NULL, 0, "cache/defaults");
     test_add(check_ring_refusals, NULL, 0, "cache/ring_refusals");
     test_add(check_out_over_cache, NULL, 0, "cache/out_over_cache");

@@ -216,95 +216,6 @@ static void check_edges(const void *parameters)
     test_store_free(&shape);
 }
 
-/* What a refused call must not write, and what it reads. */
-enum { REFUSED_DIM = 64, REFUSED_TOKENS = 4, REFUSED_ROW = HEADS * REFUSED_DIM };
-typedef struct refused {
-    tqkv_store shape;
-    float *rows, *q;
-    float out[2 * REFUSED_ROW + 1];
-    double noise[HEADS];
-} refused;
-
-#define REFUSES(result, ...) CHECK_RESULT(tqkv_calibrate(__VA_ARGS__), TQKV_##result)
-
-static void refuse_values(refused *r)
-{
-    static const float bad[4] = {(float)NAN, (float)INFINITY, -(float)INFINITY, 1.1e12f};
-    float *center = r->out, *scale = r->out + REFUSED_ROW;
-    for (int i = 0; i < 4; i++)
-        for (int at = 0; at < REFUSED_ROW; at += REFUSED_ROW - 1) {
-            float *const places[2] = {r->rows + (REFUSED_TOKENS - 1) * REFUSED_ROW + at, r->q + at};
-            for (int k = 0; k < 2; k++) {
-                const float kept = *places[k];
-                *places[k] = bad[i];
-                REFUSES(NOT_FINITE, &r->shape, r->rows, REFUSED_TOKENS, r->q, HEADS, 1, TQKV_PAIRS_NONE, center, scale);
-                *places[k] = kept;
-            }
-        }
-}
-
-static void refuse_arguments(refused *r)
-{
-    enum { N = REFUSED_TOKENS };
-    tqkv_store *shape = &r->shape;
-    float *rows = r->rows, *q = r->q, *center = r->out, *scale = r->out + REFUSED_ROW;
-    const tqkv_pairs none = TQKV_PAIRS_NONE;
-    REFUSES(INVALID_ARGUMENT, NULL, rows, N, q, HEADS, 1, none, center, scale);
-    REFUSES(INVALID_ARGUMENT, shape, NULL, N, q, HEADS, 1, none, center, scale);
-    REFUSES(INVALID_ARGUMENT, shape, rows, -1, q, HEADS, 1, none, center, scale);
-    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS + 1, 1, none, center, scale);
-    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, -HEADS, 1, none, center, scale);
-    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, -1, none, center, scale);
-    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, 1, test_no_pairs(3), center, scale);
-    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, 1, none, NULL, NULL);
-    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, 1, none, center, center + 1);
-    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, 1, none, rows, scale);
-    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, 1, none, center, q);
-    REFUSES(INVALID_ARGUMENT, shape, rows, N, q, HEADS, 1, none, (float *)((uintptr_t)center + 2), scale);
-    REFUSES(INVALID_ARGUMENT, shape, (float *)((uintptr_t)rows + 1), N, q, HEADS, 1, none, center, scale);
-    REFUSES(INVALID_ARGUMENT, shape, rows, N, (float *)((uintptr_t)q + 1), HEADS, 1, none, center, scale);
-    shape->head_dim = 60;
-    REFUSES(UNSUPPORTED, shape, rows, N, q, HEADS, 1, none, center, scale);
-    shape->head_dim = REFUSED_DIM;
-}
-
-static void refuse_noise(refused *r)
-{
-    enum { N = REFUSED_TOKENS };
-    CHECK_RESULT(tqkv_logit_noise(&r->shape, r->rows, N, NULL, HEADS, 1, r->noise), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_logit_noise(&r->shape, r->rows, N, r->q, HEADS, 1, NULL), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_logit_noise(&r->shape, r->rows, N, r->q, 3, 1, r->noise), TQKV_INVALID_ARGUMENT);
-    r->q[5] = (float)NAN;
-    CHECK_RESULT(tqkv_logit_noise(&r->shape, r->rows, N, r->q, HEADS, 1, r->noise), TQKV_NOT_FINITE);
-    r->q[5] = 0.0f;
-    r->shape.channel_scale = r->q;
-    CHECK_RESULT(tqkv_logit_noise(&r->shape, r->rows, N, r->q, HEADS, 1, r->noise), TQKV_INVALID_ARGUMENT);
-    r->shape.channel_scale = NULL;
-}
-
-/* Bad arguments write nothing. */
-static void check_refused(const void *parameters)
-{
-    (void)parameters;
-    refused r;
-    r.shape = test_store(TQKV_TQ3, REFUSED_DIM, HEADS, 1, false);
-    r.rows = test_rows(1, DATA_GAUSSIAN, REFUSED_TOKENS * HEADS, REFUSED_DIM);
-    r.q = test_rows(2, DATA_GAUSSIAN, HEADS, REFUSED_DIM);
-    r.noise[0] = r.noise[HEADS - 1] = 7.0;
-    memset(r.out, 0xa5, sizeof r.out);
-    refuse_values(&r);
-    refuse_arguments(&r);
-    refuse_noise(&r);
-    CHECK(r.noise[0] == 7.0 && r.noise[HEADS - 1] == 7.0, "a refused call wrote the noise");
-    for (size_t i = 0; i < sizeof r.out; i++)
-        CHECK(((unsigned char *)r.out)[i] == 0xa5, "a refused call wrote byte %d", (int)i);
-    test_store_free(&r.shape);
-    free(r.rows);
-    free(r.q);
-}
-
-#undef REFUSES
-
 /* ---- Noise ---- */
 
 /* The noise of one head, from what encode and decode give. */
@@ -378,6 +289,40 @@ static void check_alignment(const void *parameters)
     }
     free(rows);
     test_store_free(&shape);
+}
+
+/* ---- The measure ---- */
+
+/* Rows that are all equal, rows of zeros, rows that overflow: no division by zero, no NaN. */
+static void check_measure_edges(const void *parameters)
+{
+    enum { D = 64 };
+    (void)parameters;
+    float rows[3 * D] = {0};
+    tqkv_store shape = test_store(TQKV_TQ2, D, 1, 1, false);
+    tqkv_quality out;
+    CHECK_RESULT(tqkv_measure(&shape, rows, 3, &out), TQKV_OK);
+    CHECK(out.mean_share == 0.0 && out.error == 0.0 && out.kurtosis == 0.0, "zeros measure %g %g %g", out.mean_share,
+          out.error, out.kurtosis);
+    for (int i = 0; i < 3 * D; i++) rows[i] = 0.125f * (float)(i % D);
+    CHECK_RESULT(tqkv_measure(&shape, rows, 3, &out), TQKV_OK);
+    CHECK(out.mean_share == 1.0 && isinf(out.error), "equal rows measure %g %g", out.mean_share, out.error);
+    for (int i = 0; i < 3 * D; i++) rows[i] = 1e20f * (float)(i * 37 % 101 - 50); /* norms overflow */
+    CHECK_RESULT(tqkv_measure(&shape, rows, 3, &out), TQKV_OK);
+    CHECK(isinf(out.error), "rows that decode to NaN have an error of %g", out.error);
+    test_store_free(&shape);
+    float center[D];
+    for (int i = 0; i < 3 * D; i++) rows[i] = 3e38f;
+    for (int i = 0; i < D; i++) center[i] = -3e38f; /* what is left overflows */
+    for (int i = 0; i < TEST_FORMATS; i++) {
+        shape = test_store(test_formats[i], D, 1, 1, false);
+        shape.center = center;
+        CHECK_RESULT(tqkv_measure(&shape, rows, 3, &out), TQKV_OK);
+        CHECK(fabs(out.mean_share - 1.0) < 1e-12 && isinf(out.error) && out.kurtosis >= 0.0 && out.beyond >= 0.0,
+              "%s: rows that overflow measure %g %g %g %g", tqkv_format_name(shape.format), out.mean_share, out.error,
+              out.kurtosis, out.beyond);
+        test_store_free(&shape);
+    }
 }
 
 typedef struct captured_noise {
@@ -462,11 +407,6 @@ static void check_rotary_dim(const void *parameters)
     for (int i = ROTARY; i < D; i++) /* but for the length of all: the same shares */
         CHECK(fabs((double)(scale[i] / scale[ROTARY] / (free_scale[i] / free_scale[ROTARY])) - 1.0) < 1e-5,
               "channel %d", i);
-    static const int bad[] = {-2, 63, D + 2};
-    for (int i = 0; i < 3; i++) {
-        shape.rotary_dim = bad[i];
-        CHECK_RESULT(tqkv_calibrate(&shape, rows, N, NULL, 0, 0, pairs, center, scale), TQKV_INVALID_ARGUMENT);
-    }
     test_store_free(&shape);
     free(rows);
 }
@@ -497,6 +437,6 @@ void test_calibrate_cases(void)
     for (int i = 0; i < CAPTURED_LAYERS; i++)
         test_add(check_captured, &layers[i], sizeof layers[i], "calibrate/captured/%d", i);
     test_add(check_edges, NULL, 0, "calibrate/edges");
+    test_add(check_measure_edges, NULL, 0, "calibrate/measure_edges");
     test_add(check_alignment, NULL, 0, "calibrate/alignment");
-    test_add(check_refused, NULL, 0, "calibrate/refused");
 }

@@ -1,15 +1,9 @@
-/* Allocation n fails, for every n: the call gives TQKV_OUT_OF_MEMORY, writes nothing and leaks nothing. */
-#include "attend_fixture.h"
+/* Allocation n of a cache's call fails, for every n: the call gives TQKV_OUT_OF_MEMORY, writes nothing and leaks nothing.
+ * attend_checks.h has attention. */
 #include "cache_fixture.h"
 #include "counting.h"
 
 enum { MAX_ALLOCATIONS = 1000 };
-
-static void run_in_order(void *user, int count, tqkv_task task, void *context)
-{
-    (void)user;
-    for (int i = 0; i < count; i++) task(context, i);
-}
 
 static void fail_at(counting *counter, int allocation)
 {
@@ -23,48 +17,6 @@ static bool is_still_filled(const void *bytes, size_t n)
         if (((const unsigned char *)bytes)[i] != 0xff) return false;
     return true;
 }
-
-/* ---- Attention ---- */
-
-typedef struct fault_row {
-    attend_row attend;
-    bool partial; /* tqkv_attend_partial and tqkv_attend_finish, not tqkv_attend */
-} fault_row;
-
-static void check_attend(const void *parameters)
-{
-    const fault_row *row = (const fault_row *)parameters;
-    attend_problem problem;
-    counting counter = {0, 0, 0, 0, 0};
-    attend_set_up(&problem, &row->attend);
-    problem.attention.allocator = counting_allocator(&counter);
-    if (row->attend.way == WAY_PARALLEL) problem.attention.parallel.run = run_in_order;
-    const tqkv_attention *a = &problem.attention;
-    const size_t row_floats = problem.n_rows * sizeof(float), bytes = row_floats * problem.head_dim;
-    float *max = (float *)test_alloc_filled(row_floats, 0xff), *sum = (float *)test_alloc_filled(row_floats, 0xff);
-    tqkv_result result = TQKV_OUT_OF_MEMORY;
-    for (int n = 1; n < MAX_ALLOCATIONS; n++) {
-        fail_at(&counter, n);
-        result = row->partial ? tqkv_attend_partial(a, problem.q, 0, (int)row->attend.end, problem.out, max, sum)
-                              : tqkv_attend(a, problem.q, problem.out);
-        CHECK_NO_LEAK(&counter);
-        if (result == TQKV_OK) break;
-        CHECK(result == TQKV_OUT_OF_MEMORY, "allocation %d fails: %s", n, tqkv_result_string(result));
-        CHECK(is_still_filled(problem.out, bytes) && is_still_filled(max, row_floats) &&
-                  is_still_filled(sum, row_floats),
-              "allocation %d fails: an output was written", n);
-    }
-    CHECK_RESULT(result, TQKV_OK);
-    counter.fail_at = 0;
-    if (row->partial) CHECK_RESULT(tqkv_attend_finish(a, problem.out, max, sum), TQKV_OK);
-    CHECK_NO_LEAK(&counter);
-    attend_check(&problem, problem.out, "out");
-    free(max);
-    free(sum);
-    attend_tear_down(&problem);
-}
-
-/* ---- The cache ---- */
 
 /* Creates the cache of the desc, or loads it from a snapshot if there is one. */
 static void check_new_cache(tqkv_cache_desc *desc, counting *counter, stream *snapshot)
@@ -151,20 +103,6 @@ static void check_cache_calls(const void *parameters)
 
 void test_fault_cases(void)
 {
-    for (int i = 0; i < 4; i++) {
-        fault_row row = {attend_default_row(TQKV_I8, TQKV_TQ4, 128), i % 2 != 0};
-        row.attend.n_queries = 3;
-        if (i >= 2) {
-            row.attend.way = WAY_PARALLEL;
-            row.attend.end = row.attend.key_capacity = row.attend.value_capacity = 2500;
-        }
-        test_add(check_attend, &row, sizeof row, "fault/attend%s%s", row.partial ? "_partial" : "",
-                 i >= 2 ? "/parallel" : "");
-    }
-    fault_row ends = {attend_default_row(TQKV_I8, TQKV_TQ4, 128), false};
-    ends.attend.exact_first = 2;
-    ends.attend.exact_last = 20;
-    test_add(check_attend, &ends, sizeof ends, "fault/attend/ends");
     for (int i = 0; i < TEST_FORMATS / 2; i++) {
         cache_row row = {test_formats[2 * i], test_formats[TEST_FORMATS - 1 - 2 * i], 64, 8, i % 2 != 0, 6, -1};
         const char *name = tqkv_format_name(row.key_format);

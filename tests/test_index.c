@@ -253,89 +253,6 @@ static void check_choices(const void *parameters)
     free(keys.norms);
 }
 
-/* ---- What is refused, and faults ---- */
-
-typedef struct bad_row {
-    const char *name;
-    void (*change)(problem *p);
-    tqkv_result scores, choose;
-} bad_row;
-
-static void bad_keys(problem *p) { p->index.keys = NULL; }
-static void bad_codes(problem *p) { p->keys.codes_size = 1; }
-static void bad_heads(problem *p) { p->index.n_heads = -1; }
-static void bad_kv_heads(problem *p) { p->keys.n_kv_heads = 2; }
-static void bad_ratio(problem *p) { p->index.ratio = -1; }
-static void bad_block(problem *p) { p->index.block = -4; }
-static void bad_first(problem *p) { p->index.first = -1; }
-static void bad_newest(problem *p) { p->index.newest = -1; }
-static void bad_positions(problem *p) { p->index.positions = -1; }
-static void bad_pool(problem *p) { memset(&p->index.pool, 7, sizeof p->index.pool); }
-static void bad_end(problem *p) { p->index.end = (int64_t)p->keys.capacity + 1, p->keys.ring = false; }
-static void bad_blocks(problem *p) { p->keys.ring = true, p->index.end = (int64_t)1 << 40, p->index.block = 1; }
-static void bad_weights(problem *p)
-{
-    p->index.weights = p->q, p->q[0] = (float)NAN, p->index.query_type = TQKV_TYPE_BF16;
-}
-static void bad_queries(problem *p) { p->q[0] = (float)INFINITY, p->index.query_type = TQKV_TYPE_F32; }
-static void bad_allocator(problem *p) { p->index.allocator.alloc = counting_alloc; }
-static void bad_overlap(problem *p) { p->index.weights = p->scores; }
-
-static void check_refused(const void *parameters)
-{
-    const bad_row *row = (const bad_row *)parameters;
-    problem p;
-    set_up(&p, 5);
-    const size_t bytes = (size_t)(p.index.n_queries * p.n_blocks) * sizeof(float);
-    float *before = (float *)test_alloc_filled(bytes, 0xff);
-    int32_t list[20] = {7}; /* of as many queries as a problem has */
-    row->change(&p);
-    test_explained = NULL;
-    CHECK_RESULT(tqkv_index_scores(&p.index, queries_of(&p), p.scores), row->scores);
-    CHECK(test_explained, "no text");
-    CHECK(!memcmp(before, p.scores, bytes), "a refused call has written");
-    memset(p.scores, 0, bytes);
-    CHECK_RESULT(tqkv_index_choose(&p.index, p.scores, 1, list), row->choose);
-    CHECK(row->choose == TQKV_OK || list[0] == 7, "a refused call has written");
-    free(before);
-    tear_down(&p);
-}
-
-static void check_bad_choice(const void *parameters)
-{
-    tqkv_store keys = test_store(TQKV_I8, 64, 1, 8, false);
-    tqkv_index x;
-    float scores[9] = {1, 2, 3, 4, 5, 6, 7, (float)NAN, 9};
-    int32_t list[4] = {7, 7, 7, 7};
-    (void)parameters;
-    memset(&x, 0, sizeof x);
-    x.keys = &keys;
-    x.end = 8;
-    CHECK_RESULT(tqkv_index_choose(&x, scores, 2, list), TQKV_INVALID_ARGUMENT); /* no head */
-    x.n_heads = 1;
-    CHECK_RESULT(tqkv_index_choose(&x, scores, 2, list), TQKV_OK); /* no query */
-    CHECK_RESULT(tqkv_index_choose(&x, NULL, 2, NULL), TQKV_OK);
-    CHECK_RESULT(tqkv_index_scores(&x, NULL, NULL), TQKV_OK);
-    CHECK(list[0] == 7, "a choice of nothing has written");
-    x.n_queries = 1;
-    CHECK_RESULT(tqkv_index_choose(&x, scores, 2, list), TQKV_NOT_FINITE);
-    x.end = 4;
-    x.n_queries = 2; /* NaN is the last score of the second one */
-    CHECK_RESULT(tqkv_index_choose(&x, scores, 2, list), TQKV_NOT_FINITE);
-    x.n_queries = 1;
-    x.end = 7;
-    CHECK_RESULT(tqkv_index_choose(&x, scores, -1, list), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_index_choose(&x, NULL, 2, list), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_index_choose(&x, scores, 2, NULL), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_index_choose(&x, scores, 2, (int32_t *)(void *)scores), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_index_choose(&x, scores, 2, (int32_t *)((uintptr_t)list + 2)), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_index_choose(NULL, scores, 2, list), TQKV_INVALID_ARGUMENT);
-    CHECK(list[0] == 7 && list[1] == 7, "a refused call has written");
-    CHECK_RESULT(tqkv_index_choose(&x, scores, 2, list), TQKV_OK);
-    CHECK(list[0] == 5 && list[1] == 6 && list[2] == 7, "the best of seven: %d, %d", (int)list[0], (int)list[1]);
-    test_store_free(&keys);
-}
-
 static void check_fault(const void *parameters)
 {
     counting counter = {0, 1, 0, 0, 0};
@@ -355,26 +272,7 @@ static void check_fault(const void *parameters)
 
 void test_index_cases(void)
 {
-    static const bad_row bad[] = {{"keys", bad_keys, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
-                                  {"codes", bad_codes, TQKV_INVALID_ARGUMENT, TQKV_OK},
-                                  {"heads", bad_heads, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
-                                  {"kv_heads", bad_kv_heads, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
-                                  {"ratio", bad_ratio, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
-                                  {"block", bad_block, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
-                                  {"first", bad_first, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
-                                  {"newest", bad_newest, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
-                                  {"positions", bad_positions, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
-                                  {"pool", bad_pool, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
-                                  {"end", bad_end, TQKV_OUT_OF_RANGE, TQKV_OUT_OF_RANGE},
-                                  {"blocks", bad_blocks, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
-                                  {"weights", bad_weights, TQKV_NOT_FINITE, TQKV_OK},
-                                  {"queries", bad_queries, TQKV_NOT_FINITE, TQKV_OK},
-                                  {"allocator", bad_allocator, TQKV_INVALID_ARGUMENT, TQKV_INVALID_ARGUMENT},
-                                  {"overlap", bad_overlap, TQKV_INVALID_ARGUMENT, TQKV_OK}};
     for (int i = 0; i < 60; i++) test_add(check_scores, &i, sizeof i, "index/scores/%d", i);
     for (int i = 0; i < 10; i++) test_add(check_choices, &i, sizeof i, "index/choices/%d", i);
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
-        test_add(check_refused, &bad[i], sizeof bad[i], "index/refused/%s", bad[i].name);
-    test_add(check_bad_choice, NULL, 0, "index/refused/choice");
     test_add(check_fault, NULL, 0, "index/fault");
 }

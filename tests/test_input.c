@@ -35,7 +35,7 @@ typedef struct memory {
 /* The arguments of all calls. They are valid until a change is applied. */
 typedef struct world {
     memory *m;
-    tqkv_store keys, values, ends, tail, kept_tail;
+    tqkv_store keys, values, ends, tail, kept_tail, index_keys;
     const tqkv_store *store;
     tqkv_attention attention;
     const tqkv_attention *a;
@@ -44,7 +44,13 @@ typedef struct world {
     tqkv_cache *cache, *made;
     tqkv_cache **result; /* create and load put the cache here */
     float *src, *src2, *q, *out, *max, *sum;
+    float *scale; /* of calibrate */
+    tqkv_index index;
+    const tqkv_index *x;
     uint64_t tree[65];
+    int32_t list[16];
+    int n_heads; /* of calibrate and noise */
+    tqkv_pairs pairs;
     const float *other_out, *other_max, *other_sum;
     int n_tokens, n_positions, n_rows, head_dim, count, n_queries;
     int64_t position, first, end;
@@ -104,6 +110,20 @@ static void make_cache(world *w)
     w->write = stream_write;
 }
 
+static void make_index(world *w)
+{
+    w->index_keys = make_store(TQKV_I8, w->m->pool_codes, w->m->pool_norms);
+    w->index_keys.n_kv_heads = 1;
+    CHECK_RESULT(tqkv_encode(&w->index_keys, w->m->src, 5, 0), TQKV_OK);
+    w->index.keys = &w->index_keys;
+    w->index.n_heads = N_HEADS;
+    w->index.n_queries = QUERIES;
+    w->index.end = 5;
+    w->index.weights = w->m->max;
+    w->index.allocator = counting_allocator(&w->counter);
+    w->x = &w->index;
+}
+
 static void fill_memory(memory *m)
 {
     memset(m, 0xff, sizeof *m);
@@ -147,6 +167,8 @@ static void make_world(world *w, memory *m)
     w->n_tokens = w->n_positions = w->n_rows = TOKENS;
     w->head_dim = D;
     w->n_queries = QUERIES;
+    w->n_heads = N_HEADS;
+    w->scale = m->other_out;
     w->first = 1;
     w->count = 3;
     w->position = 2;
@@ -162,6 +184,7 @@ static void make_world(world *w, memory *m)
     CHECK_RESULT(tqkv_encode(&w->values, m->src2, TOKENS, 3), TQKV_OK);
     CHECK_RESULT(tqkv_store_save(&w->keys, w->position, w->n_positions, stream_write, &w->store_snapshot), TQKV_OK);
     make_attention(w);
+    make_index(w);
     make_cache(w);
 }
 
@@ -220,6 +243,37 @@ static void use_kept(world *w)
     w->first = 6;
 }
 
+/* Gives the attention a list: four numbers, again and again. */
+static void use_list(world *w, int32_t a, int32_t b, int32_t c, int32_t d, int length, int heads, int block)
+{
+    const int32_t numbers[4] = {a, b, c, d};
+    for (int i = 0; i < 16; i++) w->list[i] = numbers[i % 4];
+    w->attention.list.rows = w->list;
+    w->attention.list.length = length;
+    w->attention.list.heads = heads;
+    w->attention.list.block = block;
+}
+
+static void set_strides(tqkv_strides *s, size_t token, size_t head)
+{
+    s->token = token;
+    s->head = head;
+}
+
+/* Makes the cache one whose keys are the values, with a tail; one token is to be appended. */
+static void use_latent(world *w)
+{
+    tqkv_cache_destroy(w->cache);
+    stream_free(&w->snapshot);
+    w->desc.shared = true;
+    w->desc.tail_dim = TAIL;
+    CHECK_RESULT(tqkv_cache_create(&w->desc, &w->cache), TQKV_OK);
+    w->n_tokens = 1;
+    w->src2 = NULL;
+    for (int i = 0; i < TOKENS; i++) CHECK_RESULT(tqkv_cache_append(w->cache, w->src, NULL, 1), TQKV_OK);
+    w->snapshot = stream_of_cache(w->cache);
+}
+
 static void free_world(world *w)
 {
     tqkv_cache_destroy(w->cache);
@@ -241,10 +295,26 @@ static tqkv_result mean(world *w)
 {
     return tqkv_calibrate(w->store, w->src, w->n_tokens, NULL, 0, 0, TQKV_PAIRS_NONE, w->out, NULL);
 }
+static tqkv_result calibrate(world *w)
+{
+    return tqkv_calibrate(w->store, w->src, w->n_tokens, w->q, w->n_heads, w->n_queries, w->pairs, w->out, w->scale);
+}
+static tqkv_result noise(world *w)
+{
+    return tqkv_logit_noise(w->store, w->src, w->n_tokens, w->q, w->n_heads, w->n_queries, (double *)(void *)w->out);
+}
+static tqkv_result score(world *w) { return tqkv_index_scores(w->x, w->q, w->out); }
+static tqkv_result choose(world *w) { return tqkv_index_choose(w->x, w->src, w->n_kept, (int32_t *)(void *)w->out); }
 static tqkv_result decode(world *w) { return tqkv_decode(w->store, w->position, w->n_positions, w->basis, w->out); }
 static tqkv_result rotate(world *w) { return tqkv_rotate(w->src, w->n_rows, w->head_dim, TQKV_ROTATED); }
 static tqkv_result unrotate(world *w) { return tqkv_rotate(w->src, w->n_rows, w->head_dim, TQKV_ORIGINAL); }
 static tqkv_result attend(world *w) { return tqkv_attend(w->a, w->q, w->out); }
+static tqkv_result batch(world *w)
+{
+    const void *const q[1] = {w->q};
+    void *const out[1] = {w->out};
+    return tqkv_attend_batch(w->a, 1, q, out);
+}
 static tqkv_result partial(world *w)
 {
     return tqkv_attend_partial(w->a, w->q, w->first, w->count, w->out, w->max, w->sum);
@@ -313,11 +383,17 @@ enum {
     SAVE_STORE = 1 << 21,
     LOAD_STORE = 1 << 22,
     CONVERT = 1 << 23,
-    ALL = 2 * CONVERT - 1,
+    BATCH = 1 << 24,
+    CALIBRATE = 1 << 25,
+    NOISE = 1 << 26,
+    SCORE = 1 << 27,
+    CHOOSE = 1 << 28,
+    ALL = 2 * CHOOSE - 1,
+    WHOLE = ATTEND | BATCH,
     CODEC = ENCODE | PROBE | DECODE | MEASURE | MEAN,
     STORED = SAVE_STORE | LOAD_STORE | CONVERT,
     ROTATIONS = ROTATE | UNROTATE,
-    RESIDENT = ATTEND | PARTIAL,                           /* these read stored positions */
+    RESIDENT = WHOLE | PARTIAL,                            /* these read stored positions */
     ATTENTION = RESIDENT | MERGE | FINISH,                 /* these take a tqkv_attention */
     STORE = CODEC | RESIDENT | STORED,                     /* these read the shape of a store */
     BUFFERS = ENCODE | SLOTS | DECODE | RESIDENT | STORED, /* these read or write its codes */
@@ -340,6 +416,11 @@ static const input_call calls[] = {{ENCODE, "encode", encode},
                                    {ROTATE, "rotate", rotate},
                                    {UNROTATE, "unrotate", unrotate},
                                    {ATTEND, "attend", attend},
+                                   {BATCH, "batch", batch},
+                                   {CALIBRATE, "calibrate", calibrate},
+                                   {NOISE, "noise", noise},
+                                   {SCORE, "score", score},
+                                   {CHOOSE, "choose", choose},
                                    {PARTIAL, "partial", partial},
                                    {MERGE, "merge", merge},
                                    {FINISH, "finish", finish},

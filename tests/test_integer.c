@@ -2,8 +2,6 @@
  * The hashes of outputs are in attend_goldens.h. */
 #include "attend_fixture.h"
 
-#include <fenv.h>
-
 /* ---- Hard cases ---- */
 
 typedef enum hard_kind { HARD_NORMS, HARD_ONE_ABOVE, HARD_DOMINATING, HARD_FLAT, HARD_EQUAL, HARD_KINDS } hard_kind;
@@ -118,87 +116,6 @@ static void add_peaks(void)
     }
 }
 
-/* ---- Bits in company ---- */
-
-static attend_row company_row(int head_dim)
-{
-    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, head_dim);
-    row.n_queries = 37;
-    row.group = 3;
-    row.end = 210;
-    row.key_capacity = row.value_capacity = 210;
-    row.bits_alone = true;
-    return row;
-}
-
-/* Each query alone has the bits that it has among 37, of which some have a second digit. */
-static void check_alone(const void *parameters)
-{
-    const attend_row row = company_row(*(const int *)parameters);
-    const peak_row peaks = {row.head_dim, TQKV_I8, 3.0f, 1.0f};
-    attend_problem p;
-    attend_set_up(&p, &row);
-    const size_t n_heads = (size_t)p.attention.n_heads, d = p.head_dim;
-    set_peaks(&peaks, p.q + 2 * d, p.n_rows / 5, row.head_dim, 5 * d);
-    float *alone = (float *)test_alloc(n_heads * d * sizeof *alone);
-    CHECK_RESULT(tqkv_attend(&p.attention, p.q, p.out), TQKV_OK);
-    tqkv_attention one = p.attention;
-    one.n_queries = 1;
-    for (int i = 0; i < row.n_queries; i++) {
-        one.end = row.end - row.n_queries + 1 + i;
-        CHECK_RESULT(tqkv_attend(&one, p.q + (size_t)i * n_heads * d, alone), TQKV_OK);
-        CHECK(!memcmp(alone, p.out + (size_t)i * n_heads * d, n_heads * d * sizeof *alone), "query %d differs", i);
-    }
-    free(alone);
-    attend_tear_down(&p);
-}
-
-/* Attention as two slices. sums: room for the second one, its maxima and sums, and those of both */
-static void attend_slices(const attend_problem *p, float *out, float *sums)
-{
-    const tqkv_attention *a = &p->attention;
-    const int half = (int)a->end / 2;
-    float *max = sums + p->n_rows * p->value_dim, *sum = max + p->n_rows;
-    float *other_max = sum + p->n_rows, *other_sum = other_max + p->n_rows;
-    CHECK_RESULT(tqkv_attend_partial(a, p->q, 0, half, out, max, sum), TQKV_OK);
-    CHECK_RESULT(tqkv_attend_partial(a, p->q, half, (int)a->end - half, sums, other_max, other_sum), TQKV_OK);
-    CHECK_RESULT(tqkv_attend_merge(a, out, max, sum, a, sums, other_max, other_sum), TQKV_OK);
-    CHECK_RESULT(tqkv_attend_finish(a, out, max, sum), TQKV_OK);
-}
-
-/* The caller's rounding mode changes no bit, of slices either, nor the default scale of keys with a tail. */
-static void check_mode(const void *parameters)
-{
-    const int head_dim = *(const int *)parameters;
-    attend_row row = company_row(head_dim);
-    row.tail_dim = head_dim == 512 ? 32 : 208 - head_dim; /* 1/sqrt of the sum lies above its nearest float */
-    row.tail_format = TQKV_F16;
-    row.softcap = 5.0f;
-    row.sinks = SINKS_SOME;
-    row.key_center = row.value_center = 3.0f;
-    attend_problem p;
-    attend_set_up(&p, &row);
-    const size_t bytes = p.n_rows * p.value_dim * sizeof(float);
-    float *out = (float *)test_alloc(3 * bytes + 4 * p.n_rows * sizeof(float));
-    float *slices = out + p.n_rows * p.value_dim, *sums = slices + p.n_rows * p.value_dim;
-    CHECK_RESULT(tqkv_attend(&p.attention, p.q, p.out), TQKV_OK);
-    attend_slices(&p, slices, sums);
-#ifdef FE_UPWARD
-    fesetround(FE_UPWARD);
-    CHECK_RESULT(tqkv_attend(&p.attention, p.q, out), TQKV_OK);
-    CHECK(fegetround() == FE_UPWARD, "the mode is not restored");
-    fesetround(FE_TONEAREST);
-    CHECK(!memcmp(out, p.out, bytes), "the rounding mode changes the output");
-    fesetround(FE_UPWARD);
-    attend_slices(&p, out, sums);
-    CHECK(fegetround() == FE_UPWARD, "slices: the mode is not restored");
-    fesetround(FE_TONEAREST);
-    CHECK(!memcmp(out, slices, bytes), "the rounding mode changes the sum of slices");
-#endif
-    free(out);
-    attend_tear_down(&p);
-}
-
 /* ---- Norms that no encoder writes ---- */
 
 typedef struct norm_row {
@@ -255,12 +172,7 @@ static void check_negative_norm(const void *parameters)
 
 void test_integer_cases(void)
 {
-    static const int sizes[3] = {64, 80, 512};
     add_hard();
-    for (int i = 0; i < 3; i++) {
-        test_add(check_alone, &sizes[i], sizeof(int), "integer/alone/%d", sizes[i]);
-        test_add(check_mode, &sizes[i], sizeof(int), "integer/mode/%d", sizes[i]);
-    }
     for (int i = 0; i < 15; i++) { /* sets differ in the loops for these sizes */
         static const int dims[5] = {64, 96, 128, 160, 192};
         static const tqkv_format formats[3] = {TQKV_TQ4, TQKV_I8, TQKV_TQ8};

@@ -228,30 +228,6 @@ static void check_set(const void *parameters)
     free(rows);
 }
 
-static void check_bad_scale(const void *parameters)
-{
-    (void)parameters;
-    enum { D = 64 };
-    const cache_row row = {TQKV_TQ4, TQKV_TQ3, D, 100, false, 0, -1};
-    tqkv_cache_desc keys = cache_desc(&row, NULL), values = keys;
-    tqkv_cache *cache = NULL;
-    float *scales = test_scales(1, CACHE_HEADS, D, 6.0);
-    static const float bad[5] = {0.0f, -1.0f, 1e30f, (float)NAN, (float)INFINITY};
-    keys.key_scale = values.value_scale = scales;
-    for (int i = 0; i < 5; i++)
-        for (int at = 0; at < CACHE_HEADS * D; at += CACHE_HEADS * D - 1) {
-            const float kept = scales[at];
-            scales[at] = bad[i];
-            CHECK_RESULT(tqkv_cache_create(&keys, &cache), i < 3 ? TQKV_INVALID_ARGUMENT : TQKV_NOT_FINITE);
-            CHECK_RESULT(tqkv_cache_create(&values, &cache), i < 3 ? TQKV_INVALID_ARGUMENT : TQKV_NOT_FINITE);
-            CHECK(!cache, "a cache with a refused scale");
-            scales[at] = kept;
-        }
-    keys.key_scale = (const float *)((uintptr_t)scales + 1);
-    CHECK_RESULT(tqkv_cache_create(&keys, &cache), TQKV_INVALID_ARGUMENT);
-    free(scales);
-}
-
 /* A copy of less capacity learns from as many positions as the cache does, to the same codes; one that cannot hold them
  * learns from all that it holds. */
 static void check_smaller(const void *parameters)
@@ -299,6 +275,5 @@ void test_learn_faults_cases(void)
     test_add(check_memory, &ends, sizeof ends, "learn/memory/ends");
     test_add(check_memory, &plain, sizeof ends, "learn/memory/plain");
     test_add(check_set, NULL, 0, "learn/set");
-    test_add(check_bad_scale, NULL, 0, "learn/bad_scale");
     test_add(check_smaller, NULL, 0, "learn/smaller");
 }

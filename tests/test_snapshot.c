@@ -511,98 +511,6 @@ static void add_failing_cases(const cache_row *shape, int number)
     }
 }
 
-/* ---- The fields of a load's desc that must match the snapshot ---- */
-
-typedef struct mismatch_row {
-    const char *name;
-    void (*change)(tqkv_cache_desc *desc);
-    tqkv_result expected;
-} mismatch_row;
-
-static void nothing(tqkv_cache_desc *desc) { (void)desc; }
-static void other_head_dim(tqkv_cache_desc *desc) { desc->head_dim = 128; }
-static void other_value_dim(tqkv_cache_desc *desc) { desc->value_dim = 128; }
-static void same_value_dim(tqkv_cache_desc *desc) { desc->value_dim = 64; }
-static void other_kv_heads(tqkv_cache_desc *desc) { desc->n_kv_heads = 1; }
-static void other_heads(tqkv_cache_desc *desc) { desc->n_heads = 8; }
-static void other_capacity(tqkv_cache_desc *desc) { desc->capacity++; }
-static void other_key_format(tqkv_cache_desc *desc) { desc->key_format = TQKV_TQ8; }
-static void other_value_format(tqkv_cache_desc *desc) { desc->value_format = TQKV_TQ8; }
-static void other_ring(tqkv_cache_desc *desc) { desc->ring = true; } /* false, the zero value, matches both */
-static void other_window(tqkv_cache_desc *desc) { desc->window = 6; }
-static void other_scale(tqkv_cache_desc *desc) { desc->scale = 0.75f; }
-static void other_softcap(tqkv_cache_desc *desc) { desc->softcap = 8.0f; }
-static void no_softcap(tqkv_cache_desc *desc) { desc->softcap = -1.0f; }
-static void add_sinks(tqkv_cache_desc *desc) { desc->sinks = cache_sinks; }
-static void only_head_dim(tqkv_cache_desc *desc)
-{
-    tqkv_allocator allocator = desc->allocator;
-    memset(desc, 0, sizeof *desc);
-    desc->head_dim = 64;
-    desc->allocator = allocator;
-}
-static void half_allocator(tqkv_cache_desc *desc) { desc->allocator.free = NULL; }
-
-static const mismatch_row mismatch_rows[] = {
-    {"all_equal", nothing, TQKV_OK},
-    {"only_head_dim", only_head_dim, TQKV_OK},
-    {"sinks", add_sinks, TQKV_OK},
-    {"head_dim", other_head_dim, TQKV_INVALID_ARGUMENT},
-    {"value_dim", other_value_dim, TQKV_INVALID_ARGUMENT},
-    {"same_value_dim", same_value_dim, TQKV_OK},
-    {"n_kv_heads", other_kv_heads, TQKV_INVALID_ARGUMENT},
-    {"n_heads", other_heads, TQKV_INVALID_ARGUMENT},
-    {"capacity", other_capacity, TQKV_INVALID_ARGUMENT},
-    {"key_format", other_key_format, TQKV_INVALID_ARGUMENT},
-    {"value_format", other_value_format, TQKV_INVALID_ARGUMENT},
-    {"ring", other_ring, TQKV_INVALID_ARGUMENT},
-    {"window", other_window, TQKV_INVALID_ARGUMENT},
-    {"scale", other_scale, TQKV_INVALID_ARGUMENT},
-    {"softcap", other_softcap, TQKV_INVALID_ARGUMENT},
-    {"no_softcap", no_softcap, TQKV_INVALID_ARGUMENT},
-    {"half_allocator", half_allocator, TQKV_INVALID_ARGUMENT},
-};
-
-static void check_mismatch(const void *parameters)
-{
-    const mismatch_row *row = (const mismatch_row *)parameters;
-    cache_row shape = {TQKV_I8, TQKV_TQ5, 64, 6, false, 4, -1};
-    counting counter = {0, 0, 0, 0, 0};
-    tqkv_cache_desc desc = cache_desc(&shape, &counter);
-    desc.window = 5;
-    desc.scale = 0.5f;
-    desc.softcap = 7.0f;
-    stream s = make_snapshot(&shape, &desc);
-    REQUIRE(s.bytes, "no snapshot");
-    row->change(&desc);
-    tqkv_result result;
-    tqkv_cache *cache = load(&desc, &s, &result);
-    CHECK_RESULT(result, row->expected);
-    CHECK((cache != NULL) == (row->expected == TQKV_OK), "cache %p", (void *)cache);
-    if (result == TQKV_OK) tqkv_cache_destroy(cache);
-    stream_free(&s);
-    CHECK_NO_LEAK(&counter);
-}
-
-/* A negative softcap is none: a cache with it loads and forks with its own desc. */
-static void check_negative_softcap(const void *parameters)
-{
-    (void)parameters;
-    cache_row shape = {TQKV_I8, TQKV_TQ5, 64, 6, false, 4, -1};
-    tqkv_cache_desc desc = cache_desc(&shape, NULL);
-    desc.softcap = -1.0f;
-    tqkv_cache *cache = cache_make(&shape, &desc), *fork = NULL;
-    REQUIRE(cache, "no cache");
-    stream s = stream_of_cache(cache);
-    tqkv_result result;
-    tqkv_cache_destroy(load(&desc, &s, &result));
-    CHECK_RESULT(result, TQKV_OK);
-    CHECK_RESULT(tqkv_cache_fork(cache, &desc, &fork), TQKV_OK);
-    tqkv_cache_destroy(fork);
-    tqkv_cache_destroy(cache);
-    stream_free(&s);
-}
-
 /* Sinks come from the desc of the load, not from the snapshot. */
 static void check_sinks_supplied(const void *parameters)
 {
@@ -850,15 +758,12 @@ void test_snapshot_cases(void)
         test_add(check_slow_streams, &small[i], sizeof *small, "snapshot/slow_streams/%d", i);
         add_failing_cases(&small[i], i);
     }
-    for (size_t i = 0; i < sizeof mismatch_rows / sizeof *mismatch_rows; i++)
-        test_add(check_mismatch, &mismatch_rows[i], sizeof *mismatch_rows, "snapshot/desc/%s", mismatch_rows[i].name);
     for (size_t i = 0; i < sizeof header_rows / sizeof *header_rows; i++)
         test_add(check_header, &header_rows[i], sizeof *header_rows, "snapshot/header/%s", header_rows[i].name);
     for (int i = 0; i < 2; i++) {
         const bool of_values = i > 0;
         test_add(check_center, &of_values, sizeof of_values, "snapshot/center/%s", i ? "values" : "keys");
     }
-    test_add(check_negative_softcap, NULL, 0, "snapshot/negative_softcap");
     test_add(check_sinks_supplied, NULL, 0, "snapshot/sinks_supplied");
     test_add(check_content_alone, NULL, 0, "snapshot/content_alone");
 }

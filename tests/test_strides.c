@@ -125,43 +125,6 @@ static void check_cache(const void *parameters)
     free(to);
 }
 
-/* ---- Refusals ---- */
-
-typedef struct refusal_row {
-    const char *name;
-    tqkv_strides out; /* of 3 queries of QUERY_HEADS heads */
-    bool source;      /* refused for sources, too */
-} refusal_row;
-
-static const refusal_row refusals[] = {{"heads", {0, DIM - 1}, false},
-                                       {"tokens", {HEADS * DIM - 1, 0}, false},
-                                       {"interleaved", {DIM / 2, 4 * DIM}, false},
-                                       {"token_size", {SIZE_MAX / 63, 0}, true},
-                                       {"head_size", {0, SIZE_MAX / 63}, true},
-                                       {"token_overflow", {SIZE_MAX, 0}, true},
-                                       {"head_overflow", {0, SIZE_MAX / 2 + 1}, true}};
-
-static void check_refusal(const void *parameters)
-{
-    const refusal_row *row = (const refusal_row *)parameters;
-    attend_row problem_row = attend_default_row(TQKV_I8, TQKV_TQ4, DIM);
-    problem_row.n_queries = 3;
-    attend_problem problem;
-    attend_set_up(&problem, &problem_row);
-    tqkv_attention a = problem.attention;
-    a.output_strides = row->out;
-    CHECK_RESULT(tqkv_attend(&a, problem.q, problem.out), TQKV_INVALID_ARGUMENT);
-    CHECK(strstr(test_explained, "strides"), "%s", test_explained);
-    tqkv_store s = problem.keys;
-    s.strides = row->out;
-    CHECK_RESULT(tqkv_decode(&s, 0, 3, TQKV_ORIGINAL, problem.out), TQKV_INVALID_ARGUMENT);
-    if (row->source) CHECK_RESULT(tqkv_encode(&s, problem.q, 3, 0), TQKV_INVALID_ARGUMENT);
-    a.output_strides.token = a.output_strides.head = 0;
-    a.query_strides = row->out;
-    if (row->source) CHECK_RESULT(tqkv_attend(&a, problem.q, problem.out), TQKV_INVALID_ARGUMENT);
-    attend_tear_down(&problem);
-}
-
 void test_strides_cases(void)
 {
     for (size_t i = 0; i < sizeof layouts / sizeof *layouts; i++)
@@ -170,6 +133,4 @@ void test_strides_cases(void)
         const bool by_heads = i;
         test_add(check_batch, &by_heads, sizeof by_heads, "strides/batch/%s", by_heads ? "heads" : "tokens");
     }
-    for (size_t i = 0; i < sizeof refusals / sizeof *refusals; i++)
-        test_add(check_refusal, &refusals[i], sizeof *refusals, "strides/refused/%s", refusals[i].name);
 }

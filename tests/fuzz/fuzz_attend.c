@@ -70,7 +70,9 @@ static void read_mask(fuzz_input *input, attend_row *row)
     if (row->kv_len > held) row->kv_len = (int)held;
     row->tree = kind < 2 && row->n_queries <= 64;
     row->non_causal = kind == 2 || kind == 3;
-    if (kind == 4 && row->n_queries > 1) row->poison = POISON_NEWEST;
+    if (kind == 4) row->poison = POISON_NEWEST;
+    if (kind == 5 && row->window) row->poison = POISON_OLDEST;
+    if (row->tree && of_kv_len % 2) row->poison = POISON_BRANCH;
     if (!one_in(input, 4)) return;
     static const int blocks[5] = {1, 4, 16, 64, 128};
     row->list_block = blocks[fuzz_byte(input) % 5];
@@ -123,7 +125,11 @@ static void limit(attend_row *row)
     if (row->group * row->n_kv_heads * each > MOST_PRODUCTS || held > 2000) row->n_kv_heads = 1;
     while (row->n_queries > 1 && row->n_queries * row->group * row->n_kv_heads * each > MOST_PRODUCTS)
         row->n_queries = (row->n_queries + 1) / 2;
-    if (row->n_queries == 1 && row->poison == POISON_NEWEST) row->poison = POISON_NONE;
+    /* What is poisoned must be resident, and some query must not see it. */
+    const int64_t values = row->value_capacity < held ? row->value_capacity : held,
+                  resident = row->kv_len ? row->kv_len : values;
+    if (row->n_queries == 1 || (row->poison == POISON_BRANCH && row->n_queries > resident)) row->poison = POISON_NONE;
+    if (row->poison == POISON_OLDEST && row->n_queries + row->window - 1 > resident) row->poison = POISON_NONE;
 }
 
 /* ---- Any bits ---- */

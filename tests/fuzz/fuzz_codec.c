@@ -2,6 +2,10 @@
    decodes arbitrary floats in arbitrary shapes; the bytes must be those of the reference, and the same one by one, in
    pages, of rows with gaps and of other types. */
 #include "fuzz.h"
+#include <fenv.h>
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
 
 enum { MAX_CODES = 1 << 14 };
 
@@ -63,7 +67,13 @@ static void check_row(const run *r, int token, int head)
         if (scaled[i] != scaled[i]) return; /* a rotation that overflows: no half is right */
     CHECK(!memcmp(codes, reference_codes_at(s, head, r->position + token), n_bytes), "codes of token %d, head %d",
           token, head);
-    if (n_norms) check_same_floats(reference_norms_at(s, head, r->position + token), norms, n_norms, "norm");
+    const float *stored = reference_norms_at(s, head, r->position + token);
+    if (n_norms) check_same_floats(stored, norms, n_norms, "norm");
+    for (int i = 0; i < n_norms && reference_is_codebook(s->format); i++) { /* all have one NaN */
+        uint32_t bits;
+        memcpy(&bits, stored + i, sizeof bits);
+        CHECK(stored[i] == stored[i] || bits == 0x7fc00000u, "norm %d is %08x", i, (unsigned)bits);
+    }
 }
 
 /* Checks a decoded row against double precision if its numbers have ordinary size. */
@@ -151,6 +161,124 @@ static void check_one_by_one(const run *r)
     check_same_store(&s, &r->store, "one by one");
     test_store_free(&s);
 }
+
+/* ---- The caller's floating-point environment ---- */
+
+static unsigned long long read_control(void)
+{
+#if defined(__SSE__)
+    return _mm_getcsr() & ~0x3fu; /* without the sticky exception flags */
+#elif defined(__aarch64__)
+    unsigned long long control;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(control));
+    return control;
+#else
+    return 0;
+#endif
+}
+
+/* Denormals as zero, in sources and results. */
+static void set_flush_to_zero(void)
+{
+#if defined(__SSE__)
+    _mm_setcsr(_mm_getcsr() | 0x8040u);
+#elif defined(__aarch64__)
+    unsigned long long control = read_control() | 1ull << 24;
+    __asm__ volatile("msr fpcr, %0" : : "r"(control));
+#endif
+}
+
+/* In another rounding mode, or with denormals flushed: the same bytes, and the environment stays. */
+static void check_environment(const run *r)
+{
+    static const int roundings[4] = {FE_TONEAREST, FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO};
+    tqkv_store s = new_store(&r->store);
+    fenv_t saved;
+    fegetenv(&saved);
+    fesetround(roundings[r->seed / 2 % 4]);
+    if (r->seed & 1) set_flush_to_zero();
+    const unsigned long long before = read_control();
+    const tqkv_result result = tqkv_encode(&s, r->source, r->n_tokens, r->position);
+    const unsigned long long after = read_control();
+    fesetenv(&saved);
+    CHECK_RESULT(result, TQKV_OK);
+    CHECK(before == after, "the control word was %llx, is %llx", before, after);
+    check_same_store(&s, &r->store, "in another environment");
+    test_store_free(&s);
+}
+
+/* ---- The measure ---- */
+
+/* How many values of a row are beyond the last boundary at the factors that encoding chooses; scaled: [head_dim] */
+static int count_beyond(const tqkv_store *store, const float *scaled)
+{
+    const int d = store->head_dim, block = reference_block(store->format, d);
+    const float last = reference_last_boundary(store->format);
+    uint8_t codes[REFERENCE_MAX_DIM];
+    float factor = 1.0f, centroids[REFERENCE_MAX_DIM];
+    int beyond = 0;
+    for (int first = 0; first < d; first += block) {
+        if (reference_is_codebook(store->format))
+            factor = reference_search(reference_bits(store->format), scaled, first, block, codes, centroids);
+        for (int i = first; i < first + block; i++) beyond += fabsf(reference_multiply(scaled[i], factor)) > last;
+    }
+    return beyond;
+}
+
+/* The measure of one head by plain sums over what encode, decode and probe give; false: rows without a measure, or whose
+   differences rounding decides. */
+static bool plain_quality(const run *r, const float *scaled, int head, tqkv_quality *q)
+{
+    const tqkv_store *s = &r->store;
+    const int d = s->head_dim, step = s->n_kv_heads * d, n = r->n_tokens;
+    double squares = 0.0, noise = 0.0, mean = 0.0, differs = 0.0, second = 0.0, fourth = 0.0, beyond = 0.0;
+    for (int i = head * d; i < (head + 1) * d; i++) {
+        double sum = 0.0;
+        for (int t = 0; t < n; t++) sum += (double)r->source[t * step + i];
+        mean += sum / n * (sum / n);
+        for (int t = 0; t < n; t++) {
+            const double x = (double)r->source[t * step + i], v = (double)scaled[t * step + i];
+            squares += x * x;
+            differs += (x - sum / n) * (x - sum / n);
+            second += v * v;
+            fourth += v * v * v * v;
+        }
+    }
+    for (int t = 0; t < n; t++) {
+        double decoded[REFERENCE_MAX_DIM];
+        beyond += count_beyond(s, scaled + t * step + head * d);
+        reference_decode(s, head, r->position + t, decoded);
+        for (int i = 0; i < d; i++) noise += pow(decoded[i] - (double)r->source[t * step + head * d + i], 2.0);
+    }
+    const double values = (double)n * d;
+    const tqkv_quality found = {mean * n / squares, noise / differs, values * fourth / (second * second),
+                                beyond / values};
+    *q = found;
+    return squares > 1e-40 && squares < 1e40 && differs > 1e-3 * squares && noise > 1e-9 * squares && noise < 1e60 &&
+           second > 0.0 && fourth < 1e60;
+}
+
+static void check_quality(const run *r)
+{
+    const tqkv_store *s = &r->store;
+    tqkv_quality found[3], wanted;
+    float *scaled = fuzz_new_floats(r->n_tokens, s->n_kv_heads, s->head_dim);
+    CHECK_RESULT(tqkv_probe(s, r->source, r->n_tokens, scaled), TQKV_OK);
+    CHECK_RESULT(tqkv_measure(s, r->source, r->n_tokens, found), TQKV_OK);
+    for (int head = 0; head < s->n_kv_heads && r->n_tokens <= s->capacity; head++) {
+        if (!plain_quality(r, scaled, head, &wanted)) continue;
+        CHECK(fabs(found[head].mean_share - wanted.mean_share) <= 1e-3 * wanted.mean_share + 1e-6,
+              "mean_share %g, not %g", found[head].mean_share, wanted.mean_share);
+        CHECK(fabs(found[head].error - wanted.error) <= 1e-3 * wanted.error, "error %g, not %g", found[head].error,
+              wanted.error);
+        CHECK(fabs(found[head].kurtosis - wanted.kurtosis) <= 1e-3 * wanted.kurtosis, "kurtosis %g, not %g",
+              found[head].kurtosis, wanted.kurtosis);
+        CHECK(found[head].beyond == wanted.beyond, "beyond %g, not %g", found[head].beyond, wanted.beyond);
+    }
+    free(scaled);
+}
+
+/* ---- Other places, types and formats ---- */
 
 /* Rows with gaps, token by token or head by head, as sources and decoded; nothing is written between them. */
 static void check_gaps(const run *r, bool by_head)
@@ -298,15 +426,19 @@ static void check_convert(const run *r, uint64_t seed)
     test_store_free(&to);
 }
 
-/* Rotating and rotating back gives the same vector, unless a step can underflow or overflow. */
+/* Rotating gives the reference's bits, and rotating back the same vector, unless a step can underflow or overflow. */
 static void check_rotation(float *rows, int n_rows, int head_dim)
 {
+    float first[REFERENCE_MAX_DIM];
     double size = 0.0, *before = (double *)test_alloc((size_t)n_rows * (size_t)head_dim * sizeof *before);
     for (int i = 0; i < n_rows * head_dim; i++) {
         before[i] = (double)rows[i];
         size += before[i] * before[i];
     }
+    if (n_rows) memcpy(first, rows, (size_t)head_dim * sizeof *rows);
     CHECK_RESULT(tqkv_rotate(rows, n_rows, head_dim, TQKV_ROTATED), TQKV_OK);
+    if (n_rows) reference_rotate_row(first, head_dim);
+    if (n_rows) check_same_floats(rows, first, head_dim, "rotated value");
     CHECK_RESULT(tqkv_rotate(rows, n_rows, head_dim, TQKV_ORIGINAL), TQKV_OK);
     double error = reference_relative_error(rows, before, (size_t)(n_rows * head_dim));
     CHECK(!(size > 1e-40 && size < 1e66) || error <= 2e-6, "relative error %.3g", error);
@@ -357,6 +489,8 @@ static void check_ways(const run *r)
 {
     check_stored(r);
     check_one_by_one(r);
+    check_environment(r);
+    check_quality(r);
     check_gaps(r, r->seed & 1);
     check_pages(r, r->seed);
     check_convert(r, r->seed); /* changes the store */
