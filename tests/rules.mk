@@ -125,7 +125,7 @@ VARIANT_sanitize_CASES := $(SANITIZE_CASES)
 
 VARIANT_msan_CC := clang
 VARIANT_msan_FLAGS := -std=c99 -O1 -g1 -DTQKV_NO_AVX2 -fsanitize=memory -fno-sanitize-recover=all
-VARIANT_msan_STEMS := attend cache codec codec_history latent_cache length list snapshot store_snapshot
+VARIANT_msan_STEMS := attend attend_history cache codec codec_history length snapshot store_snapshot
 VARIANT_msan_CASES := msan
 
 VARIANT_tsan_CC := gcc

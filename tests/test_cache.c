@@ -1,30 +1,6 @@
 /* The cache: defaults, forks, refusals. Its bytes and results, and edits: test_history.c. */
 #include "cache_fixture.h"
 
-/* Compares the cache's answer to random queries with the reference over its stores. kv_len: positions that must be
-   resident. */
-static void check_attend(tqkv_cache *cache, const tqkv_cache_desc *desc, int n_queries, int kv_len)
-{
-    tqkv_attention a = cache_attention(cache, desc, n_queries, kv_len);
-    size_t count = (size_t)(n_queries * desc->n_heads * desc->head_dim);
-    float *q = test_rows(31, DATA_GAUSSIAN, n_queries * desc->n_heads, desc->head_dim);
-    float *out = (float *)test_alloc_filled(count * sizeof(float), 0xff);
-    double *expected = (double *)test_alloc(count * sizeof(double));
-    CHECK_RESULT(tqkv_cache_attend(cache, q, n_queries, out), TQKV_OK);
-    reference_attend(&a, q, expected);
-    double error = reference_relative_error(out, expected, count);
-    CHECK(error <= reference_attention_tolerance(&a, 1.0), "end %d, %d resident: relative error %.3g", (int)a.end,
-          kv_len, error);
-    CHECK(a.end - test_first(cache) == kv_len, "first is %d, end %d", (int)test_first(cache), (int)a.end);
-    float *view = (float *)test_alloc(count * sizeof(float));
-    CHECK_RESULT(tqkv_attend(&a, q, view), TQKV_OK);
-    CHECK(!memcmp(view, out, count * sizeof *out), "attention over the cache's stores has other bits");
-    free(view);
-    free(q);
-    free(out);
-    free(expected);
-}
-
 static void check_defaults(const void *parameters)
 {
     (void)parameters;
@@ -45,7 +21,6 @@ static void check_defaults(const void *parameters)
     tqkv_attention view = test_view(cache, 1);
     CHECK(view.n_queries == 1 && view.n_heads == CACHE_HEADS, "a view of %d queries", view.n_queries);
     CHECK_RESULT(tqkv_cache_attend(cache, NULL, 0, NULL), TQKV_OK);
-    check_attend(cache, &desc, 2, 5);
     tqkv_cache_destroy(cache);
     tqkv_cache_destroy(NULL);
     CHECK(tqkv_cache_end(NULL) == 0 && tqkv_cache_bytes(NULL) == 0, "NULL is no cache");
@@ -128,144 +103,6 @@ static void check_centers(const void *parameters)
     free(centers);
 }
 
-/* ---- Fork ---- */
-
-typedef struct fork_row {
-    cache_row cache;
-    int capacity; /* of the fork; 0: no desc */
-    bool ring;
-} fork_row;
-
-/* A cache with a centre, with the row's tokens. */
-static tqkv_cache *filled_cache(const cache_row *row, const tqkv_cache_desc *desc)
-{
-    float *center = cache_data(5, 1, row->head_dim);
-    tqkv_cache *cache = cache_given(desc, center, NULL, NULL, NULL);
-    if (cache) {
-        cache_append_seed(cache, 21, row->n_tokens, row->head_dim);
-        if (row->truncate >= 0) CHECK_RESULT(tqkv_cache_truncate(cache, row->truncate), TQKV_OK);
-    }
-    free(center);
-    return cache;
-}
-
-/* Two queries of both. Rings of two sizes wrap at other positions, which cuts tiles: they may differ in bits. */
-static void check_fork_attends(tqkv_cache *cache, tqkv_cache *copy, const tqkv_cache_desc *desc, const cache_row *row)
-{
-    const int d = row->head_dim, gone = row->n_tokens - row->capacity;
-    const size_t bytes = sizeof(float) * (size_t)(2 * CACHE_HEADS * CACHE_GROUP * d);
-    float *q = test_rows(31, DATA_GAUSSIAN, 4 * CACHE_HEADS, d), *a = (float *)test_alloc(bytes),
-          *b = (float *)test_alloc(bytes);
-    CHECK_RESULT(tqkv_cache_attend(cache, q, 2, a), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_attend(copy, q, 2, b), TQKV_OK);
-    check_attend(copy, desc, 2, row->truncate >= 0 ? row->truncate - gone : row->ring ? row->capacity : row->n_tokens);
-    CHECK(row->ring || !memcmp(a, b, bytes), "the fork attends otherwise");
-    free(q);
-    free(a);
-    free(b);
-}
-
-/* A fork saves the same snapshot, but for its desc, attends the same, and goes on without the first cache. */
-static void check_fork(const void *parameters)
-{
-    const fork_row *row = (const fork_row *)parameters;
-    const int d = row->cache.head_dim;
-    counting counter = {0, 0, 0, 0, 0}, other = {0, 0, 0, 0, 0};
-    tqkv_cache_desc desc = cache_desc(&row->cache, &counter), changed;
-    desc.sinks = cache_sinks;
-    desc.window = row->cache.truncate >= 0 ? 5 : 9; /* that the ring still has, for both queries */
-    desc.softcap = 4.0f;
-    tqkv_cache *cache = filled_cache(&row->cache, &desc), *copy = NULL;
-    REQUIRE(cache, "no cache");
-    stream before = stream_of_cache(cache);
-    memset(&changed, 0, sizeof changed);
-    changed.capacity = row->capacity;
-    changed.ring = row->ring;
-    changed.allocator = counting_allocator(&other);
-    CHECK_RESULT(tqkv_cache_fork(cache, row->capacity ? &changed : NULL, &copy), TQKV_OK);
-    REQUIRE(copy, "no fork");
-    CHECK(other.live == (row->capacity ? 1 : 0), "the fork lies in another allocator's memory");
-    stream forked = stream_of_cache(copy);
-    CHECK(before.size == forked.size && !memcmp(before.bytes + 152, forked.bytes + 152, before.size - 152),
-          "the fork's snapshot differs");
-    check_fork_attends(cache, copy, &desc, &row->cache);
-    cache_append_seed(copy, 60, 4, d);
-    stream after = stream_of_cache(cache);
-    CHECK(stream_is_equal(&before, &after), "the fork's append changed the first cache");
-    CHECK_RESULT(tqkv_cache_truncate(copy, tqkv_cache_end(cache)), TQKV_OK);
-    tqkv_cache_destroy(cache);
-    CHECK(test_keys(copy)->capacity == (row->capacity ? row->capacity : row->cache.capacity), "capacity");
-    tqkv_cache_destroy(copy);
-    CHECK_NO_LEAK(&counter);
-    CHECK_NO_LEAK(&other);
-    stream_free(&before);
-    stream_free(&forked);
-    stream_free(&after);
-}
-
-static void run_backwards(void *user, int count, tqkv_task task, void *context)
-{
-    *(int *)user += count;
-    while (count-- > 0) task(context, count);
-}
-
-/* The keys of a fork in TQ4 are those of tqkv_store_convert. */
-static void check_converted(const tqkv_cache *cache, const tqkv_cache *copy, const float *center)
-{
-    const tqkv_store *from = test_keys(cache), *to = test_keys(copy);
-    const int first = (int)test_first(cache), n = (int)tqkv_cache_end(cache) - first;
-    tqkv_store keys = test_store(TQKV_TQ4, to->head_dim, CACHE_HEADS, to->capacity, to->ring);
-    keys.center = center;
-    CHECK_RESULT(tqkv_store_convert(&keys, from, first, n), TQKV_OK);
-    for (int p = first; p < first + n; p++)
-        CHECK(!memcmp(reference_codes_at(&keys, 1, p), reference_codes_at(to, 1, p), (size_t)to->head_dim / 2),
-              "position %d", p);
-    test_store_free(&keys);
-}
-
-/* A fork in other formats has the bytes of tqkv_store_convert, however many tasks make them. A row that cannot be
-   converted fails the fork. */
-static void check_convert(const void *parameters)
-{
-    const cache_row *row = (const cache_row *)parameters;
-    const int d = row->head_dim;
-    counting counter = {0, 0, 0, 0, 0};
-    tqkv_cache_desc desc = cache_desc(row, &counter), changed;
-    tqkv_cache *copies[2] = {NULL, NULL};
-    float *center = cache_data(5, 1, d);
-    int n_tasks = 0;
-    tqkv_cache *cache = cache_given(&desc, center, NULL, center, NULL);
-    REQUIRE(cache, "no cache");
-    cache_append_seed(cache, 21, row->n_tokens, d);
-    memset(&changed, 0, sizeof changed);
-    changed.key_format = TQKV_TQ4;
-    changed.value_format = TQKV_TQ3;
-    changed.capacity = row->capacity + 3;
-    CHECK_RESULT(tqkv_cache_fork(cache, &changed, &copies[0]), TQKV_OK);
-    changed.parallel.run = run_backwards;
-    changed.parallel.user = &n_tasks;
-    CHECK_RESULT(tqkv_cache_fork(cache, &changed, &copies[1]), TQKV_OK);
-    REQUIRE(copies[0] && copies[1], "no fork");
-    CHECK((n_tasks > 0) == (row->n_tokens * CACHE_HEADS * d >= 2 * 16384), "%d tasks", n_tasks);
-    stream a = stream_of_cache(copies[0]), b = stream_of_cache(copies[1]);
-    CHECK(stream_is_equal(&a, &b), "tasks change the bytes");
-    const int first = (int)test_first(cache), n = (int)tqkv_cache_end(cache) - first;
-    check_converted(cache, copies[0], center);
-    cache_append_seed(copies[0], 60, 2, d);
-    check_attend(copies[0], &desc, 2, row->ring ? row->capacity + 2 : n + 2);
-    test_keys(cache)->norms[first] = (float)NAN;
-    tqkv_cache *none = copies[0];
-    if (!row->ring) CHECK_RESULT(tqkv_cache_fork(cache, &changed, &none), TQKV_NOT_FINITE);
-    if (!row->ring) CHECK(!none, "a fork that failed");
-    stream_free(&a);
-    stream_free(&b);
-    tqkv_cache_destroy(copies[0]);
-    tqkv_cache_destroy(copies[1]);
-    tqkv_cache_destroy(cache);
-    CHECK_NO_LEAK(&counter);
-    free(center);
-}
-
 /* A ring's capacity decides where it wraps, which may be within a tile:
  * a copy of another capacity has the same bits. */
 static void check_fork_bits(const void *parameters)
@@ -318,8 +155,6 @@ static void free_too_little(void *user, void *pointer, size_t size)
     if (pointer != user) free(pointer);
 }
 
-/* Codes that a size_t can count beside halves that it cannot: of the first positions, and of those before a cache has
-   learned. */
 /* A copy and a loaded cache take over that their queries see all positions. */
 static void check_non_causal_copy(const void *parameters)
 {
@@ -343,6 +178,8 @@ static void check_non_causal_copy(const void *parameters)
     tqkv_cache_destroy(cache);
 }
 
+/* Codes that a size_t can count beside halves that it cannot: of the first positions, and of those before a cache has
+   learned. */
 static void check_too_large(const void *parameters)
 {
     static uint64_t room[2048];
@@ -371,17 +208,6 @@ static void check_too_large(const void *parameters)
 void test_cache_cases(void)
 {
     for (int i = 0; i < 20; i++) test_add(check_fork_bits, &i, sizeof i, "cache/fork_bits/%d", i);
-    static const cache_row converted[] = {{TQKV_I8, TQKV_I8, 64, 20, false, 15, -1},
-                                          {TQKV_TQ6, TQKV_F16, 80, 20, true, 31, -1},
-                                          {TQKV_I8, TQKV_TQ3, 512, 70, false, 64, -1}};
-    for (int i = 0; i < 3; i++) test_add(check_convert, &converted[i], sizeof converted[i], "cache/convert/%d", i);
-    static const fork_row forks[] = {{{TQKV_I8, TQKV_TQ4, 64, 20, false, 15, -1}, 0, false},    /* all the same */
-                                     {{TQKV_TQ5, TQKV_F16, 512, 15, false, 15, -1}, 40, false}, /* grows */
-                                     {{TQKV_TQ3, TQKV_TQ6, 32, 15, false, 15, -1}, 15, true},   /* overflows */
-                                     {{TQKV_I8, TQKV_TQ2, 128, 10, true, 33, -1}, 13, false},
-                                     {{TQKV_F16, TQKV_TQ8, 64, 10, true, 33, 29}, 7, false}};
-    for (int i = 0; i < (int)(sizeof forks / sizeof *forks); i++)
-        test_add(check_fork, &forks[i], sizeof forks[i], "cache/fork/%d", i);
     test_add(check_centers, NULL, 0, "cache/centers");
     test_add(check_defaults, NULL, 0, "cache/defaults");
     test_add(check_ring_refusals, NULL, 0, "cache/ring_refusals");

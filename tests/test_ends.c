@@ -2,7 +2,7 @@
  * over pages. Their bytes and bits: test_history.c and test_learn_history.c. */
 #include "cache_fixture.h"
 
-enum { MOST = 400, QUERIES = 3 };
+enum { MOST = 400 };
 
 typedef struct ends_row {
     tqkv_format key_format, value_format;
@@ -109,27 +109,6 @@ static void check_all_there(const ends_model *m)
     CHECK(a.last.n == at_most(m, m->row->exact_last), "%d newest positions", a.last.n);
 }
 
-/* [QUERIES][heads][value_dim]: what the cache answers; checked against double precision. Freed by the caller. */
-static float *attend(const ends_model *m)
-{
-    const int heads = CACHE_HEADS * CACHE_GROUP, count = QUERIES * heads * m->value_dim;
-    tqkv_attention a = test_view(m->cache, 1);
-    float *q = test_rows(4, DATA_GAUSSIAN, QUERIES * heads, m->key_dim);
-    float *out = (float *)test_alloc((size_t)count * sizeof *out), *view = test_rows(5, DATA_ZEROS, count / 32, 32);
-    double *expected = (double *)test_alloc((size_t)count * sizeof *expected);
-    a.n_queries = QUERIES;
-    CHECK_RESULT(tqkv_cache_attend(m->cache, q, QUERIES, out), TQKV_OK);
-    CHECK_RESULT(tqkv_attend(&a, q, view), TQKV_OK);
-    CHECK(!memcmp(out, view, (size_t)count * sizeof *out), "attention over the view has other bits");
-    reference_attend(&a, q, expected);
-    const double error = reference_relative_error(out, expected, (size_t)count);
-    CHECK(error <= (reference_attention_tolerance(&a, 1.0)), "end %d: relative error %.3g", m->end, error);
-    free(q);
-    free(view);
-    free(expected);
-    return out;
-}
-
 static tqkv_cache *reloaded(const tqkv_cache *cache, const ends_row *row)
 {
     tqkv_cache_desc desc;
@@ -198,7 +177,6 @@ static void check_remains(const void *parameters)
     model_remove(&m, 1, 2); /* before what is halves */
     check_halves(&m);
     CHECK(test_view(m.cache, 1).last.n == 10, "%d newest positions", test_view(m.cache, 1).last.n);
-    free(attend(&m));
     model_close(&m);
 }
 
@@ -259,7 +237,6 @@ static void check_fork_from_f16(const void *parameters)
     m.cache = copy;
     REQUIRE(copy, "no fork");
     check_all_there(&m);
-    free(attend(&m));
     const size_t ends = 2 * CACHE_HEADS * 64 * 2 * (4 + 128), codes = 2 * CACHE_HEADS * (64 / 2 + 4) * 200;
     CHECK(tqkv_cache_bytes(copy) == ends + codes, "%d bytes", (int)tqkv_cache_bytes(copy));
     model_close(&m);
@@ -290,68 +267,6 @@ static void check_fork_from_f16_ring(const void *parameters)
     }
     for (int i = 0; i < 2; i++) tqkv_cache_destroy(copies[i]);
     model_close(&m);
-}
-
-/* [PAGED][CACHE_HEADS][64] rows in a store: linear, or in pages of a pool; of a table with -1 only those before 64 and
- * from 192 on. */
-enum { PAGED = 300 };
-
-static tqkv_store make_paged(tqkv_format format, int page_size, const int32_t *pages, const float *rows)
-{
-    tqkv_store s = test_store(format, 64, CACHE_HEADS, page_size ? 8 * 64 / page_size * page_size : PAGED, false);
-    const int token = CACHE_HEADS * 64;
-    s.rotation = format == TQKV_F16 ? TQKV_ROTATION_ON : TQKV_ROTATION_DEFAULT;
-    s.pages = pages;
-    s.page_size = page_size;
-    s.n_pages = page_size ? (PAGED + page_size - 1) / page_size : 0;
-    const bool parts = pages && pages[1] < 0;
-    CHECK_RESULT(tqkv_encode(&s, rows, parts ? 64 : PAGED, 0), TQKV_OK);
-    if (parts) CHECK_RESULT(tqkv_encode(&s, rows + 192 * token, PAGED - 192, 192), TQKV_OK);
-    return s;
-}
-
-/* One pool of pages with the first and the newest positions: the bits of linear stores with all. */
-static void check_pages(const void *parameters)
-{
-    const int page_size = *(const int *)parameters, n_pages = (PAGED + page_size - 1) / page_size;
-    static const int32_t ends[5] = {3, -1, -1, 0, 6};
-    int32_t pages[PAGED];
-    float *k = test_rows(1, DATA_STUDENT, PAGED * CACHE_HEADS, 64),
-          *v = test_rows(2, DATA_STUDENT, PAGED * CACHE_HEADS, 64);
-    float *q = test_rows(3, DATA_GAUSSIAN, QUERIES * CACHE_HEADS, 64), outs[2][QUERIES * CACHE_HEADS * 64],
-          other[QUERIES * CACHE_HEADS * 64];
-    for (int i = 0; i < n_pages; i++) pages[i] = n_pages - 1 - i;
-    for (int way = 0; way < 2; way++) {
-        tqkv_store stores[4];
-        for (int i = 0; i < 4; i++)
-            stores[i] = make_paged(i < 2 ? TQKV_TQ4 : TQKV_F16,
-                                   !way    ? 0
-                                   : i < 2 ? page_size
-                                           : 64,
-                                   !way    ? NULL
-                                   : i < 2 ? pages
-                                           : ends,
-                                   i % 2 ? v : k);
-        tqkv_attention a;
-        memset(&a, 0, sizeof a);
-        a.keys = &stores[0];
-        a.values = &stores[1];
-        a.first.keys = a.last.keys = &stores[2];
-        a.first.values = a.last.values = &stores[3];
-        a.first.n = 4;
-        a.last.n = 70;
-        a.n_heads = CACHE_HEADS;
-        a.n_queries = QUERIES;
-        a.end = PAGED;
-        CHECK_RESULT(tqkv_attend(&a, q, outs[way]), TQKV_OK);
-        a.last.n = 110; /* page 2 of the halves is none */
-        CHECK_RESULT(tqkv_attend(&a, q, other), way ? TQKV_OUT_OF_RANGE : TQKV_OK);
-        for (int i = 0; i < 4; i++) test_store_free(&stores[i]);
-    }
-    free(k);
-    free(v);
-    free(q);
-    CHECK(!memcmp(outs[0], outs[1], sizeof outs[0]), "pages change bits");
 }
 
 /* Rows that halves cannot hold are refused where a cache keeps halves, and nothing is appended; as codes alone they are
@@ -426,11 +341,7 @@ void test_ends_cases(void)
 {
     for (int i = 0; i < 4; i++) test_add(check_range, &i, sizeof i, "ends/range/%d", i);
     test_add(check_first_half, NULL, 0, "ends/first_half");
-    static const int page_sizes[3] = {64, 48, 1};
     static const char *const ways[3] = {"as_it_is", "loaded", "forked"};
-    for (int i = 0; i < 3; i++)
-        test_add(check_pages, &page_sizes[i], sizeof page_sizes[i], "ends/pages/%d", page_sizes[i]);
-
     for (int way = 0; way < 3; way++) test_add(check_remains, &way, sizeof way, "ends/remains/%s", ways[way]);
     test_add(check_keep_first, NULL, 0, "ends/keep_first");
     test_add(check_fork_below_first, NULL, 0, "ends/fork_below_first");
