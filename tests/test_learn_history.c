@@ -6,7 +6,7 @@
 
 void test_learn_history_cases(void)
 {
-    enum { CASES = 8, SEEDS = 20 };
+    enum { CASES = 8, SEEDS = 30 };
     for (int i = 0; i < CASES; i++) {
         const history_row row = {run_learn_history, i * SEEDS, SEEDS};
         test_add(check_history, &row, sizeof row, "history/learn/%d", i);

@@ -1,15 +1,26 @@
 /* make fuzz FUZZERS=learn SECONDS=60; AFL++: make fuzz-afl FUZZERS=learn. Two caches of one description that mostly
    learns centre and scale: one gets its positions in chunks, with tasks in another order and allocations that fail,
    the other one after the other. Values that are often equal let positions not be new.
-   After each operation their snapshots have the same bytes, and queries the same bits. */
+   After each operation their snapshots have the same bytes, and queries the same bits. Until an edit after it has learned
+   the second one is also compared with a model: before, with a cache of halves; then, with one that was given the centre
+   and the scale that its first positions must teach. */
 #include "fuzz.h"
 #include "tests/counting.h"
 
 enum { MAX_OPERATIONS = 40 };
 
+/* What the single cache is compared with; all are of floats, which hold what rows of the type do. */
+typedef struct model {
+    bool ended;              /* nothing is compared any more */
+    tqkv_cache *raw, *plain; /* of halves, and with centre and scale; plain: NULL before these are learned */
+    float *k, *v;            /* [capacity] rows, as they came, before that */
+    int n;                   /* of them */
+} model;
+
 typedef struct twins {
     tqkv_cache_desc desc;
     tqkv_cache *chunked, *single;
+    model model;
     bool copied;      /* the chunked one: an empty one does not learn anew */
     counting counter; /* of the chunked one */
 } twins;
@@ -44,7 +55,173 @@ static void read_desc(fuzz_input *input, twins *t)
     if (flags & 32) desc->exact_first = fuzz_range(input, 0, 9);
     if (flags & 32) desc->exact_last = fuzz_range(input, 0, desc->capacity + 9);
     desc->type = test_no_type((kind >> 6) % 3);
+    desc->pairs = test_no_pairs((more >> 2) % 3);
     desc->non_causal = (flags & 128) != 0;
+}
+
+/* ---- The model ---- */
+
+static void open_model(twins *t)
+{
+    model *m = &t->model;
+    tqkv_cache_desc raw = t->desc;
+    raw.type = TQKV_TYPE_F32;
+    raw.calibrate = raw.exact_first = raw.exact_last = 0;
+    raw.key_format = TQKV_F16;
+    raw.value_format = raw.shared ? TQKV_FORMAT_DEFAULT : TQKV_F16;
+    CHECK_RESULT(tqkv_cache_create(&raw, &m->raw), TQKV_OK);
+    m->k = fuzz_new_floats(t->desc.capacity, t->desc.n_kv_heads, key_dim(t));
+    m->v = fuzz_new_floats(t->desc.capacity, t->desc.n_kv_heads, value_dim(t));
+}
+
+static void close_model(model *m)
+{
+    tqkv_cache_destroy(m->raw);
+    tqkv_cache_destroy(m->plain);
+    free(m->k);
+    free(m->v);
+    memset(m, 0, sizeof *m);
+    m->ended = true;
+}
+
+static float as_half(float x) { return (float)reference_half_value(reference_half(x)); }
+
+/* Whether |v - v'|^2 > |v|^2 / 4, of the halves of values v and those before. n: values of a position */
+static bool is_new(const float *v, int n)
+{
+    double differs = 0.0, size = 0.0;
+    for (int i = 0; i < n; i++) {
+        const double x = (double)as_half(v[i]);
+        differs += pow(x - (double)as_half(v[i - n]), 2.0);
+        size += x * x;
+    }
+    return differs > size / 4.0;
+}
+
+/* Scales of a head so large that halves hold its rows. kept: [n] rows of n_kv_heads heads of d */
+static void limit_scales(const float *kept, int n, int step, int d, const float *center, float *scale)
+{
+    float factor = 1.0f;
+    for (int i = 0; i < d; i++) {
+        float largest = 0.0f;
+        for (int p = 0; p < n; p++) largest = fmaxf(largest, fabsf(reference_add(kept[p * step + i], -center[i])));
+        factor = fmaxf(factor, reference_divide(reference_multiply(largest, 1.0f / 1024.0f), scale[i]));
+    }
+    for (int i = 0; i < d; i++) scale[i] = reference_multiply(scale[i], factor);
+}
+
+/* Centre and scale that the first positions teach. channels: [2][n_kv_heads][head_dim] */
+static void expect_channels(const twins *t, float *channels)
+{
+    const model *m = &t->model;
+    const int heads = t->desc.n_kv_heads, d = t->desc.head_dim, step = heads * d, half = m->n / 2;
+    const int n_values = t->desc.shared ? step : heads * value_dim(t);
+    float *kept = fuzz_new_floats(m->n, heads, d), *used = fuzz_new_floats(m->n, heads, d);
+    bool news[128];
+    int all = 0, from = 0, n = 0;
+    for (int p = 0; p < m->n; p++) {
+        for (int i = 0; i < step; i++)
+            kept[p * step + i] = as_half(m->k[p * heads * key_dim(t) + i / d * key_dim(t) + i % d]);
+        news[p] = p == 0 || is_new((t->desc.shared ? kept : m->v) + p * n_values, n_values);
+        all += news[p];
+        from += p >= t->desc.exact_first && news[p];
+    }
+    const bool few = all < (half > 64 ? 64 : half > 16 ? half : 16);
+    const int first = (few ? m->n - t->desc.exact_first : from) >= 16 ? t->desc.exact_first : 0;
+    for (int p = first; p < m->n; p++)
+        if (few || news[p]) memcpy(used + n++ * step, kept + p * step, (size_t)step * sizeof *used);
+    tqkv_store shape = test_store(TQKV_I8, d, heads, 1, false);
+    CHECK_RESULT(tqkv_calibrate(&shape, used, n, NULL, 0, 0, t->desc.pairs, channels, channels + step), TQKV_OK);
+    for (int i = step; few && i < 2 * step; i++) channels[i] = fmaxf(0.5f, fminf(channels[i], 1.5f));
+    for (int h = 0; h < heads; h++)
+        limit_scales(kept + h * d, m->n, step, d, channels + h * d, channels + step + h * d);
+    test_store_free(&shape);
+    free(kept);
+    free(used);
+}
+
+/* Appends rows of floats; tail: the part of a key that is not kept as halves */
+static void append_halves(const twins *t, tqkv_cache *to, int p)
+{
+    const int n_keys = t->desc.n_kv_heads * key_dim(t), n_values = t->desc.n_kv_heads * value_dim(t);
+    float *k = fuzz_new_floats(1, n_keys, 1), *v = fuzz_new_floats(1, n_values, 1);
+    for (int i = 0; i < n_keys; i++) {
+        const float x = t->model.k[p * n_keys + i];
+        k[i] = i % key_dim(t) < t->desc.head_dim ? as_half(x) : x;
+    }
+    for (int i = 0; i < n_values; i++) v[i] = as_half(t->model.v[p * n_values + i]);
+    CHECK_RESULT(tqkv_cache_append(to, k, t->desc.shared ? NULL : v, 1), TQKV_OK);
+    free(k);
+    free(v);
+}
+
+/* The single cache has learned: what it must have, and a cache with that, which takes over. */
+static void model_learns(twins *t)
+{
+    const int heads = t->desc.n_kv_heads, d = t->desc.head_dim, step = heads * d;
+    const tqkv_store *keys = test_keys(t->single);
+    float *channels = fuzz_new_floats(2, heads, d), *given = fuzz_new_floats(2, heads, key_dim(t));
+    expect_channels(t, channels);
+    CHECK(!memcmp(keys->center, channels, (size_t)step * sizeof *channels), "another centre");
+    CHECK(!memcmp(keys->channel_scale, channels + step, (size_t)step * sizeof *channels), "another scale");
+    for (int i = 0; i < 2 * heads * key_dim(t); i++) {
+        const int c = i % key_dim(t);
+        given[i] = c < d ? channels[i / key_dim(t) * d + c] : i < heads * key_dim(t) ? 0.0f : 1.0f;
+    }
+    tqkv_cache_desc desc = t->desc;
+    desc.type = TQKV_TYPE_F32;
+    desc.calibrate = 0;
+    desc.allocator.alloc = NULL;
+    desc.allocator.free = NULL;
+    desc.key_center = given;
+    desc.key_scale = given + heads * key_dim(t);
+    CHECK_RESULT(tqkv_cache_create(&desc, &t->model.plain), TQKV_OK);
+    for (int p = 0; p < t->model.n; p++) append_halves(t, t->model.plain, p);
+    free(channels);
+    free(given);
+}
+
+/* Row r of k and v goes to the model, too, and the single cache answered its query q with out. */
+static void model_append(twins *t, const float *k, const float *v, const float *q, const void *out)
+{
+    model *m = &t->model;
+    const size_t n_keys = (size_t)(t->desc.n_kv_heads * key_dim(t)),
+                 n_values = (size_t)(t->desc.n_kv_heads * value_dim(t));
+    const size_t n_out = (size_t)(n_heads(t) * value_dim(t));
+    if (m->ended) return;
+    tqkv_cache *answers = m->plain ? m->plain : m->raw;
+    if (m->plain) {
+        CHECK_RESULT(tqkv_cache_append(m->plain, k, t->desc.shared ? NULL : v, 1), TQKV_OK);
+    } else {
+        CHECK_RESULT(tqkv_cache_append(m->raw, k, t->desc.shared ? NULL : v, 1), TQKV_OK);
+        memcpy(m->k + (size_t)m->n * n_keys, k, n_keys * sizeof *k);
+        memcpy(m->v + (size_t)m->n * n_values, v, n_values * sizeof *v);
+        m->n++;
+        if (test_keys(t->single)->channel_scale) model_learns(t);
+    }
+    if (!out) return;                                       /* a lost window */
+    if (t->desc.non_causal && m->plain) answers = m->plain; /* all positions are read as codes at once */
+    float *floats = fuzz_new_floats(1, (int)n_out, 1);
+    CHECK_RESULT(tqkv_cache_attend(answers, q, 1, floats), TQKV_OK);
+    CHECK(fuzz_is_rounded(t->desc.type, out, floats, n_out), "position %d: not what %s gives",
+          (int)tqkv_cache_end(t->single) - 1, answers == m->raw ? "a cache of halves" : "a cache with that scale");
+    free(floats);
+}
+
+/* Positions [first, first + count) are gone, of a cache that has not learned. */
+static void model_remove(twins *t, int64_t first, int64_t count)
+{
+    model *m = &t->model;
+    if (m->ended || !count) return;
+    if (m->plain || t->desc.ring || tqkv_cache_remove(m->raw, first, count) != TQKV_OK) {
+        close_model(m);
+        return;
+    }
+    const int n_keys = t->desc.n_kv_heads * key_dim(t), n_values = t->desc.n_kv_heads * value_dim(t);
+    const size_t left = (size_t)(m->n - first - count);
+    memmove(m->k + first * n_keys, m->k + (first + count) * n_keys, left * (size_t)n_keys * sizeof(float));
+    memmove(m->v + first * n_values, m->v + (first + count) * n_values, left * (size_t)n_values * sizeof(float));
+    m->n -= (int)count;
 }
 
 /* Whether the library takes the description: it refuses the same for both. */
@@ -54,6 +231,10 @@ static bool set_up(fuzz_input *input, twins *t)
     fuzz_choose_isa(fuzz_byte(input));
     read_desc(input, t);
     const tqkv_result result = tqkv_cache_create(&t->desc, &t->single);
+    if (result == TQKV_OK && t->desc.calibrate)
+        open_model(t);
+    else
+        t->model.ended = true;
     t->desc.allocator = counting_allocator(&t->counter);
     t->desc.parallel.run = fuzz_run_backwards;
     CHECK_RESULT(tqkv_cache_create(&t->desc, &t->chunked), result);
@@ -94,15 +275,9 @@ static bool try_again(twins *t, tqkv_result result)
 /* Typed rows of n tokens: of keys with a constant part and channels of different sizes, of values, of queries. */
 typedef struct rows {
     char *k, *v, *q;
+    float *floats[3];                /* the same */
     size_t of_k, of_v, of_q, of_out; /* bytes of a token */
 } rows;
-
-static char *typed_rows(const twins *t, float *floats, size_t n)
-{
-    char *typed = (char *)fuzz_typed(t->desc.type, floats, n);
-    free(floats);
-    return typed;
-}
 
 static rows make_rows(fuzz_input *input, const twins *t, int n)
 {
@@ -121,9 +296,10 @@ static rows make_rows(fuzz_input *input, const twins *t, int n)
         for (int i = 0; (t1 * 7 + seed) % 4 && i < heads * value_dim(t); i++)
             v[t1 * heads * value_dim(t) + i] = v[(t1 - 1) * heads * value_dim(t) + i] * (i % 2 ? 1.0f : 1.125f);
     if (seed == 255 && n) k[(n - 1) * step] = (float)NAN;
-    const rows r = {typed_rows(t, k, (size_t)(n * step)),
-                    typed_rows(t, v, (size_t)(n * heads * value_dim(t))),
-                    typed_rows(t, q, (size_t)(n * n_heads(t) * dim)),
+    const rows r = {(char *)fuzz_typed(t->desc.type, k, (size_t)(n * step)),
+                    (char *)fuzz_typed(t->desc.type, v, (size_t)(n * heads * value_dim(t))),
+                    (char *)fuzz_typed(t->desc.type, q, (size_t)(n * n_heads(t) * dim)),
+                    {k, v, q},
                     (size_t)step * size,
                     (size_t)(heads * value_dim(t)) * size,
                     (size_t)(n_heads(t) * dim) * size,
@@ -136,6 +312,7 @@ static void free_rows(rows *r)
     free(r->k);
     free(r->v);
     free(r->q);
+    for (int i = 0; i < 3; i++) free(r->floats[i]);
 }
 
 /* Whether the n queries of a chunk see what each sees alone. All see the whole chunk if the cache is not causal, and in
@@ -160,6 +337,9 @@ static void append_singly(twins *t, const rows *r, int n, const char *out)
               n, /* a lost window */
               tqkv_result_string(result));
         CHECK(!out || !memcmp(alone, out + at * r->of_out, r->of_out), "query %d of %d has other bits", i, n);
+        model_append(t, r->floats[0] + at * (size_t)(t->desc.n_kv_heads * key_dim(t)),
+                     r->floats[1] + at * (size_t)(t->desc.n_kv_heads * value_dim(t)),
+                     r->floats[2] + at * (size_t)(n_heads(t) * key_dim(t)), result == TQKV_OK ? alone : NULL);
     }
     free(alone);
 }
@@ -221,7 +401,9 @@ static void truncate_both(fuzz_input *input, twins *t)
     const int64_t to = less == 38 ? 0 : end - less;
     if (!settle(input, t) || (t->copied && to == 0)) return;
     const tqkv_result result = tqkv_cache_truncate(t->chunked, to);
+    const int64_t before = tqkv_cache_end(t->single);
     CHECK_RESULT(tqkv_cache_truncate(t->single, to), result);
+    if (result == TQKV_OK) model_remove(t, to, before - to);
 }
 
 static void remove_both(fuzz_input *input, twins *t)
@@ -230,6 +412,7 @@ static void remove_both(fuzz_input *input, twins *t)
     if (!settle(input, t)) return;
     const tqkv_result result = tqkv_cache_remove(t->chunked, first, count);
     CHECK_RESULT(tqkv_cache_remove(t->single, first, count), result);
+    if (result == TQKV_OK) model_remove(t, first, count);
 }
 
 static void keep_both(fuzz_input *input, twins *t)
@@ -242,6 +425,9 @@ static void keep_both(fuzz_input *input, twins *t)
     if (!settle(input, t)) return;
     const tqkv_result result = tqkv_cache_keep(t->chunked, n, kept, n_kept);
     CHECK_RESULT(tqkv_cache_keep(t->single, n, kept, n_kept), result);
+    const int64_t begin = tqkv_cache_end(t->single) - n_kept;
+    for (int i = n; result == TQKV_OK && i-- > 0;)
+        if (!(bits >> i & 1)) model_remove(t, begin + i, 1);
 }
 
 /* Lets a copy, or what a snapshot gives, take the place of the chunked cache. */
@@ -290,6 +476,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
     twins t;
     if (!set_up(&input, &t)) return 0;
     for (int i = 0; i < MAX_OPERATIONS && input.left; i++) operate(&input, &t);
+    close_model(&t.model);
     tqkv_cache_destroy(t.chunked);
     tqkv_cache_destroy(t.single);
     CHECK_NO_LEAK(&t.counter);
