@@ -7,12 +7,6 @@
 
 #include <fenv.h>
 
-static inline void attend_run_backwards(void *user, int count, tqkv_task task, void *context)
-{
-    if (user) ++*(int *)user;
-    for (int i = count - 1; i >= 0; i--) task(context, i);
-}
-
 static inline size_t attend_out_bytes(const attend_problem *p) { return p->n_rows * p->value_dim * sizeof(float); }
 
 static inline void attend_expect(const attend_problem *p, const tqkv_attention *a, const char *what)
@@ -28,7 +22,7 @@ static inline void attend_check_hook(const attend_problem *p, bool wild)
 {
     tqkv_attention a = p->attention;
     int calls = 0;
-    a.parallel.run = attend_run_backwards;
+    a.parallel.run = test_run_backwards;
     a.parallel.user = &calls;
 #ifdef FE_UPWARD
     fesetround(FE_UPWARD);
@@ -104,7 +98,7 @@ static inline attend_slice attend_one_slice(const attend_problem *p, int64_t fir
     attend_slice s = attend_new_slice(p), again = attend_new_slice(p);
     tqkv_attention a = p->attention;
     CHECK_RESULT(tqkv_attend_partial(&a, p->q, first, count, s.out, s.max, s.sum), TQKV_OK);
-    a.parallel.run = attend_run_backwards;
+    a.parallel.run = test_run_backwards;
     CHECK_RESULT(tqkv_attend_partial(&a, p->q, first, count, again.out, again.max, again.sum), TQKV_OK);
     CHECK(!memcmp(s.out, again.out, attend_out_bytes(p)) && !memcmp(s.max, again.max, p->n_rows * sizeof(float)) &&
               !memcmp(s.sum, again.sum, p->n_rows * sizeof(float)),
@@ -175,7 +169,7 @@ static inline void attend_check_company(const attend_problem *p, data_random *ra
         CHECK(!memcmp(alone, p->out + (size_t)query * n, n * sizeof *alone), "query %d has other bits alone", query);
         memset(alone, 0xff, n * sizeof *alone);
         memset(all, 0xff, attend_out_bytes(p));
-        if (i % 2) items[0].parallel.run = attend_run_backwards;
+        if (i % 2) items[0].parallel.run = test_run_backwards;
         CHECK_RESULT(tqkv_attend_batch(items, 2, q, out), TQKV_OK);
         CHECK(!memcmp(alone, p->out + (size_t)query * n, n * sizeof *alone) &&
                   !memcmp(all, p->out, attend_out_bytes(p)),

@@ -41,6 +41,19 @@ void *test_alloc_filled(size_t bytes, int byte)
     return memory;
 }
 
+bool test_is_untouched(const void *bytes, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        if (((const unsigned char *)bytes)[i] != 0xff) return false;
+    return true;
+}
+
+void test_run_backwards(void *user, int count, tqkv_task task, void *context)
+{
+    if (user) ++*(int *)user;
+    while (count-- > 0) task(context, count);
+}
+
 float *test_rows(uint64_t seed, data_kind kind, int n_rows, int head_dim)
 {
     float *rows = (float *)test_alloc(sizeof(float) * (size_t)n_rows * (size_t)head_dim);

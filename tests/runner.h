@@ -109,6 +109,12 @@ int test_snapshot_load_file(const char *path);
 void *test_alloc(size_t bytes);
 void *test_alloc_filled(size_t bytes, int byte);
 
+/* Whether all bytes are 0xff, as test_alloc_filled may have left them: none was written. */
+bool test_is_untouched(const void *bytes, size_t n);
+
+/* A hook that runs tasks in another order; user: counts the calls, or NULL. */
+void test_run_backwards(void *user, int count, tqkv_task task, void *context);
+
 /* New [n_rows][head_dim] with the values of data_rows. */
 float *test_rows(uint64_t seed, data_kind kind, int n_rows, int head_dim);
 

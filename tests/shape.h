@@ -41,6 +41,20 @@ static inline tqkv_result test_encode_slots(const tqkv_store *pool, const void *
     return tqkv_encode(&s, src, n_tokens, 0);
 }
 
+/* Attention without options over a store of keys and one of values. */
+static inline tqkv_attention test_attention(const tqkv_store *keys, const tqkv_store *values, int n_heads,
+                                            int n_queries, int64_t end)
+{
+    tqkv_attention a;
+    memset(&a, 0, sizeof a);
+    a.keys = keys;
+    a.values = values;
+    a.n_heads = n_heads;
+    a.n_queries = n_queries;
+    a.end = end;
+    return a;
+}
+
 /* What a cache attends to with n queries; zeros if it refuses. */
 static inline tqkv_attention test_view(const tqkv_cache *c, int n)
 {

@@ -189,11 +189,7 @@ static void check_far_rows(const void *parameters)
     CHECK_RESULT(tqkv_decode(&store, CAPACITY - 2, 2, TQKV_ORIGINAL, decoded), TQKV_OK);
     CHECK(!memcmp(source, decoded, sizeof source), "the last rows of 5 GiB do not come back");
     CHECK(((const uint8_t *)store.codes)[((size_t)1 << 30) - 1] == 0, "the write wrapped");
-    tqkv_attention a;
-    memset(&a, 0, sizeof a);
-    a.keys = a.values = &store;
-    a.n_heads = a.n_queries = 1;
-    a.end = CAPACITY;
+    tqkv_attention a = test_attention(&store, &store, 1, 1, CAPACITY);
     a.kv_len = 1;
     CHECK_RESULT(tqkv_attend(&a, source, out), TQKV_OK);
     CHECK(!memcmp(out, source + D, sizeof out), "one resident position does not give its value");
@@ -269,11 +265,7 @@ static void check_upper_bits(const void *parameters)
     CHECK_RESULT(tqkv_decode(&store, 0, 3, TQKV_ROTATED, decoded), TQKV_OK);
     for (int i = 0; i < 3 * 128; i++)
         CHECK(fabsf(decoded[i]) <= 1.0f, "element %d decodes to %g", i, (double)decoded[i]);
-    tqkv_attention a;
-    memset(&a, 0, sizeof a);
-    a.keys = a.values = &store;
-    a.n_heads = a.n_queries = 1;
-    a.end = 3;
+    tqkv_attention a = test_attention(&store, &store, 1, 1, 3);
     CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
     for (int i = 0; i < 128; i++) CHECK(isfinite(out[i]), "element %d is %g", i, (double)out[i]);
     test_store_free(&store);

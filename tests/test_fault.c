@@ -11,13 +11,6 @@ static void fail_at(counting *counter, int allocation)
     counter->fail_at = allocation;
 }
 
-static bool is_still_filled(const void *bytes, size_t n)
-{
-    for (size_t i = 0; i < n; i++)
-        if (((const unsigned char *)bytes)[i] != 0xff) return false;
-    return true;
-}
-
 /* Creates the cache of the desc, or loads it from a snapshot if there is one. */
 static void check_new_cache(tqkv_cache_desc *desc, counting *counter, stream *snapshot)
 {
@@ -83,7 +76,7 @@ static void check_cache_calls(const void *parameters)
             counter.fail_at = 0;
             stream after = stream_of_cache(cache);
             CHECK(stream_is_equal(&before, &after), "allocation %d fails: the cache changed", n);
-            CHECK(append || is_still_filled(out, bytes), "allocation %d fails: the output was written", n);
+            CHECK(append || test_is_untouched(out, bytes), "allocation %d fails: the output was written", n);
             stream_free(&after);
         }
         CHECK_RESULT(result, TQKV_OK);

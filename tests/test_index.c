@@ -14,12 +14,6 @@ typedef struct problem {
     uint16_t *halves; /* q as bfloat16 */
 } problem;
 
-static void run_backwards(void *user, int count, tqkv_task task, void *context)
-{
-    (void)user;
-    for (int i = count - 1; i >= 0; i--) task(context, i);
-}
-
 /* Where keys lie: linear, ring or pages in another order. */
 static void place_keys(problem *p, data_random *random, tqkv_format format, int head_dim)
 {
@@ -51,7 +45,7 @@ static void set_options(problem *p, data_random *random)
     x->relu = data_below(random, 2);
     x->query_basis = data_below(random, 2) ? TQKV_ROTATED : TQKV_ORIGINAL;
     x->query_type = data_below(random, 2) ? TQKV_TYPE_BF16 : TQKV_TYPE_F32;
-    if (data_below(random, 2)) x->parallel.run = run_backwards;
+    if (data_below(random, 2)) x->parallel.run = test_run_backwards;
 }
 
 static void set_up(problem *p, int seed)
@@ -132,7 +126,7 @@ static void check_alone(const problem *p, float *other)
     const int n_queries = p->index.n_queries, d = p->keys.head_dim;
     one.n_queries = 1;
     one.query_type = TQKV_TYPE_F32;
-    one.parallel.run = p->index.parallel.run ? NULL : run_backwards;
+    one.parallel.run = p->index.parallel.run ? NULL : test_run_backwards;
     for (int i = 0; i < n_queries; i++) {
         const int row = i * p->index.n_heads;
         one.weights = p->weights ? p->weights + row : NULL;
@@ -231,7 +225,7 @@ static void check_choices(const void *parameters)
         x.end = data_below(&random, few ? 20 : MOST);
         x.first = data_below(&random, 4);
         x.newest = data_below(&random, 4);
-        if (data_below(&random, 2)) x.parallel.run = run_backwards;
+        if (data_below(&random, 2)) x.parallel.run = test_run_backwards;
         const int64_t n = (x.end + x.block - 1) / x.block;
         const int k = few                      ? data_below(&random, 9)
                       : data_below(&random, 3) ? data_below(&random, 40)

@@ -1,4 +1,4 @@
-/* Attention's error at any length; the scratch and the stack that calls take; a prefill in parallel. */
+/* Attention's error at any length; the scratch and the stack that calls take. */
 #include "attend_checks.h"
 #include "cache_fixture.h"
 
@@ -22,12 +22,7 @@ static void check_length(const void *parameters)
     CHECK_RESULT(tqkv_encode(&keys, rows, n, 0), TQKV_OK);
     for (int i = 0; i < n * d; i++) rows[i] += 1.0f; /* a mean: errors of the same sign */
     CHECK_RESULT(tqkv_encode(&values, rows, n, 0), TQKV_OK);
-    tqkv_attention a;
-    memset(&a, 0, sizeof a);
-    a.keys = &keys;
-    a.values = &values;
-    a.n_heads = a.n_queries = 1;
-    a.end = n;
+    tqkv_attention a = test_attention(&keys, &values, 1, 1, n);
     CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
     reference_attend(&a, q, expected);
     const double error = reference_relative_error(out, expected, 32);
@@ -53,13 +48,7 @@ static void check_equal(const void *parameters)
         CHECK_RESULT(tqkv_encode(&keys, row, 1, p), TQKV_OK);
         CHECK_RESULT(tqkv_encode(&values, row, 1, p), TQKV_OK);
     }
-    tqkv_attention a;
-    memset(&a, 0, sizeof a);
-    a.keys = &keys;
-    a.values = &values;
-    a.n_heads = heads;
-    a.n_queries = 1;
-    a.end = n;
+    const tqkv_attention a = test_attention(&keys, &values, heads, 1, n);
     CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
     reference_decode_as(REFERENCE_INTEGERS, &values, 0, 0, expected);
     for (int h = 0; h < heads; h++) {
@@ -110,14 +99,9 @@ static void check_parallel(const void *parameters)
     float *rows = (float *)test_alloc((size_t)PARALLEL * (size_t)row->head_dim * sizeof(float));
     float of_values[PARALLEL * 32] = {0}, q[1024];
     double worst = 0.0;
-    tqkv_attention a;
     of_values[0] = of_values[32 + 1] = 1.0f;
     CHECK_RESULT(tqkv_encode(&values, of_values, PARALLEL, 0), TQKV_OK);
-    memset(&a, 0, sizeof a);
-    a.keys = &keys;
-    a.values = &values;
-    a.n_heads = a.n_queries = 1;
-    a.end = PARALLEL;
+    tqkv_attention a = test_attention(&keys, &values, 1, 1, PARALLEL);
     a.query_basis = TQKV_ROTATED;
     for (int trial = 0; trial < PARALLEL_TRIALS; trial++) {
         const double error = parallel_error(row, trial, &a, rows, q);
@@ -144,12 +128,7 @@ static void check_far_below(const void *parameters)
         rows[d + i] = 1e37f;
     }
     CHECK_RESULT(tqkv_encode(&values, rows, 2, 0), TQKV_OK);
-    tqkv_attention a;
-    memset(&a, 0, sizeof a);
-    a.keys = &keys;
-    a.values = &values;
-    a.n_heads = a.n_queries = 1;
-    a.end = 2;
+    tqkv_attention a = test_attention(&keys, &values, 1, 1, 2);
     a.scale = 1.0f;
     CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
     for (int i = 0; i < d; i++) CHECK(out[i] > 0.9f && out[i] < 1.1f, "out[%d] is %g", i, (double)out[i]);
@@ -187,12 +166,7 @@ static void check_score_error(const void *parameters)
     tqkv_store keys = test_store(row->keys, d, 1, N, false), values = test_store(TQKV_F16, d, 1, N, false);
     float out[REFERENCE_MAX_DIM];
     double expected[REFERENCE_MAX_DIM];
-    tqkv_attention a;
-    memset(&a, 0, sizeof a);
-    a.keys = &keys;
-    a.values = &values;
-    a.n_heads = a.n_queries = 1;
-    a.end = N;
+    tqkv_attention a = test_attention(&keys, &values, 1, 1, N);
     a.scale = (float)(row->sigma / sqrt((double)d)); /* of queries and keys with variance 1 */
     for (uint64_t seed = 0; seed < 4; seed++) {
         float *rows = test_rows(40 + seed, DATA_GAUSSIAN, N, d), *q = test_rows(50 + seed, DATA_GAUSSIAN, 1, d);
@@ -252,14 +226,9 @@ static void check_scratch(const void *parameters)
     int calls = 0;
     memset(store.codes, 0, store.codes_size);
     memset(store.norms, 0, store.norms_size);
-    tqkv_attention a;
-    memset(&a, 0, sizeof a);
-    a.keys = a.values = &store;
-    a.n_heads = row->n_kv_heads * row->group;
-    a.n_queries = row->n_queries;
-    a.end = row->n_positions;
+    tqkv_attention a = test_attention(&store, &store, row->n_kv_heads * row->group, row->n_queries, row->n_positions);
     a.allocator = counting_allocator(&counter);
-    a.parallel.run = row->hook ? attend_run_backwards : NULL;
+    a.parallel.run = row->hook ? test_run_backwards : NULL;
     a.parallel.user = &calls;
     CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
     CHECK(counter.largest <= 21u << 20, "%d bytes of scratch", (int)counter.largest);
@@ -360,20 +329,10 @@ static void check_stack(const void *parameters)
 static void add_stack(void)
 {
     static const int with_matrix[] = {80, 96, 576};
-    for (int i = 0; i < 6; i++) {
-        const stack_row row = {i % 2 ? TQKV_TQ6 : TQKV_TQ4, TQKV_TQ8, with_matrix[i / 2]};
-        test_add(check_stack, &row, sizeof row, "attend/stack/%s-%s/%d", tqkv_format_name(row.keys),
-                 tqkv_format_name(row.values), row.head_dim);
-    }
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; i < 31; i++) {
+        const int d = i % 9 < 6 ? test_head_dims[(i + i / TEST_FORMATS) % 6] : with_matrix[i % 9 - 6];
         const stack_row row = {test_formats[i % TEST_FORMATS], test_formats[(i + 1 + i / TEST_FORMATS) % TEST_FORMATS],
-                               test_head_dims[(i + i / TEST_FORMATS) % 6]};
-        test_add(check_stack, &row, sizeof row, "attend/stack/%s-%s/%d", tqkv_format_name(row.keys),
-                 tqkv_format_name(row.values), row.head_dim);
-    }
-    for (int i = 0; i < 9; i++) {
-        const stack_row row = {i % 3 ? TQKV_TQ6 : TQKV_F16, i % 2 ? TQKV_I8 : TQKV_TQ5,
-                               i < 6 ? test_head_dims[i] : with_matrix[i - 6]};
+                               d};
         test_add(check_stack, &row, sizeof row, "attend/stack/%s-%s/%d", tqkv_format_name(row.keys),
                  tqkv_format_name(row.values), row.head_dim);
     }
@@ -381,41 +340,6 @@ static void add_stack(void)
 #else
 static void add_stack(void) {}
 #endif
-
-/* ---- A prefill by the tasks of a hook: the bytes of a serial one, all or nothing ---- */
-
-static void check_parallel_append(const void *parameters)
-{
-    const cache_row *row = (const cache_row *)parameters;
-    tqkv_cache_desc desc = cache_desc(row, NULL);
-    int calls = 0;
-    tqkv_cache *serial = NULL, *hooked = NULL;
-    CHECK_RESULT(tqkv_cache_create(&desc, &serial), TQKV_OK);
-    desc.parallel.run = attend_run_backwards;
-    desc.parallel.user = &calls;
-    CHECK_RESULT(tqkv_cache_create(&desc, &hooked), TQKV_OK);
-    REQUIRE(serial && hooked, "no cache");
-    float *k = cache_data(5, row->n_tokens, row->head_dim), *v = cache_data(6, row->n_tokens, row->head_dim);
-    const size_t last = (size_t)(row->n_tokens * CACHE_HEADS * row->head_dim) - 1;
-    for (int i = 0; i < 2; i++) { /* twice: rings wrap */
-        if (!row->ring && i) break;
-        CHECK_RESULT(tqkv_cache_append(serial, k, v, row->n_tokens), TQKV_OK);
-        CHECK_RESULT(tqkv_cache_append(hooked, k, v, row->n_tokens), TQKV_OK);
-    }
-    CHECK(calls > 0, "the hook was not called");
-    stream a = stream_of_cache(serial), b = stream_of_cache(hooked);
-    CHECK(stream_is_equal(&a, &b), "other bytes by the hook");
-    CHECK_RESULT(tqkv_cache_truncate(hooked, 0), TQKV_OK);
-    v[last] = (float)NAN;
-    CHECK_RESULT(tqkv_cache_append(hooked, k, v, row->n_tokens), TQKV_NOT_FINITE);
-    CHECK(tqkv_cache_end(hooked) == 0, "end is %d", (int)tqkv_cache_end(hooked));
-    stream_free(&a);
-    stream_free(&b);
-    free(k);
-    free(v);
-    tqkv_cache_destroy(serial);
-    tqkv_cache_destroy(hooked);
-}
 
 void test_length_cases(void)
 {
@@ -451,14 +375,4 @@ void test_length_cases(void)
         test_add(check_scratch, &scratch[i], sizeof *scratch, "attend/scratch/%dx%dx%d/%d", scratch[i].n_queries,
                  scratch[i].n_kv_heads * scratch[i].group, scratch[i].head_dim, scratch[i].n_positions);
     add_stack();
-    for (int i = 0; i < TEST_FORMATS; i++) {
-        const cache_row row = {test_formats[i],
-                               test_formats[(3 * i + 1) % TEST_FORMATS],
-                               test_head_dims[i % 6],
-                               i % 2 ? 700 : 2100,
-                               i % 2 != 0,
-                               2100,
-                               -1};
-        test_add(check_parallel_append, &row, sizeof row, "cache/parallel_append/%s/%d", i % 2 ? "ring" : "linear", i);
-    }
 }

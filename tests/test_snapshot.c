@@ -31,53 +31,6 @@ static stream make_snapshot(const cache_row *row, const tqkv_cache_desc *desc)
     return s;
 }
 
-static void check_same_answers(tqkv_cache *a, tqkv_cache *b, int head_dim)
-{
-    size_t bytes = sizeof(float) * (size_t)(3 * CACHE_HEADS * CACHE_GROUP * head_dim);
-    float *q = test_rows(2, DATA_GAUSSIAN, 3 * CACHE_HEADS * CACHE_GROUP, head_dim);
-    float *from_a = (float *)test_alloc(bytes), *from_b = (float *)test_alloc(bytes);
-    CHECK_RESULT(tqkv_cache_attend(a, q, 3, from_a), TQKV_OK);
-    CHECK_RESULT(tqkv_cache_attend(b, q, 3, from_b), TQKV_OK);
-    CHECK(!memcmp(from_a, from_b, bytes), "answers differ");
-    free(q);
-    free(from_a);
-    free(from_b);
-}
-
-/* Save, load, save gives the same bytes, and the loaded cache continues as the first one does. */
-static void check_round_trip(const void *parameters)
-{
-    const cache_row *row = (const cache_row *)parameters;
-    counting counter = {0, 0, 0, 0, 0};
-    tqkv_cache_desc desc = cache_desc(row, &counter);
-    desc.window = 3;
-    desc.scale = 0.25f;
-    desc.softcap = 9.0f;
-    tqkv_cache *cache = cache_make(row, &desc);
-    REQUIRE(cache, "no cache");
-    stream first = stream_of_cache(cache);
-    tqkv_result result;
-    tqkv_cache_desc open = open_desc(&counter);
-    tqkv_cache *loaded = load(&open, &first, &result);
-    CHECK_RESULT(result, TQKV_OK);
-    REQUIRE(loaded, "no cache from the snapshot");
-    CHECK(first.at == first.size, "%d of %d bytes were read", (int)first.at, (int)first.size);
-    CHECK(tqkv_cache_end(loaded) == tqkv_cache_end(cache), "end is %d", (int)tqkv_cache_end(loaded));
-    stream second = stream_of_cache(loaded);
-    CHECK(stream_is_equal(&first, &second), "saving after loading gives other bytes");
-    check_same_answers(cache, loaded, row->head_dim);
-    if (row->ring) {
-        cache_append_seed(cache, 90, 3, row->head_dim);
-        cache_append_seed(loaded, 90, 3, row->head_dim);
-        check_same_answers(cache, loaded, row->head_dim);
-    }
-    stream_free(&first);
-    stream_free(&second);
-    tqkv_cache_destroy(cache);
-    tqkv_cache_destroy(loaded);
-    CHECK_NO_LEAK(&counter);
-}
-
 /* ---- Samples of all kinds of caches ---- */
 
 typedef struct sample_row {
@@ -479,29 +432,6 @@ static void check_shifted(const void *parameters)
 
 /* ---- Readers and writers ---- */
 
-/* Streams that move one byte a call. */
-static void check_slow_streams(const void *parameters)
-{
-    const cache_row *row = (const cache_row *)parameters;
-    counting counter = {0, 0, 0, 0, 0};
-    tqkv_cache_desc desc = cache_desc(row, &counter);
-    tqkv_cache *cache = cache_make(row, &desc);
-    REQUIRE(cache, "no cache");
-    stream fast = stream_of_cache(cache), slow = stream_empty();
-    slow.call.largest = 1;
-    CHECK_RESULT(tqkv_cache_save(cache, stream_write, &slow), TQKV_OK);
-    CHECK(stream_is_equal(&fast, &slow), "short writes give other bytes");
-    tqkv_result result;
-    tqkv_cache *loaded = load(&desc, &slow, &result);
-    CHECK_RESULT(result, TQKV_OK);
-    if (loaded) check_same_answers(cache, loaded, row->head_dim);
-    tqkv_cache_destroy(loaded);
-    tqkv_cache_destroy(cache);
-    stream_free(&fast);
-    stream_free(&slow);
-    CHECK_NO_LEAK(&counter);
-}
-
 typedef struct failing_row {
     cache_row shape;
     failing_call call;
@@ -777,19 +707,6 @@ void test_snapshot_cases(void)
     test_add(check_words, NULL, 0, "snapshot/words");
     test_add(check_tag, NULL, 0, "snapshot/tag");
     test_add(check_settled, NULL, 0, "snapshot/settled");
-    for (int i = 0; i < 24; i++) {
-        static const int shapes[4][3] = {{0, 0, -1}, {1, 23, -1}, {0, 7, -1}, {1, 23, 19}}; /* ring, tokens, truncate */
-        const int *shape = shapes[i % 4];
-        cache_row row = {test_formats[i % TEST_FORMATS],
-                         test_formats[(i + i / TEST_FORMATS) % TEST_FORMATS],
-                         test_head_dims[i % 6],
-                         9,
-                         shape[0] != 0,
-                         shape[1],
-                         shape[2]};
-        test_add(check_round_trip, &row, sizeof row, "snapshot/round_trip/%d/%s-%s/%d", i,
-                 tqkv_format_name(row.key_format), tqkv_format_name(row.value_format), row.head_dim);
-    }
     static const cache_row small[3] = {{TQKV_TQ4, TQKV_TQ5, 32, 3, false, 2, -1},
                                        {TQKV_I8, TQKV_F16, 32, 3, true, 7, 6},
                                        {TQKV_TQ6, TQKV_TQ8, 32, 3, true, 0, -1}};
@@ -800,7 +717,6 @@ void test_snapshot_cases(void)
         test_add(check_shifted, &i, sizeof i, "snapshot/shifted/%d", i);
     }
     for (int i = 0; i < 3; i++) {
-        test_add(check_slow_streams, &small[i], sizeof *small, "snapshot/slow_streams/%d", i);
         add_failing_cases(&small[i], i);
     }
     for (size_t i = 0; i < sizeof header_rows / sizeof *header_rows; i++)

@@ -59,13 +59,6 @@ static bool is_same_row(const tqkv_store *a, const tqkv_store *b, int64_t positi
            (!norms || !memcmp(reference_norms_at(a, head, position), reference_norms_at(b, head, position), norms));
 }
 
-static bool is_filled(const void *bytes, size_t n)
-{
-    for (size_t i = 0; i < n; i++)
-        if (((const unsigned char *)bytes)[i] != 0xff) return false;
-    return true;
-}
-
 /* No slot but those of n positions was written. */
 static void check_others(const tqkv_store *s, int64_t position, int n)
 {
@@ -78,8 +71,8 @@ static void check_others(const tqkv_store *s, int64_t position, int n)
         bool named = false;
         for (int i = 0; i < n; i++) named = named || reference_slot(s, position + i) == slot;
         for (int h = 0; h < HEADS && !named; h++)
-            CHECK(is_filled(reference_codes_at(&slots, h, slot), codes) &&
-                      (!norms || is_filled(reference_norms_at(&slots, h, slot), norms)),
+            CHECK(test_is_untouched(reference_codes_at(&slots, h, slot), codes) &&
+                      (!norms || test_is_untouched(reference_norms_at(&slots, h, slot), norms)),
                   "slot %d was written", slot);
     }
 }
@@ -343,7 +336,7 @@ static void check_store(const void *parameters)
     stream s = save(&from, 139, SMALL_N);
     row->change(&to);
     CHECK_RESULT(load(&to, 139, SMALL_N, &s), row->expected);
-    CHECK(row->expected == TQKV_OK || is_filled(to.codes, to.codes_size), "refused, but written");
+    CHECK(row->expected == TQKV_OK || test_is_untouched(to.codes, to.codes_size), "refused, but written");
     stream_free(&s);
     test_store_free(&from);
     test_store_free(&to);

@@ -135,24 +135,11 @@ static inline float *fuzz_new_floats(int a, int b, int c)
     return (float *)test_alloc_filled((size_t)a * (size_t)b * (size_t)c * sizeof(float), 0xff);
 }
 
-static inline bool fuzz_is_untouched(const void *bytes, size_t n)
-{
-    for (size_t i = 0; i < n; i++)
-        if (((const unsigned char *)bytes)[i] != 0xff) return false;
-    return true;
-}
-
 /* Forces the chosen instruction set if this processor has it; TQKV_ISA in the environment takes precedence. */
 static inline void fuzz_choose_isa(uint8_t choice)
 {
     static const char *const names[4] = {"scalar", "avx2", "avx512", "neon"};
     if (getenv("TQKV_ISA") || tqkv_isa_force(names[choice % 4]) != TQKV_OK) tqkv_isa_force(NULL);
-}
-
-static inline void fuzz_run_backwards(void *user, int count, tqkv_task task, void *context)
-{
-    (void)user;
-    for (int i = count; i-- > 0;) task(context, i);
 }
 
 #endif

@@ -169,7 +169,7 @@ static void check_wild(fuzz_input *input, attend_problem *p, uint64_t seed)
         attend_check_ways(p, seed, true);
         return;
     }
-    CHECK(fuzz_is_untouched(p->out, attend_out_bytes(p)), "%s, but written", tqkv_result_string(result));
+    CHECK(test_is_untouched(p->out, attend_out_bytes(p)), "%s, but written", tqkv_result_string(result));
     CHECK(result != TQKV_OUT_OF_MEMORY && result != TQKV_UNSUPPORTED, "%s", tqkv_result_string(result));
 }
 
@@ -189,7 +189,7 @@ static void check_types(fuzz_input *input, attend_problem *p)
     if (result == TQKV_OK)
         CHECK(fuzz_is_rounded(typed.output_type, out, p->out, n), "not the rounded floats");
     else
-        CHECK(fuzz_is_untouched(out, size), "%s, but written", tqkv_result_string(result));
+        CHECK(test_is_untouched(out, size), "%s, but written", tqkv_result_string(result));
     free(q);
     free(out);
 }

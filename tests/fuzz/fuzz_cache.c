@@ -87,7 +87,7 @@ static void read_desc(fuzz_input *input, model *m)
     desc->ring = (flags & 1) != 0;
     desc->window = flags & 2 ? fuzz_byte(input) : 0;
     if (desc->ring && desc->window > desc->capacity) desc->window = desc->capacity;
-    if (flags & 4) desc->parallel.run = fuzz_run_backwards;
+    if (flags & 4) desc->parallel.run = test_run_backwards;
     if (flags & 8) desc->sinks = m->sinks;
     for (int i = 0; i < MAX_HEADS; i++) m->sinks[i] = (float)(i * 7 % 5) - 2.0f;
     desc->allocator = counting_allocator(&m->counter);
@@ -460,7 +460,7 @@ static void attend(fuzz_input *input, model *m)
     const int64_t begin = m->end - n - view.window + 1, kept = m->base ? -m->base : view.first.n;
     const bool gone = view.window && n && (begin > kept ? begin : kept) < m->first;
     if (gone && result == TQKV_OUT_OF_RANGE) {
-        CHECK(fuzz_is_untouched(out, size), "written");
+        CHECK(test_is_untouched(out, size), "written");
         free(q);
         free(floats);
         free(queries);
@@ -476,7 +476,7 @@ static void attend(fuzz_input *input, model *m)
         if (any && n && seed & 1) attend_tree(m, n, seed, q, n_out);
         if (any && n && seed & 2 && m->base == 0) attend_pages(m, n, q, floats, n_out);
     } else {
-        CHECK(fuzz_is_untouched(out, size), "written");
+        CHECK(test_is_untouched(out, size), "written");
     }
     free(q);
     free(floats);

@@ -303,7 +303,7 @@ static void check_gaps(const run *r, bool by_head)
     CHECK_RESULT(tqkv_decode(&s, last, 1, TQKV_ORIGINAL, rows), TQKV_OK);
     for (size_t h = 0; h < heads; h++) {
         check_same_floats(packed + h * dim, rows + h * s.strides.head, (int)dim, "with gaps");
-        CHECK(fuzz_is_untouched(rows + h * s.strides.head + dim, gap * sizeof *rows), "a gap was written");
+        CHECK(test_is_untouched(rows + h * s.strides.head + dim, gap * sizeof *rows), "a gap was written");
     }
     free(rows);
     test_store_free(&s);
@@ -354,7 +354,7 @@ static void check_pages(const run *r, uint64_t seed)
     pool.pages = NULL;
     for (int slot = 0; slot < pool.capacity; slot++)
         for (int h = 0; !used[slot] && h < s->n_kv_heads; h++)
-            CHECK(fuzz_is_untouched(reference_codes_at(&pool, h, slot), codes), "slot %d was written", slot);
+            CHECK(test_is_untouched(reference_codes_at(&pool, h, slot), codes), "slot %d was written", slot);
     test_store_free(&pool);
 }
 
@@ -517,7 +517,7 @@ static void check_run(fuzz_input *input, run *r)
     tqkv_result expected = expected_result(r, finite), result = tqkv_encode(s, source, r->n_tokens, r->position);
     CHECK(result == expected, "%s, not %s", tqkv_result_string(result), tqkv_result_string(expected));
     if (result != TQKV_OK)
-        CHECK(fuzz_is_untouched(s->codes, s->codes_size) && fuzz_is_untouched(s->norms, s->norms_size),
+        CHECK(test_is_untouched(s->codes, s->codes_size) && test_is_untouched(s->norms, s->norms_size),
               "%s, but written", tqkv_result_string(result));
     else if (r->n_tokens)
         check_ways(r);

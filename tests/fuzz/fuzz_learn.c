@@ -1,5 +1,6 @@
 /* make fuzz FUZZERS=learn SECONDS=60; AFL++: make fuzz-afl FUZZERS=learn. Two caches of one description that mostly
-   learns centre and scale: one gets its positions in chunks, with tasks in another order and allocations that fail,
+   learns centre and scale: one gets its positions in chunks, some with gaps between rows, with tasks in another order and
+   allocations that fail,
    the other one after the other. Values that are often equal let positions not be new.
    After each operation their snapshots have the same bytes, and queries the same bits. Until an edit after it has learned
    the second one is also compared with a model: before, with a cache of halves; then, with one that was given the centre
@@ -21,6 +22,7 @@ typedef struct twins {
     tqkv_cache_desc desc;
     tqkv_cache *chunked, *single;
     model model;
+    bool strided, by_head;
     bool copied;      /* the chunked one: an empty one does not learn anew */
     counting counter; /* of the chunked one */
 } twins;
@@ -57,6 +59,8 @@ static void read_desc(fuzz_input *input, twins *t)
     desc->type = test_no_type((kind >> 6) % 3);
     desc->pairs = test_no_pairs((more >> 2) % 3);
     desc->non_causal = (flags & 128) != 0;
+    t->strided = (flags & 64) != 0;
+    t->by_head = (calibrate & 1) != 0;
 }
 
 /* ---- The model ---- */
@@ -170,6 +174,7 @@ static void model_learns(twins *t)
     }
     tqkv_cache_desc desc = t->desc;
     desc.type = TQKV_TYPE_F32;
+    memset(&desc.strides, 0, sizeof desc.strides);
     desc.calibrate = 0;
     desc.allocator.alloc = NULL;
     desc.allocator.free = NULL;
@@ -224,6 +229,51 @@ static void model_remove(twins *t, int64_t first, int64_t count)
     m->n -= (int)count;
 }
 
+/* Rows of the chunked cache have gaps, token by token or head by head. */
+static tqkv_strides strides_of(int heads, int dim, bool by_head)
+{
+    enum { GAP = 16, MOST_TOKENS = 128 };
+    const size_t token = by_head ? (size_t)dim : (size_t)(heads * dim + GAP),
+                 head = by_head ? (size_t)(MOST_TOKENS * dim + GAP) : (size_t)dim;
+    const tqkv_strides s = {token, head};
+    return s;
+}
+
+static void set_strides(twins *t, bool by_head)
+{
+    tqkv_cache_desc *d = &t->desc;
+    d->strides.k = strides_of(d->n_kv_heads, key_dim(t), by_head);
+    d->strides.v = strides_of(d->n_kv_heads, value_dim(t), !by_head);
+    d->strides.q = strides_of(n_heads(t), key_dim(t), by_head);
+    d->strides.out = strides_of(n_heads(t), value_dim(t), !by_head);
+}
+
+/* Copies n rows of each head between memory without gaps and with them. */
+static void copy_rows(const twins *t, tqkv_strides s, int n, int heads, int dim, char *plain, char *wide, bool spreads)
+{
+    const size_t size = t->desc.type == TQKV_TYPE_F32 ? 4 : 2, bytes = (size_t)dim * size;
+    for (int i = 0; i < n * heads; i++) {
+        char *row = wide + ((size_t)(i / heads) * s.token + (size_t)(i % heads) * s.head) * size;
+        memcpy(spreads ? row : plain + (size_t)i * bytes, spreads ? plain + (size_t)i * bytes : row, bytes);
+        if (!spreads) memset(row, 0xff, bytes);
+    }
+}
+
+static size_t wide_size(const twins *t, tqkv_strides s, int n, int heads, int dim)
+{
+    const size_t last = n ? (size_t)(n - 1) * s.token + (size_t)(heads - 1) * s.head + (size_t)dim : 0;
+    return last * (t->desc.type == TQKV_TYPE_F32 ? 4 : 2);
+}
+
+/* The rows with gaps, or as they are without strides. Freed by the caller. */
+static char *spread(const twins *t, tqkv_strides s, int n, int heads, int dim, char *plain)
+{
+    if (!s.token) s.token = (size_t)(heads * dim), s.head = (size_t)dim;
+    char *wide = (char *)test_alloc_filled(wide_size(t, s, n, heads, dim), 0xff);
+    copy_rows(t, s, n, heads, dim, plain, wide, true);
+    return wide;
+}
+
 /* Whether the library takes the description: it refuses the same for both. */
 static bool set_up(fuzz_input *input, twins *t)
 {
@@ -236,7 +286,8 @@ static bool set_up(fuzz_input *input, twins *t)
     else
         t->model.ended = true;
     t->desc.allocator = counting_allocator(&t->counter);
-    t->desc.parallel.run = fuzz_run_backwards;
+    t->desc.parallel.run = test_run_backwards;
+    if (t->strided) set_strides(t, t->by_head);
     CHECK_RESULT(tqkv_cache_create(&t->desc, &t->chunked), result);
     return result == TQKV_OK;
 }
@@ -315,6 +366,34 @@ static void free_rows(rows *r)
     for (int i = 0; i < 3; i++) free(r->floats[i]);
 }
 
+static tqkv_result append_chunk(twins *t, const rows *r, int n)
+{
+    const tqkv_cache_desc *d = &t->desc;
+    char *k = spread(t, d->strides.k, n, d->n_kv_heads, key_dim(t), r->k);
+    char *v = spread(t, d->strides.v, n, d->n_kv_heads, value_dim(t), r->v);
+    const tqkv_result result = tqkv_cache_append(t->chunked, k, d->shared ? NULL : v, n);
+    free(k);
+    free(v);
+    return result;
+}
+
+/* The chunked cache's answers, without gaps; nothing is written between them, nor by a refused call. */
+static tqkv_result attend_chunk(twins *t, const rows *r, int n, char *out)
+{
+    const tqkv_cache_desc *d = &t->desc;
+    const int heads = n_heads(t), dim = value_dim(t);
+    tqkv_strides s = d->strides.out;
+    if (!s.token) s.token = (size_t)(heads * dim), s.head = (size_t)dim;
+    const size_t size = wide_size(t, s, n, heads, dim);
+    char *q = spread(t, d->strides.q, n, heads, key_dim(t), r->q), *wide = (char *)test_alloc_filled(size, 0xff);
+    const tqkv_result result = tqkv_cache_attend(t->chunked, q, n, wide);
+    if (result == TQKV_OK) copy_rows(t, s, n, heads, dim, out, wide, false);
+    CHECK(test_is_untouched(wide, size), "%s: written, or a gap was", tqkv_result_string(result));
+    free(q);
+    free(wide);
+    return result;
+}
+
 /* Whether the n queries of a chunk see what each sees alone. All see the whole chunk if the cache is not causal, and in
    a ring that has wrapped they may have lost positions, or read first positions that are gone,
    unless n leaves room for a window. */
@@ -347,20 +426,17 @@ static void append_singly(twins *t, const rows *r, int n, const char *out)
 static void append_tokens(fuzz_input *input, twins *t, int n)
 {
     rows r = make_rows(input, t, n);
-    const void *values = t->desc.shared ? NULL : r.v;
-    const size_t size = (size_t)n * r.of_out;
-    char *out = (char *)test_alloc_filled(size, 0xff);
-    tqkv_result result = tqkv_cache_append(t->chunked, r.k, values, n);
-    if (try_again(t, result)) result = tqkv_cache_append(t->chunked, r.k, values, n);
+    char *out = (char *)test_alloc((size_t)n * r.of_out);
+    tqkv_result result = append_chunk(t, &r, n);
+    if (try_again(t, result)) result = append_chunk(t, &r, n);
     if (result == TQKV_OK) {
-        result = tqkv_cache_attend(t->chunked, r.q, n, out);
+        result = attend_chunk(t, &r, n, out);
         if (result == TQKV_OUT_OF_MEMORY) {
-            CHECK(t->counter.fail_at && fuzz_is_untouched(out, size), "written, or no allocation failed");
+            CHECK(t->counter.fail_at, "no allocation failed");
             t->counter.fail_at = 0;
-            result = tqkv_cache_attend(t->chunked, r.q, n, out);
+            result = attend_chunk(t, &r, n, out);
         }
         CHECK(result == TQKV_OK || result == TQKV_OUT_OF_RANGE, "%s", tqkv_result_string(result));
-        CHECK(result == TQKV_OK || fuzz_is_untouched(out, size), "written");
         append_singly(t, &r, n, result == TQKV_OK && chunk_sees_the_same(t, n) ? out : NULL);
     }
     free(out);
@@ -385,8 +461,8 @@ static void attend(fuzz_input *input, twins *t)
     char *out[2] = {(char *)test_alloc_filled(r.of_out, 0xff), (char *)test_alloc_filled(r.of_out, 0xff)};
     const tqkv_result result = tqkv_cache_attend(t->single, r.q, 1, out[0]);
     if (!check_same(t)) {
-        tqkv_result other = tqkv_cache_attend(t->chunked, r.q, 1, out[1]);
-        if (try_again(t, other)) other = tqkv_cache_attend(t->chunked, r.q, 1, out[1]);
+        tqkv_result other = attend_chunk(t, &r, 1, out[1]);
+        if (try_again(t, other)) other = attend_chunk(t, &r, 1, out[1]);
         CHECK_RESULT(other, result);
         CHECK(!memcmp(out[0], out[1], r.of_out), "the newest query has other bits");
     }

@@ -382,10 +382,10 @@ static void check_others(const tqkv_store *to, int64_t position, int n)
     for (int i = 0; i < n; i++) named[reference_slot(to, position + i)] = true;
     for (int slot = 0; slot < s.capacity; slot++)
         for (int head = 0; head < s.n_kv_heads && !named[slot]; head++) {
-            CHECK(fuzz_is_untouched(reference_codes_at(&s, head, slot), reference_row_bytes(s.format, s.head_dim)),
+            CHECK(test_is_untouched(reference_codes_at(&s, head, slot), reference_row_bytes(s.format, s.head_dim)),
                   "slot %d was written", slot);
             if (s.norms)
-                CHECK(fuzz_is_untouched(reference_norms_at(&s, head, slot),
+                CHECK(test_is_untouched(reference_norms_at(&s, head, slot),
                                         (size_t)reference_norms_per_row(s.format, s.head_dim) * sizeof(float)),
                       "slot %d was written", slot);
         }

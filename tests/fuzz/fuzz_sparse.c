@@ -84,9 +84,9 @@ static void check_attention(problem *p, bool tame)
     const int n = a->n_queries * HEADS * DIM;
     memset(out, 0xff, sizeof out);
     const tqkv_result result = tqkv_attend(a, p->q, out[0]);
-    a->parallel.run = fuzz_run_backwards;
+    a->parallel.run = test_run_backwards;
     CHECK_RESULT(tqkv_attend(a, p->q, out[1]), result);
-    if (result != TQKV_OK) CHECK(fuzz_is_untouched(out, sizeof out), "%s, but written", tqkv_result_string(result));
+    if (result != TQKV_OK) CHECK(test_is_untouched(out, sizeof out), "%s, but written", tqkv_result_string(result));
     for (int i = 0; i < n; i++)
         CHECK(!memcmp(&out[0][i], &out[1][i], sizeof(float)) || out[0][i] != out[0][i], "other bits by the hook");
     bool all = true; /* the reference decodes pages that nothing sees, too */
@@ -116,7 +116,7 @@ static void read_index(fuzz_input *input, problem *p, bool tame)
     x->relu = flags & 4;
     x->pool = flags & 8 ? TQKV_POOL_MEAN : TQKV_POOL_MAX;
     if (flags & 32) x->weights = p->weights;
-    if (flags & 64) x->parallel.run = fuzz_run_backwards;
+    if (flags & 64) x->parallel.run = test_run_backwards;
     for (int i = 0; i < MAX_QUERIES * HEADS; i++) p->weights[i] = tame ? 0.5f : fuzz_float(input);
 }
 
@@ -142,13 +142,13 @@ static void check_index(fuzz_input *input, problem *p)
     memset(list, 0xff, sizeof list);
     const size_t n = (size_t)(n_queries * n_blocks);
     const tqkv_result result = tqkv_index_scores(x, p->q, scores);
-    CHECK(fuzz_is_untouched(scores + (result == TQKV_OK ? n : 0), sizeof scores - (result == TQKV_OK ? n : 0) * 4),
+    CHECK(test_is_untouched(scores + (result == TQKV_OK ? n : 0), sizeof scores - (result == TQKV_OK ? n : 0) * 4),
           "%s, but written", tqkv_result_string(result));
     if (fuzz_byte(input) % 2)
         for (size_t i = 0; i < n; i++) scores[i] = i < 32 ? fuzz_float(input) : scores[i % 32];
     if (tqkv_index_choose(x, scores, k, list) == TQKV_OK)
         for (int i = 0; i < n_queries; i++) check_list(list + i * k, k, n_blocks);
-    CHECK(fuzz_is_untouched(list + (k > 0 ? n_queries * k : 0), sizeof *list), "written behind the list");
+    CHECK(test_is_untouched(list + (k > 0 ? n_queries * k : 0), sizeof *list), "written behind the list");
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
