@@ -477,6 +477,11 @@ CHANGE(foreign_store, LOAD_STORE, CORRUPT, memset(w->store_snapshot.bytes, 'x', 
 CHANGE(no_store, LOAD_STORE, CORRUPT, w->store_snapshot.size = 0)
 CHANGE(other_positions, LOAD_STORE, OK, w->position--)
 CHANGE(fewer_positions, LOAD_STORE, INVALID_ARGUMENT, w->n_positions--)
+CHANGE(other_rotation, LOAD_STORE, INVALID_ARGUMENT, w->keys.rotation = TQKV_ROTATION_OFF)
+CHANGE(other_kv_heads, LOAD_STORE, INVALID_ARGUMENT, w->keys.n_kv_heads = 1)
+CHANGE(other_head_dim, LOAD_STORE, INVALID_ARGUMENT, w->keys.head_dim = 32)
+CHANGE(other_capacity, LOAD_STORE, OK, w->keys.capacity--)
+CHANGE(unused_block_scale, LOAD_STORE, OK, w->keys.block_scale = 0.5f)
 CHANGE(other_format, LOAD_STORE, INVALID_ARGUMENT, w->keys.format = TQKV_TQ6_BYTES)
 CHANGE(type_of_rows, STORED, OK, w->keys.type = test_no_type(3)) /* snapshots do not look at it */
 CHANGE(convert_to_null_codes, CONVERT, INVALID_ARGUMENT, w->values.codes = NULL)
@@ -506,4 +511,8 @@ CHANGE(convert_ring_in_place, CONVERT, INVALID_ARGUMENT, w->values.norms = w->m-
 CHANGE(convert_onto_norms, CONVERT, INVALID_ARGUMENT, w->values.codes = w->m->key_norms)
 CHANGE(convert_norms_onto_codes, CONVERT, INVALID_ARGUMENT, w->values.norms = (float *)(void *)w->m->key_codes)
 CHANGE(convert_nan, CONVERT, NOT_FINITE, w->m->key_norms[CAPACITY + 4] = (float)NAN)
+CHANGE(convert_infinite, CONVERT, NOT_FINITE, w->m->key_norms[CAPACITY + 4] = (float)INFINITY)
+CHANGE(convert_large, CONVERT, NOT_FINITE, w->m->key_norms[CAPACITY + 4] = 2e31f)
+CHANGE(convert_nan_alike, CONVERT, OK, w->values.format = w->keys.format; w->m->key_norms[CAPACITY + 4] = (float)NAN;
+       w->values.codes_size = sizeof w->m->value_codes)                            /* which is copied */
 CHANGE(convert_other_nan, CONVERT, OK, w->m->key_norms[CAPACITY + 5] = (float)NAN) /* behind the positions */

@@ -90,28 +90,8 @@ static const error_row error_rows[] = {
     {"outliers/tq8/256/unrotated", TQKV_TQ8, 256, DATA_OUTLIERS, true, 0.138, -0.24, 0.15},
 };
 
-/* The error of TQ2 at sizes whose rotation has a matrix, at most 2% above that at 128: the rotation serves the
- * quantiser as well. Other formats' search saves more in shorter rows. Where outliers are a larger share of the
- * channels it is smaller, at 80 by 2.4%, at 192 by 6.2%. */
-static void check_like_128(const void *parameters)
-{
-    error_row row = *(const error_row *)parameters;
-    const double error = round_trip_error(&row);
-    row.head_dim = 128;
-    const double expected = round_trip_error(&row);
-    CHECK(error <= (1.0 + row.tolerance) * expected && error >= 0.93 * expected, "relMSE %.4g, at 128 %.4g", error,
-          expected);
-}
-
 void test_codec_error_cases(void)
 {
-    for (int i = 0; i < 6; i++) {
-        static const int head_dims[3] = {80, 96, 192};
-        const data_kind kind = i < 3 ? DATA_GAUSSIAN : DATA_OUTLIERS;
-        const error_row row = {"", TQKV_TQ2, head_dims[i % 3], kind, false, 0.0, 0.0, 0.02};
-        test_add(check_like_128, &row, sizeof row, "codec_error/like_128/%s/%d", data_kind_name((int)kind),
-                 row.head_dim);
-    }
     for (size_t i = 0; i < sizeof error_rows / sizeof *error_rows; i++)
         test_add(check_error, &error_rows[i], sizeof *error_rows, "codec_error/%s", error_rows[i].name);
 }

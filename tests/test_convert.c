@@ -1,17 +1,8 @@
-/* tqkv_store_convert: inside a pool, and rows that cannot be converted. test_codec_history.c has formats and places. */
+/* tqkv_store_convert inside a pool. test_codec_history.c has formats and places. */
 #include "data.h"
 #include "reference.h"
 
-enum { HEADS = 2, CAPACITY = 20, FIRST = 3, COUNT = 15 };
-
-static tqkv_store make_source(tqkv_format format)
-{
-    tqkv_store s = test_store(format, 64, HEADS, CAPACITY, false);
-    float *rows = test_rows(9, DATA_STUDENT, (COUNT + FIRST) * HEADS, 64);
-    CHECK_RESULT(tqkv_encode(&s, rows, COUNT + FIRST, 0), TQKV_OK);
-    free(rows);
-    return s;
-}
+enum { HEADS = 2 };
 
 /* Positions [first, end) of two stores have the same codes and norms. */
 static void check_same_rows(const tqkv_store *a, const tqkv_store *b, int first, int end, const char *what)
@@ -63,35 +54,9 @@ static void check_pool(const void *parameters)
     test_store_free(&from);
 }
 
-/* Rows that hold no finite values: refused before the first write if they are encoded anew, else copied. */
-static void check_not_finite(const void *parameters)
-{
-    static const float bad[] = {(float)NAN, (float)INFINITY, 2e31f};
-    (void)parameters;
-    for (int i = 0; i < 3; i++) {
-        tqkv_store from = make_source(TQKV_TQ4), to = test_store(TQKV_TQ2, 64, HEADS, CAPACITY, false);
-        tqkv_store copy = test_store(TQKV_TQ4, 64, HEADS, CAPACITY, false);
-        from.norms[CAPACITY + FIRST + COUNT - 1] = bad[i];
-        CHECK_RESULT(tqkv_store_convert(&to, &from, FIRST, COUNT), TQKV_NOT_FINITE);
-        for (size_t b = 0; b < to.codes_size; b++) CHECK(((uint8_t *)to.codes)[b] == 0xff, "byte %d", (int)b);
-        CHECK_RESULT(tqkv_store_convert(&to, &from, FIRST, COUNT - 1), TQKV_OK);
-        CHECK_RESULT(tqkv_store_convert(&copy, &from, FIRST, COUNT), TQKV_OK);
-        test_store_free(&copy);
-        test_store_free(&to);
-        test_store_free(&from);
-    }
-    tqkv_store from = make_source(TQKV_F16), to = test_store(TQKV_TQ2, 64, HEADS, CAPACITY, false);
-    ((uint8_t *)from.codes)[128 * FIRST + 1] = 0x7c; /* infinity */
-    ((uint8_t *)from.codes)[128 * FIRST] = 0;
-    CHECK_RESULT(tqkv_store_convert(&to, &from, FIRST, COUNT), TQKV_NOT_FINITE);
-    test_store_free(&to);
-    test_store_free(&from);
-}
-
 void test_convert_cases(void)
 {
     for (int i = 0; i < TEST_FORMATS; i++)
         test_add(check_pool, &test_formats[i], sizeof *test_formats, "convert/pool/%s",
                  tqkv_format_name(test_formats[i]));
-    test_add(check_not_finite, NULL, 0, "convert/not_finite");
 }

@@ -293,27 +293,6 @@ static void check_pool(const void *parameters)
         CHECK(!callers[i].failures, "caller %d: %d tasks not run once", i, callers[i].failures);
 }
 
-/* ---- The hook: the same bits on any number of threads ---- */
-
-static void check_hook(const void *parameters)
-{
-    const attend_row *row = (const attend_row *)parameters;
-    attend_problem problem;
-    attend_set_up(&problem, row);
-    size_t bytes = problem.n_rows * problem.head_dim * sizeof(float);
-    CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
-    attend_check(&problem, problem.out, "out");
-    float *out = (float *)test_alloc(bytes);
-    for (int at_once = 1; at_once <= THREADS; at_once += at_once == 1 ? 2 : 3) {
-        problem.attention.parallel.run = run_on_threads;
-        problem.attention.parallel.user = &at_once;
-        CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, out), TQKV_OK);
-        CHECK(!memcmp(out, problem.out, bytes), "%d threads: other bits", at_once);
-    }
-    free(out);
-    attend_tear_down(&problem);
-}
-
 /* A cache that learns on the threads of a pool holds, and answers, what one does without. */
 static void check_learning(const void *parameters)
 {
@@ -599,11 +578,4 @@ void test_threads_cases(void)
         test_add(check_one_cache, &reading_rows[i], sizeof *reading_rows, "threads/one_cache/%s", reading_rows[i].name);
     for (size_t i = 0; i < sizeof pool_rows / sizeof *pool_rows; i++)
         test_add(check_pool, &pool_rows[i], sizeof *pool_rows, "threads/pool/%s", pool_rows[i].name);
-    for (int i = 0; i < TEST_FORMATS; i++) {
-        attend_row row = attend_default_row(test_formats[i], test_formats[(i + 5) % TEST_FORMATS], 64);
-        row.end = i % 2 ? 2500 : 300;
-        row.key_capacity = row.value_capacity = (int)row.end;
-        row.n_queries = i % 2 ? 1 : 40;
-        test_add(check_hook, &row, sizeof row, "threads/hook/%d", i);
-    }
 }

@@ -115,7 +115,15 @@ static bool set_up(fuzz_input *input, model *m)
     desc.value_center = m->centers[1];
     desc.key_scale = m->scales[0];
     desc.value_scale = m->scales[1];
-    CHECK_RESULT(tqkv_cache_create(&desc, &m->cache), TQKV_OK);
+    for (m->counter.fail_at = 1; m->counter.fail_at && !m->cache; m->counter.fail_at++) { /* each allocation fails */
+        m->counter.calls = 0;
+        const tqkv_result result = tqkv_cache_create(&desc, &m->cache);
+        CHECK(result == TQKV_OK || result == TQKV_OUT_OF_MEMORY, "create: %s", tqkv_result_string(result));
+        CHECK((m->cache != NULL) == (result == TQKV_OK), "create: a cache, or none");
+        if (!m->cache) CHECK_NO_LEAK(&m->counter);
+    }
+    CHECK(m->counter.fail_at > 2, "a cache without an allocation");
+    m->counter.fail_at = 0;
     tqkv_format keys = test_keys(m->cache)->format, values = test_values(m->cache)->format;
     m->positions = 2 * m->desc.capacity + 10;
     m->keys = test_store(keys, m->desc.head_dim, m->desc.n_kv_heads, m->positions, false);
