@@ -175,6 +175,11 @@ CHANGE(values_format, ATTENTION, UNSUPPORTED, w->values.format = TQKV_FORMAT_DEF
 CHANGE(values_codes, RESIDENT, INVALID_ARGUMENT, w->values.codes = NULL)
 CHANGE(no_multiple, ATTENTION, INVALID_ARGUMENT, w->attention.n_heads = 3)
 CHANGE(fewer_heads, ATTENTION, INVALID_ARGUMENT, w->attention.n_heads = 1)
+CHANGE(zero_heads, ATTENTION, INVALID_ARGUMENT, w->attention.n_heads = 0)
+CHANGE(zero_heads_and_queries, ATTENTION, INVALID_ARGUMENT, w->attention.n_heads = w->attention.n_queries = 0)
+CHANGE(no_queries, ATTENTION, OK, w->attention.n_queries = 0; w->q = w->out = w->max = w->sum = NULL;
+       w->other_out = w->other_max = w->other_sum = NULL)
+CHANGE(no_queries_beyond, PARTIAL, OUT_OF_RANGE, w->attention.n_queries = 0; w->count = 1 << 20)
 CHANGE(negative_heads, ATTENTION, INVALID_ARGUMENT, w->attention.n_heads = -2)
 CHANGE(negative_queries, ATTENTION, INVALID_ARGUMENT, w->attention.n_queries = -1)
 CHANGE(negative_end, RESIDENT, INVALID_ARGUMENT, w->attention.end = -1)

@@ -21,7 +21,6 @@ static int print_codes(void)
 {
     golden_case c = golden_first;
     golden_pair p;
-    golden_calibration k;
     golden made;
     char name[GOLDEN_NAME_SIZE];
     while (golden_next(&c)) {
@@ -33,12 +32,6 @@ static int print_codes(void)
     for (int i = 0; golden_pair_find(i, &p); i++) {
         if (!golden_pair_make(&p, &made)) return 1;
         print_word(golden_word(&made), p.head_dim == 80 ? "head_dim 80" : "head_dim 512");
-    }
-    printf("\n};\n\n/* Centre and scale of tqkv_calibrate. */\nstatic const uint32_t calibration_goldens[] = {");
-    for (int i = 0; golden_calibration_find(i, &k); i++) {
-        if (!golden_calibration_make(&k, &made)) return 1;
-        snprintf(name, sizeof name, "calibrate %d", k.head_dim);
-        print_word(golden_word(&made), name);
     }
     return 0;
 }

@@ -204,7 +204,7 @@ CROSS_FLAGS := -isystem $(CROSS_INCLUDE)
 VARIANT_aarch64_CC := aarch64-linux-gnu-gcc
 VARIANT_aarch64_FLAGS := -std=c99 -O3 -ffp-contract=fast $(CROSS_FLAGS)
 VARIANT_aarch64_TEST_FLAGS := -std=c99 -O2 $(CROSS_FLAGS)
-VARIANT_aarch64_STEMS := $(EMULATED_STEMS)
+VARIANT_aarch64_STEMS := $(EMULATED_STEMS) calibrate
 VARIANT_aarch64_CASES := exact aarch64 one_width one_format
 
 VARIANT_i386_CC := i686-linux-gnu-gcc

@@ -163,20 +163,12 @@ static void check_bad_items(const void *parameters)
 {
     const int bad = *(const int *)parameters;
     batch *b = make_batch(1, 3);
-    b->items[0].parallel.run = NULL;
     ((float *)(uintptr_t)b->q[bad])[0] = (float)NAN;
     CHECK_RESULT(attend_batch(b), TQKV_NOT_FINITE);
     ((float *)(uintptr_t)b->q[bad])[0] = 0.0f;
     b->items[bad].end = -1;
     CHECK_RESULT(attend_batch(b), TQKV_INVALID_ARGUMENT);
-    b->items[bad].end = INT64_MAX - 1;
-    b->items[bad].kv_len = 1 << 30;
-    CHECK_RESULT(attend_batch(b), TQKV_OUT_OF_RANGE);
     b->items[bad] = b->problems[bad].attention;
-    const void *q = b->q[bad];
-    b->q[bad] = NULL;
-    CHECK_RESULT(attend_batch(b), TQKV_INVALID_ARGUMENT);
-    b->q[bad] = q;
     void *out = b->out[bad];
     b->out[bad] = NULL;
     CHECK_RESULT(attend_batch(b), TQKV_INVALID_ARGUMENT);
@@ -303,47 +295,21 @@ static void check_random_outputs(const void *parameters)
         }
         refused += overlap;
         CHECK_RESULT(attend_batch(b), overlap ? TQKV_INVALID_ARGUMENT : TQKV_OK);
+        for (int i = 0; i < N && !overlap; i++) {
+            const tqkv_strides s = b->items[i].output_strides;
+            const int heads = b->items[i].n_heads;
+            for (int r = 0; r < b->items[i].n_queries * heads; r++)
+                CHECK(!memcmp(b->problems[i].out + r * DIM,
+                              (const float *)b->out[i] + (size_t)(r / heads) * s.token + (size_t)(r % heads) * s.head,
+                              DIM * sizeof(float)),
+                      "item %d, row %d", i, r);
+        }
     }
     CHECK(refused > TRIES / 8 && refused < TRIES * 7 / 8, "%d of %d refused", refused, TRIES);
     for (int i = 0; i < N; i++) b->out[i] = own[i];
     free(marks);
     free(block);
     free_batch(b);
-}
-
-/* Two sequences write every other token of one array; and every other head. */
-static void check_strides(const void *parameters)
-{
-    enum { N = 3, DIM = 64, N_HEADS = 4, WIDE = N_HEADS * DIM };
-    const bool by_heads = *(const bool *)parameters;
-    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, DIM);
-    row.n_queries = N;
-    attend_problem problem;
-    attend_set_up(&problem, &row);
-    float out[2 * N * WIDE];
-    const tqkv_strides s = {2 * WIDE, (size_t)(by_heads ? 2 * (int)DIM : (int)DIM)};
-    const tqkv_attention one = problem.attention;
-    tqkv_attention items[2] = {one, one};
-    const void *q[2] = {problem.q, problem.q};
-    void *outs[2] = {out, out + (by_heads ? (int)DIM : (int)WIDE)};
-    items[0].output_strides = items[1].output_strides = s;
-    items[1].end--;
-    CHECK_RESULT(tqkv_attend_batch(items, 2, q, outs), TQKV_OK);
-    for (int i = 0; i < 2; i++) {
-        tqkv_attention alone = one;
-        alone.end = items[i].end;
-        CHECK_RESULT(tqkv_attend(&alone, problem.q, problem.out), TQKV_OK);
-        for (int r = 0; r < N * N_HEADS; r++)
-            CHECK(!memcmp(problem.out + r * DIM,
-                          (const float *)outs[i] + (size_t)(r / N_HEADS) * s.token + (size_t)(r % N_HEADS) * s.head,
-                          DIM * sizeof(float)),
-                  "item %d, row %d", i, r);
-    }
-    outs[1] = out + DIM / 2; /* each row of one lies in one of the other, or between two */
-    CHECK_RESULT(tqkv_attend_batch(items, 2, q, outs), TQKV_INVALID_ARGUMENT);
-    outs[1] = out + 2 * WIDE; /* the second token of the first */
-    CHECK_RESULT(tqkv_attend_batch(items, 2, q, outs), TQKV_INVALID_ARGUMENT);
-    attend_tear_down(&problem);
 }
 
 static void check_arguments(const void *parameters)
@@ -429,10 +395,6 @@ void test_batch_cases(void)
     test_add(check_overlaps, NULL, 0, "batch/overlaps");
     for (int i = 0; i < 3; i++) test_add(check_random_outputs, &i, sizeof i, "batch/random_outputs/%d", i);
     test_add(check_interleaved, NULL, 0, "batch/interleaved");
-    for (int i = 0; i < 2; i++) {
-        const bool by_heads = i;
-        test_add(check_strides, &by_heads, sizeof by_heads, "batch/strides/%s", by_heads ? "heads" : "tokens");
-    }
     test_add(check_arguments, NULL, 0, "batch/arguments");
     test_add(check_scratch, NULL, 0, "batch/scratch");
 }

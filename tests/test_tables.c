@@ -74,13 +74,13 @@ static void add_hash(const char *name, const void *bytes, size_t size, uint64_t 
 
 #define TABLES(X) \
     X(codebook_2, CODEBOOK_2) \
-    X(codebook_3, CODEBOOK_3) X(codebook_4, CODEBOOK_4) X(codebook_5, CODEBOOK_5) X(codebook_6, CODEBOOK_6) \
-        X(codebook_8, CODEBOOK_8) X(boundaries_2, BOUNDARIES_2) X(boundaries_3, BOUNDARIES_3) \
-            X(boundaries_4, BOUNDARIES_4) X(boundaries_5, BOUNDARIES_5) X(boundaries_6, BOUNDARIES_6) \
-                X(boundaries_8, BOUNDARIES_8) X(factors_2, FACTORS_2) X(factors_3, FACTORS_3) X(factors_4, FACTORS_4) \
-                    X(factors_5, FACTORS_5) X(factors_6, FACTORS_6) X(factors_8, FACTORS_8) X(signs, SIGNS) \
-                        X(hadamard_12, HADAMARD_12) X(hadamard_20, HADAMARD_20) X(hadamard_28, HADAMARD_28) \
-                            X(hadamard_36, HADAMARD_36)
+    X(codebook_3, CODEBOOK_3) \
+    X(codebook_4, CODEBOOK_4) X(codebook_5, CODEBOOK_5) X(codebook_6, CODEBOOK_6) X(codebook_8, CODEBOOK_8) \
+        X(boundaries_2, BOUNDARIES_2) X(boundaries_3, BOUNDARIES_3) X(boundaries_4, BOUNDARIES_4) \
+            X(boundaries_5, BOUNDARIES_5) X(boundaries_6, BOUNDARIES_6) X(boundaries_8, BOUNDARIES_8) \
+                X(factors_2, FACTORS_2) X(factors_3, FACTORS_3) X(factors_4, FACTORS_4) X(factors_5, FACTORS_5) \
+                    X(factors_6, FACTORS_6) X(factors_8, FACTORS_8) X(signs, SIGNS) X(hadamard_12, HADAMARD_12) \
+                        X(hadamard_20, HADAMARD_20) X(hadamard_28, HADAMARD_28) X(hadamard_36, HADAMARD_36)
 
 static void add_hashes(void)
 {
