@@ -72,22 +72,32 @@ static void add_hash(const char *name, const void *bytes, size_t size, uint64_t 
     test_add(check_hash, &row, sizeof row, "tables/hash/%s", name);
 }
 
-#define TABLES(X) \
-    X(codebook_2, CODEBOOK_2) \
-    X(codebook_3, CODEBOOK_3) \
-    X(codebook_4, CODEBOOK_4) X(codebook_5, CODEBOOK_5) X(codebook_6, CODEBOOK_6) X(codebook_8, CODEBOOK_8) \
-        X(boundaries_2, BOUNDARIES_2) X(boundaries_3, BOUNDARIES_3) X(boundaries_4, BOUNDARIES_4) \
-            X(boundaries_5, BOUNDARIES_5) X(boundaries_6, BOUNDARIES_6) X(boundaries_8, BOUNDARIES_8) \
-                X(factors_2, FACTORS_2) X(factors_3, FACTORS_3) X(factors_4, FACTORS_4) X(factors_5, FACTORS_5) \
-                    X(factors_6, FACTORS_6) X(factors_8, FACTORS_8) X(signs, SIGNS) X(hadamard_12, HADAMARD_12) \
-                        X(hadamard_20, HADAMARD_20) X(hadamard_28, HADAMARD_28) X(hadamard_36, HADAMARD_36)
-
 static void add_hashes(void)
 {
     const tqkv__table_set *t = &tqkv__tables;
-#define ADD(table, name) add_hash(#table, t->table, sizeof t->table, TQKV_HASH_##name);
-    TABLES(ADD)
-#undef ADD
+    add_hash("codebook_2", t->codebook_2, sizeof t->codebook_2, TQKV_HASH_CODEBOOK_2);
+    add_hash("codebook_3", t->codebook_3, sizeof t->codebook_3, TQKV_HASH_CODEBOOK_3);
+    add_hash("codebook_4", t->codebook_4, sizeof t->codebook_4, TQKV_HASH_CODEBOOK_4);
+    add_hash("codebook_5", t->codebook_5, sizeof t->codebook_5, TQKV_HASH_CODEBOOK_5);
+    add_hash("codebook_6", t->codebook_6, sizeof t->codebook_6, TQKV_HASH_CODEBOOK_6);
+    add_hash("codebook_8", t->codebook_8, sizeof t->codebook_8, TQKV_HASH_CODEBOOK_8);
+    add_hash("boundaries_2", t->boundaries_2, sizeof t->boundaries_2, TQKV_HASH_BOUNDARIES_2);
+    add_hash("boundaries_3", t->boundaries_3, sizeof t->boundaries_3, TQKV_HASH_BOUNDARIES_3);
+    add_hash("boundaries_4", t->boundaries_4, sizeof t->boundaries_4, TQKV_HASH_BOUNDARIES_4);
+    add_hash("boundaries_5", t->boundaries_5, sizeof t->boundaries_5, TQKV_HASH_BOUNDARIES_5);
+    add_hash("boundaries_6", t->boundaries_6, sizeof t->boundaries_6, TQKV_HASH_BOUNDARIES_6);
+    add_hash("boundaries_8", t->boundaries_8, sizeof t->boundaries_8, TQKV_HASH_BOUNDARIES_8);
+    add_hash("factors_2", t->factors_2, sizeof t->factors_2, TQKV_HASH_FACTORS_2);
+    add_hash("factors_3", t->factors_3, sizeof t->factors_3, TQKV_HASH_FACTORS_3);
+    add_hash("factors_4", t->factors_4, sizeof t->factors_4, TQKV_HASH_FACTORS_4);
+    add_hash("factors_5", t->factors_5, sizeof t->factors_5, TQKV_HASH_FACTORS_5);
+    add_hash("factors_6", t->factors_6, sizeof t->factors_6, TQKV_HASH_FACTORS_6);
+    add_hash("factors_8", t->factors_8, sizeof t->factors_8, TQKV_HASH_FACTORS_8);
+    add_hash("signs", t->signs, sizeof t->signs, TQKV_HASH_SIGNS);
+    add_hash("hadamard_12", t->hadamard_12, sizeof t->hadamard_12, TQKV_HASH_HADAMARD_12);
+    add_hash("hadamard_20", t->hadamard_20, sizeof t->hadamard_20, TQKV_HASH_HADAMARD_20);
+    add_hash("hadamard_28", t->hadamard_28, sizeof t->hadamard_28, TQKV_HASH_HADAMARD_28);
+    add_hash("hadamard_36", t->hadamard_36, sizeof t->hadamard_36, TQKV_HASH_HADAMARD_36);
     add_hash("all", t, sizeof *t, TQKV_HASH_TABLES);
 }
 
