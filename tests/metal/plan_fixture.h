@@ -10,7 +10,7 @@
 /* A buffer that is never read or written. */
 static inline tqkv_metal_buffer at(int number, size_t offset)
 {
-    static char things[8];
+    static char things[16];
     tqkv_metal_buffer b;
     b.buffer = &things[number];
     b.offset = offset;
@@ -18,6 +18,9 @@ static inline tqkv_metal_buffer at(int number, size_t offset)
 }
 
 static const tqkv_metal_buffer none = {NULL, 0};
+
+/* Numbers of buffers; a scene's stores have those below. */
+enum { Q = 8, SCRATCH, OUT, MORE, ARGUMENTS };
 
 static inline tqkv_metal_store plan_store(tqkv_format format, int head_dim, int capacity, bool ring, int number)
 {
@@ -45,21 +48,10 @@ static inline tqkv_metal_attention plan_attention(const tqkv_metal_store *keys, 
     return a;
 }
 
-/* The last binding of that name. */
-static inline tqkv_metal_binding binding(const tqkv_metal_dispatch *d, const char *name)
-{
-    tqkv_metal_binding found;
-    memset(&found, 0, sizeof found);
-    for (int i = 0; i < d->n_bindings; i++)
-        if (!strcmp(d->bindings[i].name, name)) found = d->bindings[i];
-    CHECK(found.name, "no %s", name);
-    return found;
-}
-
 /* -1: not set */
 static inline int constant(const tqkv_metal_dispatch *d, int index) { return d->kernel.constants[index] - 1; }
 
-/* The arguments of an attend dispatch, of the merge behind it, and number i of a dispatch that encodes or decodes. */
+/* The arguments of an attend dispatch, and of the merge behind it. */
 static inline tqkv__attend_args attend_args(const tqkv_metal_dispatch *d)
 {
     tqkv__attend_args args;
@@ -70,12 +62,6 @@ static inline tqkv__merge_args merge_args(const tqkv_metal_dispatch *d)
 {
     tqkv__merge_args args;
     memcpy(&args, d[1].arguments[0].bytes, sizeof args);
-    return args;
-}
-static inline tqkv__rows_args rows_args(const tqkv_metal_dispatch *d, int i)
-{
-    tqkv__rows_args args;
-    memcpy(&args, d->arguments[i].bytes, sizeof args);
     return args;
 }
 
@@ -121,38 +107,94 @@ static inline void check_dispatch(const tqkv_metal_dispatch *d)
     CHECK(!*overlapping(d), "%s lies under another", overlapping(d));
 }
 
-/* Checks all dispatches of a plan. */
-static inline void check_plan(const tqkv_metal_plan *plan)
+/* The end of what a plan uses of a buffer. */
+static inline size_t plan_end(const tqkv_metal_plan *plan, tqkv_metal_buffer of)
 {
-    for (int i = 0; i < plan->n; i++) check_dispatch(&plan->d[i]);
+    size_t end = 0;
+    for (int i = 0; i < plan->n; i++)
+        for (int j = 0; j < plan->d[i].n_bindings; j++) {
+            const tqkv_metal_binding *b = &plan->d[i].bindings[j];
+            if (b->at.buffer == of.buffer && b->size && end < b->at.offset + b->size) end = b->at.offset + b->size;
+        }
+    return end;
 }
 
+/* What holds for every plan: its dispatches are right, or it has none. */
+static inline tqkv_result check_plan(tqkv_result r, const tqkv_metal_plan *plan)
+{
+    CHECK(plan->result == r && (r == TQKV_OK || !plan->n), "%d dispatches", plan->n);
+    for (int i = 0; i < plan->n; i++) check_dispatch(&plan->d[i]);
+    return r;
+}
+
+/* In the scratch that the plan without it tells. */
 static inline tqkv_result plan_attend(const tqkv_metal_attention *a, tqkv_metal_plan *plan)
 {
-    const tqkv_result r = tqkv_metal_plan_attend(a, at(4, 0), at(5, 0), at(6, 0), plan);
-    CHECK(plan->result == r && (plan->n > 0) == (r == TQKV_OK), "%d dispatches", plan->n);
-    check_plan(plan);
+    tqkv_metal_plan sizes;
+    const tqkv_result r = check_plan(tqkv_metal_plan_attend(a, at(Q, 0), at(SCRATCH, 0), at(OUT, 0), plan), plan);
+    CHECK_RESULT(tqkv_metal_plan_attend(a, none, none, none, &sizes), r);
+    CHECK(plan_end(plan, at(SCRATCH, 0)) <= sizes.scratch_size, "%zu bytes of scratch", sizes.scratch_size);
     return r;
 }
 
-/* The scratch that a call needs, which its plan without scratch tells. */
-static inline tqkv_result plan_scratch(const tqkv_metal_attention *a, size_t *bytes)
-{
+/* An attention, and all that it may read. */
+typedef struct plan_scene {
+    tqkv_metal_store keys, values, tail, first, last, first_tail;
+    tqkv_metal_attention a;
     tqkv_metal_plan plan;
-    const tqkv_result r = tqkv_metal_plan_attend(a, none, none, none, &plan);
-    *bytes = plan.scratch_size;
-    return r;
-}
+    int32_t pages[4];
+} plan_scene;
 
-/* A pool of 5 pages, and a table of 4. */
+/* Linear stores; halves of the first and newest positions; keys of 512 that are the values, with a tail; a pool of 5
+   pages. */
+typedef enum plan_kind { PLAIN, ENDS, LATENT, PAGED } plan_kind;
+
 static inline tqkv_metal_store plan_pool(tqkv_format format, int number, const int32_t *pages)
 {
     tqkv_metal_store s = plan_store(format, 64, 320, false, number);
     s.shape.pages = pages;
     s.shape.n_pages = 4;
     s.shape.page_size = 64;
-    s.pages = at(7, 128 * (size_t)number);
+    s.pages = at(MORE, 128 * (size_t)number);
     return s;
 }
+
+static inline void set_scene(plan_scene *s, plan_kind kind)
+{
+    static const int32_t pages[4] = {3, 0, 1, 2};
+    memcpy(s->pages, pages, sizeof pages);
+    s->keys = plan_store(TQKV_TQ4, kind == LATENT ? 512 : 64, 9000, false, 0);
+    s->values = plan_store(TQKV_I8, 64, 9000, false, 2);
+    if (kind == PAGED) s->keys = plan_pool(TQKV_I8, 0, s->pages), s->values = plan_pool(TQKV_TQ4, 2, s->pages);
+    s->tail = plan_store(TQKV_I8, 64, 9000, false, 2);
+    s->first = plan_store(TQKV_F16, kind == LATENT ? 512 : 64, 20, false, 4);
+    s->last = plan_store(TQKV_F16, 64, 704, true, 4);
+    s->first_tail = plan_store(TQKV_I8, 64, 20, false, 6);
+    s->first.shape.rotation = s->last.shape.rotation = TQKV_ROTATION_ON;
+    s->a = plan_attention(&s->keys, kind == LATENT ? &s->keys : &s->values);
+    s->a.attention.n_heads = 6;
+    s->a.attention.end = kind == PAGED ? 200 : 2000;
+    if (kind == LATENT) s->a.tail = &s->tail;
+    if (kind != ENDS) return;
+    s->a.first.keys = s->a.first.values = &s->first;
+    s->a.last.keys = s->a.last.values = &s->last;
+    s->a.attention.first.n = 20;
+    s->a.attention.last.n = 700;
+}
+
+/* Attention over a scene after one change: what planning it says; the name of an array that overlaps another. */
+#define PLAN_IS(expected, kind, change) \
+    do { \
+        set_scene(&s, kind); \
+        change; \
+        CHECK_RESULT(plan_attend(&s.a, &s.plan), TQKV_##expected); \
+    } while (0)
+#define PLAN_OVERLAPS(name, kind, change) \
+    do { \
+        set_scene(&s, kind); \
+        change; \
+        CHECK_RESULT(tqkv_metal_plan_attend(&s.a, at(Q, 0), at(SCRATCH, 0), at(OUT, 0), &s.plan), TQKV_OK); \
+        CHECK(!strcmp(overlapping(s.plan.d), name), "%s: %s", #change, overlapping(s.plan.d)); \
+    } while (0)
 
 #endif

@@ -1,62 +1,136 @@
 /* What tqkv_metal.m takes from tqkv.h: the plans of its dispatches. Those of rows, and what holds for all. */
 #include "plan_fixture.h"
 
-/* Rows that are encoded, decoded, probed, rotated and learned from: a wrong number or pointer is refused, memory that
-   overlaps is told. */
-static void check_rows(const void *row)
-{
+/* Keys of 64 and values, 10 and 12 slots, their sources; what planning says of their rows after one change. */
+typedef struct rows_scene {
+    tqkv_metal_store keys, values;
     tqkv_metal_plan plan;
-    const tqkv_metal_dispatch *const d = plan.d;
-    const tqkv_metal_store linear = plan_store(TQKV_TQ5, 64, 10, false, 0),
-                           ring = plan_store(TQKV_I8, 512, 10, true, 2);
-    (void)row;
-    CHECK_RESULT(tqkv_metal_plan_encode(&ring, NULL, at(4, SIZE_MAX - 3), none, 24, 7, none, &plan), TQKV_OK);
-    check_dispatch(d);
-    CHECK(binding(d, "src").at.offset > SIZE_MAX - 16, "an offset that wraps");
-    CHECK_RESULT(tqkv_metal_plan_encode(&linear, NULL, at(4, 0), none, 0, 10, none, &plan), TQKV_OK);
-    CHECK(d->grid[0] == 0, "nothing to encode");
-    CHECK_RESULT(tqkv_metal_plan_encode(&linear, NULL, at(0, 0), none, 4, 6, none, &plan), TQKV_OK);
-    CHECK(!strcmp(overlapping(d), "src"), "the source in the store: %s", overlapping(d));
-    CHECK_RESULT(tqkv_metal_plan_encode(&linear, NULL, none, none, 5, 6, none, &plan), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv_metal_plan_encode(&linear, NULL, none, none, -1, 0, none, &plan), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_encode(NULL, NULL, none, none, 1, 0, none, &plan), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_encode(NULL, &linear, none, none, 1, 0, none, &plan), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_probe(&linear, none, INT_MAX, none, none, &plan),
-                 TQKV_INVALID_ARGUMENT); /* rows > 2^31 */
-    CHECK_RESULT(tqkv_metal_plan_decode(&ring, 95, 11, TQKV_ROTATED, none, &plan), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv_metal_plan_decode(&linear, 8, 3, TQKV_ROTATED, none, &plan), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv_metal_plan_decode(&linear, 0, 1, test_no_basis(2), none, &plan), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_rotate(none, 5, 65, TQKV_ROTATED, &plan), TQKV_UNSUPPORTED);
-    CHECK_RESULT(tqkv_metal_plan_rotate(none, -1, 64, TQKV_ROTATED, &plan), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(
-        tqkv_metal_plan_calibrate(&linear, at(4, 0), 9, at(5, 0), 6, 2, TQKV_PAIRS_HALVES, at(6, 0), at(7, 0), &plan),
-        TQKV_OK);
-    check_plan(&plan);
-    CHECK_RESULT(tqkv_metal_plan_calibrate(&linear, at(4, 0), 9, at(5, 0), 5, 2, TQKV_PAIRS_NONE, none, none, &plan),
-                 TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_calibrate(&linear, at(4, 0), 9, none, 0, 0, (tqkv_pairs)3, none, none, &plan),
-                 TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_tables(at(4, 0), &plan), TQKV_OK);
-    check_plan(&plan);
+    int32_t pages[4];
+} rows_scene;
+
+static void set_rows(rows_scene *s, bool paged)
+{
+    static const int32_t pages[4] = {3, 1, 2, 0};
+    memcpy(s->pages, pages, sizeof pages);
+    s->keys = paged ? plan_pool(TQKV_TQ5, 0, s->pages) : plan_store(TQKV_TQ5, 64, 10, false, 0);
+    s->values = plan_store(TQKV_I8, 64, 12, true, 2);
 }
 
-/* Keys and values of one dispatch: as many heads, sizes that have a kernel, threads for the longer stream. */
-static void check_encode_kv(const void *row)
+static tqkv_result encode(rows_scene *s, int n, int64_t position)
 {
-    tqkv_metal_plan plan;
-    const tqkv_metal_dispatch *const d = plan.d;
-    const tqkv_metal_store keys = plan_store(TQKV_F16, 64, 10, true, 0), wide = plan_store(TQKV_TQ8, 128, 12, true, 2);
-    tqkv_metal_store values = plan_store(TQKV_TQ8, 64, 12, true, 2), longer = keys, fewer = values;
+    return check_plan(tqkv_metal_plan_encode(&s->keys, NULL, at(Q, 0), none, n, position, none, &s->plan), &s->plan);
+}
+
+static tqkv_result encode_both(rows_scene *s, int n, int64_t position)
+{
+    return check_plan(tqkv_metal_plan_encode(&s->keys, &s->values, at(Q, 0), at(OUT, 0), n, position, none, &s->plan),
+                      &s->plan);
+}
+
+static tqkv_result decode(rows_scene *s, int n, int64_t position)
+{
+    return check_plan(tqkv_metal_plan_decode(&s->keys, position, n, TQKV_ORIGINAL, at(OUT, 0), &s->plan), &s->plan);
+}
+
+#define ROWS_ARE(expected, paged, call, n, position, change) \
+    do { \
+        set_rows(&s, paged); \
+        change; \
+        CHECK_RESULT(call(&s, n, position), TQKV_##expected); \
+    } while (0)
+
+/* Rows that are encoded and decoded: a wrong number, type, stride or pair is refused. */
+static void check_rows(const void *row)
+{
+    rows_scene s;
     (void)row;
-    longer.shape.capacity = 500;
-    CHECK_RESULT(tqkv_metal_plan_encode(&longer, &values, at(4, 0), at(5, 0), 400, 3, at(6, 0), &plan), TQKV_OK);
-    const size_t one = d->grid[0];
-    CHECK_RESULT(tqkv_metal_plan_encode(&values, &longer, at(4, 0), at(5, 0), 400, 3, at(6, 0), &plan), TQKV_OK);
-    check_dispatch(d);
-    CHECK(one == d->grid[0] && one * TQKV__ENCODE_ROWS(64) >= 1200, "%zu, %zu simdgroups", one, d->grid[0]);
-    fewer.shape.n_kv_heads = 2;
-    CHECK_RESULT(tqkv_metal_plan_encode(&keys, &wide, none, none, 1, 0, none, &plan), TQKV_UNSUPPORTED);
-    CHECK_RESULT(tqkv_metal_plan_encode(&keys, &fewer, none, none, 1, 0, none, &plan), TQKV_INVALID_ARGUMENT);
+    ROWS_ARE(OK, false, encode, 0, 10, (void)0);
+    ROWS_ARE(OK, false, encode_both, 4, 6, s.values.shape.ring = true);
+    ROWS_ARE(OUT_OF_RANGE, false, encode, 5, 6, (void)0);
+    ROWS_ARE(INVALID_ARGUMENT, false, encode, -1, 0, (void)0);
+    ROWS_ARE(OUT_OF_RANGE, false, decode, 3, 8, (void)0);
+    ROWS_ARE(OUT_OF_RANGE, false, decode, 11, 95, s.keys.shape.ring = true);
+    for (int type = TQKV_TYPE_F32; type <= TQKV_TYPE_BF16; type++)
+        ROWS_ARE(OK, false, encode_both, 3, 0, s.keys.shape.type = s.values.shape.type = (tqkv_type)type);
+    ROWS_ARE(UNSUPPORTED, false, encode, 3, 0, s.keys.shape.type = test_no_type(3));
+    ROWS_ARE(UNSUPPORTED, false, decode, 3, 0, s.keys.shape.type = test_no_type(3));
+    /* Rows that share values: only those that are read may. */
+    ROWS_ARE(OK, false, encode, 3, 0, s.keys.shape.strides.head = 65);
+    ROWS_ARE(INVALID_ARGUMENT, false, decode, 3, 0, s.keys.shape.strides.head = 65);
+    if (sizeof(size_t) > 4)
+        ROWS_ARE(UNSUPPORTED, false, encode, 3, 0, s.keys.shape.strides.token = (size_t)UINT32_MAX * 2);
+    ROWS_ARE(UNSUPPORTED, false, encode_both, 1, 0, s.values.shape.head_dim = 128);
+    ROWS_ARE(INVALID_ARGUMENT, false, encode_both, 1, 0, s.values.shape.n_kv_heads = 2);
+    /* Threads for the longer stream. */
+    ROWS_ARE(OK, false, encode_both, 400, 0, s.keys.shape.capacity = 500);
+    const size_t one = s.plan.d->grid[0];
+    ROWS_ARE(OK, false, encode_both, 400, 0, s.keys.shape.ring = true; s.values.shape.capacity = 500);
+    CHECK(one == s.plan.d->grid[0] && one * TQKV__ENCODE_ROWS(64) >= 1200, "%zu simdgroups", one);
+    set_rows(&s, false);
+    CHECK_RESULT(tqkv_metal_plan_encode(&s.keys, NULL, at(0, 0), none, 4, 6, none, &s.plan), TQKV_OK);
+    CHECK(!strcmp(overlapping(s.plan.d), "src"), "the source in the store: %s", overlapping(s.plan.d));
+}
+
+/* Keys in pages, of which some entries are -1: tokens of these are left out, and cannot be decoded. */
+static void check_paged_rows(const void *row)
+{
+    rows_scene s;
+    (void)row;
+    ROWS_ARE(OK, true, encode, 64, 64, s.pages[1] = -1);
+    ROWS_ARE(OK, true, encode_both, 12, 64, s.pages[1] = -1);
+    ROWS_ARE(OUT_OF_RANGE, true, decode, 64, 64, s.pages[1] = -1);
+    ROWS_ARE(OUT_OF_RANGE, true, encode, 257, 0, (void)0);
+    ROWS_ARE(OUT_OF_RANGE, true, decode, 257, 0, (void)0);
+    ROWS_ARE(OK, true, decode, 0, 256, (void)0);
+    ROWS_ARE(OUT_OF_RANGE, true, encode, 1, 127, s.pages[1] = 5);
+    ROWS_ARE(OUT_OF_RANGE, true, decode, 1, 127, s.pages[1] = 5);
+    ROWS_ARE(OUT_OF_RANGE, true, encode, 1, 127, s.pages[1] = -2);
+    ROWS_ARE(INVALID_ARGUMENT, true, encode, 130, 0, s.pages[2] = 3); /* page 3 twice */
+    ROWS_ARE(OK, true, decode, 130, 0, s.pages[2] = 3);
+    ROWS_ARE(OK, true, encode, 130, 0, s.keys.shape.pages = NULL); /* not known here */
+    ROWS_ARE(OUT_OF_RANGE, true, encode, 257, 0, s.keys.shape.pages = NULL);
+    ROWS_ARE(OUT_OF_RANGE, true, encode, 1, 0, s.keys.shape.n_pages = 0);
+    ROWS_ARE(UNSUPPORTED, true, encode, 1, 0, s.keys.shape.pages = NULL; s.keys.shape.n_pages = INT_MAX / 64 + 1);
+    ROWS_ARE(INVALID_ARGUMENT, true, encode, 1, 0, s.keys.shape.n_pages = -1);
+    ROWS_ARE(INVALID_ARGUMENT, true, encode, 1, 0, s.keys.shape.strides.head = SIZE_MAX / 64);
+    ROWS_ARE(INVALID_ARGUMENT, true, encode, 1, 0, s.keys.shape.page_size = 96);
+    ROWS_ARE(OK, true, encode, 1, 0, s.keys.shape.page_size = 80); /* divides the pool */
+    ROWS_ARE(INVALID_ARGUMENT, true, encode, 1, 0, s.keys.shape.ring = true);
+    ROWS_ARE(INVALID_ARGUMENT, true, encode, 1, 0, s.keys.pages = none);
+    ROWS_ARE(INVALID_ARGUMENT, true, decode, 1, 0, s.keys.pages = none);
+    ROWS_ARE(OK, true, encode, 4, 0, s.keys.shape.page_size = 1; s.pages[0] = 319);
+    ROWS_ARE(OUT_OF_RANGE, true, encode, 4, 0, s.keys.shape.page_size = 1; s.pages[0] = 320);
+    set_rows(&s, true);
+    s.keys.pages = at(0, 8);
+    CHECK_RESULT(tqkv_metal_plan_encode(&s.keys, NULL, at(Q, 0), none, 1, 0, none, &s.plan), TQKV_OK);
+    CHECK(!strcmp(overlapping(s.plan.d), "codes"), "a table in the codes: %s", overlapping(s.plan.d));
+}
+#undef ROWS_ARE
+
+/* The other calls over rows. */
+static void check_other_rows(const void *row)
+{
+    const tqkv_metal_store s = plan_store(TQKV_TQ5, 64, 10, false, 0);
+    tqkv_metal_store odd = s;
+    tqkv_metal_plan plan;
+    (void)row;
+    odd.shape.type = test_no_type(3);
+    CHECK_RESULT(tqkv_metal_plan_encode(NULL, NULL, none, none, 1, 0, none, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_encode(NULL, &s, none, none, 1, 0, none, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_probe(&s, none, INT_MAX, none, none, &plan), TQKV_INVALID_ARGUMENT); /* rows > 2^31 */
+    CHECK_RESULT(tqkv_metal_plan_probe(&odd, none, 1, none, none, &plan), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv_metal_plan_decode(&s, 0, 1, test_no_basis(2), none, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_rotate(none, 5, 65, TQKV_ROTATED, &plan), TQKV_UNSUPPORTED);
+    CHECK_RESULT(tqkv_metal_plan_rotate(none, -1, 64, TQKV_ROTATED, &plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(check_plan(tqkv_metal_plan_calibrate(&s, at(Q, 0), 9, at(MORE, 0), 6, 2, TQKV_PAIRS_HALVES, at(OUT, 0),
+                                                      at(SCRATCH, 0), &plan),
+                            &plan),
+                 TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_calibrate(&s, at(Q, 0), 9, at(MORE, 0), 5, 2, TQKV_PAIRS_NONE, none, none, &plan),
+                 TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_calibrate(&s, at(Q, 0), 9, none, 0, 0, test_no_pairs(3), none, none, &plan),
+                 TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(check_plan(tqkv_metal_plan_tables(at(OUT, 0), &plan), &plan), TQKV_OK);
 }
 
 /* The constants of the kernel of encode_kv. */
@@ -84,10 +158,10 @@ static void check_engine(const void *row)
                            small = plan_store(TQKV_F16, 64, 9, false, 0);
     (void)row;
     tqkv_metal_attention a = plan_attention(&small, &small);
-    const tqkv_result planned[] = {tqkv_metal_plan_tables(at(4, 0), &plans[0]),
-                                   tqkv_metal_plan_encode(&large, NULL, at(4, 0), none, 9, 0, none, &plans[1]),
-                                   tqkv_metal_plan_encode(&keys, &values, at(4, 0), at(5, 0), 9, 0, none, &plans[2]),
-                                   tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), &plans[3])};
+    const tqkv_result planned[] = {tqkv_metal_plan_tables(at(OUT, 0), &plans[0]),
+                                   tqkv_metal_plan_encode(&large, NULL, at(Q, 0), none, 9, 0, none, &plans[1]),
+                                   tqkv_metal_plan_encode(&keys, &values, at(Q, 0), at(OUT, 0), 9, 0, none, &plans[2]),
+                                   tqkv_metal_plan_attend(&a, at(Q, 0), at(SCRATCH, 0), at(OUT, 0), &plans[3])};
     for (int i = 0; i < 4; i++) {
         CHECK_RESULT(planned[i], TQKV_OK);
         CHECK(!strcmp(plans[i].call, calls[i]) && plans[i].n == (i % 3 ? 1 : 2), "%s: %d", plans[i].call, plans[i].n);
@@ -95,9 +169,6 @@ static void check_engine(const void *row)
     }
     for (int i = 0; i < 4; i++) CHECK(!strcmp(d[i].kernel.name, names[i]), "%s, not %s", d[i].kernel.name, names[i]);
     check_constants(&d[2].kernel);
-    CHECK(d[2].arguments[0].index == 0 && d[2].arguments[1].index == 4 &&
-              d[2].arguments[1].size == sizeof(tqkv__rows_args),
-          "arguments");
     CHECK_RESULT(tqkv_metal_plan_launch(&d[1], 64, &launch), TQKV_OK); /* 9 rows of 3 heads, 4 a simdgroup */
     CHECK(launch.threadgroups[0] == 5 && launch.threads == 64 && launch.memory[3] == 16, "%zu threadgroups of %zu",
           launch.threadgroups[0], launch.threads);
@@ -146,86 +217,28 @@ static void check_head_dim(const void *row)
     const int d = *(const int *)row;
     bool known = false;
     for (int i = 0; i < TQKV__KERNEL_DIMS; i++) known = known || TQKV__KERNEL_DIM(i) == d;
-    const tqkv_result expected = known ? TQKV_OK : TQKV_UNSUPPORTED;
+    const tqkv_result expected = known ? TQKV_OK : TQKV_UNSUPPORTED,
+                      pair = d == 128 || d == 192 ? TQKV_OK : TQKV_UNSUPPORTED;
     const tqkv_metal_store keys = plan_store(TQKV_I8, d, 10, true, 0), values = plan_store(TQKV_TQ3, d, 10, true, 2),
                            others = plan_store(TQKV_TQ3, 128, 10, true, 2);
-    tqkv_metal_plan plans[5];
-    size_t scratch;
+    tqkv_metal_plan plan, *const p = &plan;
     tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.end = 10;
     CHECK(TQKV__HAS_KERNELS(d) == known, "kernels of %d", d);
-    CHECK_RESULT(tqkv_metal_plan_encode(&keys, NULL, at(4, 0), none, 40, 7, none, &plans[0]), expected);
-    CHECK_RESULT(tqkv_metal_plan_encode(&keys, &values, at(4, 0), at(5, 0), 9, 3, none, &plans[1]), expected);
-    CHECK_RESULT(tqkv_metal_plan_probe(&keys, at(4, 0), 7, at(5, 0), none, &plans[2]), expected);
-    CHECK_RESULT(tqkv_metal_plan_decode(&keys, 0, 10, TQKV_ORIGINAL, at(4, 0), &plans[3]), expected);
-    CHECK_RESULT(tqkv_metal_plan_rotate(at(4, 0), 5, d, TQKV_ORIGINAL, &plans[4]), expected);
-    for (int i = 0; i < 5 && known; i++) {
-        check_plan(&plans[i]);
-        CHECK(plans[i].n == 1 && plans[i].d->kernel.head_dim * TQKV__DIM_UNIT == d && !plans[i].d->kernel.value_dim,
-              "the kernel");
-    }
-    CHECK_RESULT(plan_scratch(&a, &scratch), expected);
-    CHECK_RESULT(plan_attend(&a, &plans[0]), expected);
+    const tqkv_result results[] = {
+        check_plan(tqkv_metal_plan_encode(&keys, NULL, at(Q, 0), none, 9, 3, none, p), p),
+        check_plan(tqkv_metal_plan_encode(&keys, &values, at(Q, 0), at(OUT, 0), 9, 3, none, p), p),
+        check_plan(tqkv_metal_plan_probe(&keys, at(Q, 0), 9, at(OUT, 0), none, p), p),
+        check_plan(tqkv_metal_plan_decode(&keys, 0, 10, TQKV_ORIGINAL, at(OUT, 0), p), p),
+        check_plan(tqkv_metal_plan_rotate(at(Q, 0), 5, d, TQKV_ORIGINAL, p), p),
+        plan_attend(&a, p)};
+    for (int i = 0; i < 6; i++) CHECK_RESULT(results[i], expected);
     a.values = &others;
-    const tqkv_result pair = d == 128 || d == 192 ? TQKV_OK : TQKV_UNSUPPORTED;
-    CHECK_RESULT(tqkv_metal_plan_encode(&keys, &others, at(4, 0), at(5, 0), 9, 3, none, &plans[0]), pair);
-    const tqkv_metal_dispatch *const p = plans[0].d;
-    if (pair == TQKV_OK) check_dispatch(p);
-    CHECK_RESULT(plan_scratch(&a, &scratch), pair);
-    CHECK_RESULT(plan_attend(&a, &plans[0]), pair);
-    if (d != 192) return;
-    CHECK(p[0].kernel.value_dim * TQKV__DIM_UNIT == 128 && p[1].kernel.head_dim * TQKV__DIM_UNIT == 128, "the kernels");
-    CHECK(binding(p, "q").size == 3 * 192 * sizeof(float) && binding(p, "out").size == 3 * 128 * sizeof(float),
-          "sizes");
-}
-
-/* Rows begin at multiples of their values' size; other types, and strides beyond 32 bits, are refused. */
-static void check_types(const void *row)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_dispatch *const d = plan.d;
-    tqkv_metal_store s = plan_store(TQKV_TQ4, 80, 5, true, 0);
-    (void)row;
-    tqkv_metal_attention a = plan_attention(&s, &s);
-    a.attention.end = 5;
-    for (int type = TQKV_TYPE_F32; type <= TQKV_TYPE_BF16; type++) {
-        const size_t size = type == TQKV_TYPE_F32 ? 4 : 2;
-        s.shape.type = (tqkv_type)type;
-        a.attention.query_type = a.attention.output_type = s.shape.type;
-        CHECK_RESULT(tqkv_metal_plan_encode(&s, NULL, at(4, 0), none, 3, 0, none, &plan), TQKV_OK);
-        CHECK(binding(d, "src").alignment == size, "rows");
-        CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
-        CHECK(binding(d, "q").alignment == size && binding(d, "out").alignment == size, "queries and outputs");
-    }
-    s.shape.type = test_no_type(3);
-    CHECK_RESULT(tqkv_metal_plan_encode(&s, NULL, none, none, 1, 0, none, &plan), TQKV_UNSUPPORTED);
-    CHECK_RESULT(tqkv_metal_plan_probe(&s, none, 1, none, none, &plan), TQKV_UNSUPPORTED);
-    CHECK_RESULT(tqkv_metal_plan_decode(&s, 0, 1, TQKV_ORIGINAL, none, &plan), TQKV_UNSUPPORTED);
-    a.attention.output_type = test_no_type(-1);
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
-}
-
-/* Rows that share values: only those that are read may. */
-static void check_strides(const void *row)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_store s = plan_store(TQKV_TQ5, 64, 10, true, 0);
-    (void)row;
-    tqkv_metal_attention a = plan_attention(&s, &s);
-    a.attention.n_queries = 4;
-    a.attention.end = 7;
-    s.shape.strides.head = 65;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK); /* rows that attention does not read */
-    CHECK_RESULT(tqkv_metal_plan_encode(&s, NULL, at(4, 0), none, 3, 0, none, &plan), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_plan_decode(&s, 0, 3, TQKV_ORIGINAL, at(4, 0), &plan), TQKV_INVALID_ARGUMENT);
-    a.attention.query_strides.head = 65;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
-    a.attention.output_strides.head = 65;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
-    if (sizeof(size_t) <= 4) return;
-    a.attention.output_strides.head = s.shape.strides.token = (size_t)UINT32_MAX + 1;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
-    CHECK_RESULT(tqkv_metal_plan_encode(&s, NULL, at(4, 0), none, 3, 0, none, &plan), TQKV_UNSUPPORTED);
+    CHECK_RESULT(check_plan(tqkv_metal_plan_encode(&keys, &others, at(Q, 0), at(OUT, 0), 9, 3, none, p), p), pair);
+    CHECK_RESULT(plan_attend(&a, p), pair);
+    if (d == 192)
+        CHECK(plan_end(p, at(Q, 0)) == 3 * 192 * sizeof(float) && plan_end(p, at(OUT, 0)) == 3 * 128 * sizeof(float),
+              "sizes");
 }
 
 /* A report as the shaders give it, then with each byte changed in turn. */
@@ -257,13 +270,12 @@ static void check_stale(const void *row)
 
 void test_plan_cases(void)
 {
-    test_add(check_encode_kv, NULL, 0, "plan/encode_kv");
     test_add(check_rows, NULL, 0, "plan/rows");
+    test_add(check_paged_rows, NULL, 0, "plan/rows/paged");
+    test_add(check_other_rows, NULL, 0, "plan/rows/other");
     test_add(check_engine, NULL, 0, "plan/engine");
     test_add(check_no_plan, NULL, 0, "plan/no_plan");
     for (int i = 0; i < TEST_ALL_HEAD_DIMS; i++)
         test_add(check_head_dim, &test_all_head_dims[i], sizeof(int), "plan/head_dim/%d", test_all_head_dims[i]);
-    test_add(check_types, NULL, 0, "plan/types");
-    test_add(check_strides, NULL, 0, "plan/strides");
     test_add(check_stale, NULL, 0, "plan/stale");
 }

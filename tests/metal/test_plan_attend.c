@@ -1,234 +1,310 @@
-/* The plans of attention over stores. */
+/* What the plan of attention refuses, and which arrays must lie apart: one change of a scene a line. What dispatches
+   compute shows the machine of simt.h. */
 #include "plan_fixture.h"
 
-static void check_attend(const void *row)
+static void check_numbers(const void *row)
 {
-    tqkv_metal_plan plan;
-    tqkv_metal_dispatch *const d = plan.d;
-    const tqkv_metal_store keys = plan_store(TQKV_I8, 64, 100, true, 0), values = plan_store(TQKV_F16, 64, 40, true, 2);
+    plan_scene s;
     (void)row;
-    tqkv_metal_attention a = plan_attention(&keys, &values);
-    a.attention.n_heads = 6;
-    a.attention.n_queries = 4;
-    a.attention.end = 1030;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
-    CHECK(attend_args(d).kv_len == 40 && attend_args(d).key_oldest_slot == 90 && attend_args(d).value_oldest_slot == 30,
-          "oldest slots %d, %d", attend_args(d).key_oldest_slot, attend_args(d).value_oldest_slot);
-    CHECK(constant(d, TQKV_FC_ROTATE_QUERIES) == 1 && constant(d, TQKV_FC_SAME_SLOTS) == 0 &&
-              constant(d, TQKV_FC_MANY_QUERIES) == 1 && constant(d, TQKV_FC_SOFTCAP) == 0,
-          "the kernel");
-    CHECK(constant(d + 1, TQKV_FC_UNROTATE) == 0 && constant(d + 1, TQKV_FC_SINKS) == 0, "the merge");
-    CHECK(attend_args(d).group == 2 && d[1].grid[0] == 24 && merge_args(d).n_rows == 24, "rows");
-    CHECK(d[1].barrier == at(5, 0).buffer && !d[0].barrier, "a barrier between the two");
-    a.attention.window = 10;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
-    CHECK(attend_args(d).window == 10, "window %d", attend_args(d).window);
-    a.attention.window = 40; /* all resident positions: the same as no window */
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
-    CHECK(attend_args(d).window == 0, "window %d", attend_args(d).window);
-    a.attention.end = a.attention.kv_len = 0;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
-    CHECK(attend_args(d).kv_len == 0 && attend_args(d).key_oldest_slot == 0 && d[0].n_simdgroups == 1,
-          "an empty store");
-    a.sinks = at(5, 8);
-    CHECK_RESULT(tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), &plan), TQKV_OK);
-    CHECK(!strcmp(overlapping(d), "sinks"), "sinks in the scratch: %s", overlapping(d));
-    a.attention.kv_len = 1;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OUT_OF_RANGE);
-    a.attention.n_heads = 7;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
+    PLAN_IS(OK, PLAIN, s.a.attention.end = 0);
+    PLAN_IS(OK, PLAIN, s.a.attention.window = 10);
+    PLAN_IS(OUT_OF_RANGE, PLAIN, s.a.attention.end = 9001);
+    PLAN_IS(OUT_OF_RANGE, PLAIN, s.a.attention.end = 5; s.a.attention.kv_len = 6);
+    PLAN_IS(INVALID_ARGUMENT, PLAIN, s.a.attention.n_heads = 7);
+    PLAN_IS(INVALID_ARGUMENT, PLAIN, s.a.attention.window = -1);
+    PLAN_IS(INVALID_ARGUMENT, PLAIN, s.a.attention.n_queries = INT_MAX);
+    PLAN_IS(INVALID_ARGUMENT, PLAIN, s.a.keys = NULL);
+    PLAN_IS(UNSUPPORTED, PLAIN, s.a.attention.output_type = test_no_type(-1));
+    /* Rows that share values: only those that are read may. */
+    PLAN_IS(OK, PLAIN, s.keys.shape.strides.head = 65; s.a.attention.query_strides.head = 65);
+    PLAN_IS(INVALID_ARGUMENT, PLAIN, s.a.attention.n_queries = 4; s.a.attention.output_strides.head = 65);
+    if (sizeof(size_t) > 4) PLAN_IS(UNSUPPORTED, PLAIN, s.a.attention.output_strides.head = (size_t)UINT32_MAX * 2);
+    /* Positions count in 32 bits, also those that queries see behind them. */
+    for (int listed = 0; listed < 2; listed++) {
+        const tqkv_metal_buffer list = listed ? at(MORE, 0) : none;
+        PLAN_IS(OK, PLAIN, s.a.list = list; s.a.attention.list.block = s.a.attention.list.length = 1;
+                s.a.attention.non_causal = true);
+        PLAN_IS(UNSUPPORTED, PLAIN, s.keys.shape.capacity = s.values.shape.capacity = INT_MAX;
+                s.a.attention.end = 1 << 30; s.a.attention.window = INT_MAX; s.a.attention.n_queries = 4;
+                s.a.list = list; s.a.attention.list.block = s.a.attention.list.length = 1;
+                s.a.attention.non_causal = true);
+        PLAN_IS(OK, PLAIN, s.keys.shape.capacity = s.values.shape.capacity = INT_MAX; s.a.attention.end = 1 << 30;
+                s.a.attention.window = INT_MAX; s.a.attention.n_queries = 4; s.a.list = list;
+                s.a.attention.list.block = s.a.attention.list.length = 1);
+    }
 }
 
+/* A tree whose bits are known here, or not. */
 static void check_tree(const void *row)
 {
     const uint64_t tree[64] = {1, 3, 5};
-    const int32_t pages[] = {3, -1, 2, 0};
-    tqkv_metal_plan plan;
-    tqkv_metal_dispatch *const d = plan.d;
-    const tqkv_metal_store keys = plan_store(TQKV_I8, 64, 100, false, 0),
-                           values = plan_store(TQKV_F16, 64, 100, true, 2);
-    const tqkv_metal_store paged = plan_pool(TQKV_I8, 0, pages), paged_values = plan_pool(TQKV_F16, 2, pages);
+    plan_scene s;
     (void)row;
-    tqkv_metal_attention a = plan_attention(&keys, &values);
-    a.attention.end = 70;
-    a.attention.n_queries = 3;
-    a.tree = at(7, 4);
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
-    CHECK(constant(d, TQKV_FC_TREE) == 1 && binding(d, "tree").size == 24 && binding(d, "tree").at.offset == 4,
-          "a tree that is not known here");
-    a.attention.tree = tree;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
-    a.attention.n_queries = 65;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
-    a.attention.tree = NULL;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
-    a.attention.n_queries = 3;
-    a.attention.tree = tree;
-    a.tree = none;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
-    a.tree = at(5, 8);
-    CHECK_RESULT(tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(6, 0), &plan), TQKV_OK);
-    CHECK(!strcmp(overlapping(d), "scratch"), "a tree in the scratch: %s", overlapping(d));
-    a.keys = &paged; /* positions 64, 65 and 66, of the entry -1: the tree shows the second and the third only to 1 */
-    a.values = &paged_values;
-    a.attention.end = 67;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OUT_OF_RANGE);
-    a.attention.tree = tree + 3; /* zeros */
-    a.tree = at(7, 0);
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
-    a.attention.tree = NULL;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    PLAN_IS(OK, PLAIN, s.a.attention.n_queries = 3; s.a.tree = at(MORE, 4));
+    CHECK(plan_end(&s.plan, at(MORE, 0)) == 4 + 24, "the size of a tree");
+    PLAN_IS(OK, PLAIN, s.a.attention.n_queries = 3; s.a.tree = at(MORE, 4); s.a.attention.tree = tree);
+    PLAN_IS(INVALID_ARGUMENT, PLAIN, s.a.attention.n_queries = 65; s.a.tree = at(MORE, 4));
+    PLAN_IS(INVALID_ARGUMENT, PLAIN, s.a.attention.n_queries = 65; s.a.tree = at(MORE, 4); s.a.attention.tree = tree);
+    PLAN_IS(INVALID_ARGUMENT, PLAIN, s.a.attention.n_queries = 3; s.a.attention.tree = tree);
+    PLAN_OVERLAPS("scratch", PLAIN, s.a.attention.n_queries = 3; s.a.tree = at(SCRATCH, 8));
+    /* Positions 64, 65 and 66 are of entry -1; the tree shows the second and the third only to query 1. */
+    PLAN_IS(OUT_OF_RANGE, PAGED, s.pages[1] = -1; s.a.attention.end = 67; s.a.attention.n_queries = 3;
+            s.a.tree = at(MORE, 4096); s.a.attention.tree = tree);
+    PLAN_IS(OK, PAGED, s.pages[1] = -1; s.a.attention.end = 67; s.a.attention.n_queries = 3; s.a.tree = at(MORE, 4096);
+            s.a.attention.tree = tree + 3); /* zeros */
+    PLAN_IS(OK, PAGED, s.pages[1] = -1; s.a.attention.end = 67; s.a.attention.n_queries = 3;
+            s.a.tree = at(MORE, 4096)); /* not known here */
 }
 
-/* Slices of values whose centres or scales are others do not merge; outputs lie apart from all that is read. */
-static void check_channels(const void *row)
+static void check_overlaps(const void *row)
 {
-    tqkv_metal_plan plan;
-    tqkv_metal_store keys = plan_store(TQKV_I8, 64, 10, false, 0), values = plan_store(TQKV_F16, 64, 10, false, 2),
-                     plain = values;
-    const tqkv_metal_buffer b = at(5, 0);
+    plan_scene s;
     (void)row;
-    tqkv_metal_attention a = plan_attention(&keys, &values), other = plan_attention(&keys, &plain);
-    a.attention.end = other.attention.end = 10;
-    values.channel_scale = at(7, 0);
-    CHECK_RESULT(tqkv_metal_plan_attend_merge(&a, b, b, b, &a, b, b, b, &plan), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_plan_attend_merge(&a, b, b, b, &other, b, b, b, &plan), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_attend_merge(&other, b, b, b, &a, b, b, b, &plan), TQKV_INVALID_ARGUMENT);
-    values.center = at(7, 4096);
-    CHECK_RESULT(tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(7, 4096), &plan), TQKV_OK);
-    CHECK(!strcmp(overlapping(plan.d), "values' center"), "the output in the centre: %s", overlapping(plan.d));
-    CHECK_RESULT(tqkv_metal_plan_attend(&a, at(4, 0), at(5, 0), at(7, 0), &plan), TQKV_OK);
-    CHECK(!strcmp(overlapping(plan.d), "values' channel_scale"), "the output in the scale: %s", overlapping(plan.d));
+    PLAN_OVERLAPS("sinks", PLAIN, s.a.sinks = at(SCRATCH, 8));
+    PLAN_OVERLAPS("values' center", PLAIN, s.values.center = at(OUT, 0));
+    PLAN_OVERLAPS("values' channel_scale", PLAIN, s.values.channel_scale = at(OUT, 0));
+    PLAN_IS(OK, LATENT, s.a.tail = NULL);
+    /* Streams that share bytes are one stream. */
+    PLAN_IS(INVALID_ARGUMENT, PLAIN, s.values = s.keys; s.values.shape.format = TQKV_TQ3);
+    PLAN_IS(OK, PLAIN, s.values = s.keys);
+    PLAN_IS(INVALID_ARGUMENT, PLAIN, s.values = s.keys; s.values.codes.offset = 32);
 }
 
-/* Streams that share bytes are one stream. */
-static void check_tail_refusals(const void *row)
+static void check_tails(const void *row)
 {
-    tqkv_metal_plan plan;
-    tqkv_metal_store keys = plan_store(TQKV_TQ4, 512, 100, false, 0), tail = plan_store(TQKV_I8, 64, 100, false, 2),
-                     other = keys;
+    plan_scene s;
     (void)row;
-    tqkv_metal_attention a = plan_attention(&keys, &keys);
-    a.tail = &tail;
-    a.attention.end = 100;
-    a.attention.n_heads = 12;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
-    tail.shape.capacity = 90;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
-    tail.shape.capacity = 100;
-    tail.shape.head_dim = 128;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
-    tail.shape.head_dim = 64;
-    tail.pages = at(7, 0);
-    tail.shape.page_size = 64;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
-    tail.pages = none;
-    tail.codes = at(0, 3 * 100 * 256 - 16);
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
-    a.tail = NULL;
-    a.values = &other;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
-    other.shape.format = TQKV_TQ3;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
-    other.shape.format = TQKV_TQ4;
-    other.codes = at(0, 256);
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_INVALID_ARGUMENT);
-    keys.shape.head_dim = other.shape.head_dim = 256; /* no tail for keys of 256 */
-    a.values = &keys;
-    a.tail = &tail;
-    tail.codes = at(2, 0);
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
+    PLAN_IS(OK, LATENT, (void)0);
+    PLAN_IS(INVALID_ARGUMENT, LATENT, s.tail.shape.capacity = 8999);
+    PLAN_IS(UNSUPPORTED, LATENT, s.tail.shape.head_dim = 128);
+    PLAN_IS(INVALID_ARGUMENT, LATENT, s.tail.pages = at(MORE, 0); s.tail.shape.page_size = 64);
+    PLAN_IS(INVALID_ARGUMENT, LATENT, s.tail.codes = at(0, 3 * 9000 * 256 - 16)); /* in the keys */
+    PLAN_IS(UNSUPPORTED, LATENT, s.keys.shape.head_dim = 256);                    /* no tail for keys of 256 */
+    /* First positions are kept with their tails; a ring stands far behind them. */
+#define KEPT \
+    s.keys.shape.ring = s.tail.shape.ring = true; \
+    s.a.first.keys = s.a.first.values = &s.first; \
+    s.a.first.tail = &s.first_tail; \
+    s.a.attention.first.n = 20; \
+    s.a.attention.end = 50000
+    PLAN_IS(OK, LATENT, KEPT);
+    CHECK(s.plan.n == 3, "%d dispatches", s.plan.n);
+    PLAN_IS(UNSUPPORTED, LATENT, KEPT; s.a.attention.window = 8990; s.a.attention.end = (int64_t)1 << 31);
+    PLAN_IS(INVALID_ARGUMENT, LATENT, KEPT; s.first_tail.channel_scale = at(MORE, 0));
+    PLAN_IS(INVALID_ARGUMENT, LATENT, KEPT; s.first_tail.center = at(MORE, 0));
+    PLAN_IS(INVALID_ARGUMENT, LATENT, KEPT; s.first_tail.shape.format = TQKV_TQ4);
+    PLAN_IS(OUT_OF_RANGE, LATENT, KEPT; s.first_tail.shape.capacity = 19);
+#undef KEPT
 }
 
-/* A ring far behind its first positions, which are kept with their tails: they are a region of their own, from 0 on. */
-static void check_kept(const void *row)
+/* A dispatch for the first positions, for the others, for the last ones, and the merge. A ring has room for the newest
+   halves of all queries, or refuses them. */
+static void check_ends(const void *row)
 {
-    tqkv_metal_store keys = plan_store(TQKV_TQ4, 512, 100, true, 0), tail = plan_store(TQKV_TQ5, 64, 100, true, 2),
-                     first = plan_store(TQKV_F16, 512, 8, false, 4), first_tail = plan_store(TQKV_TQ5, 64, 8, false, 6);
-    tqkv_metal_plan plan;
+    plan_scene s;
     (void)row;
-    first.shape.rotation = TQKV_ROTATION_ON;
-    tqkv_metal_attention a = plan_attention(&keys, &keys);
-    a.tail = &tail;
-    a.first.keys = a.first.values = &first;
-    a.first.tail = &first_tail;
-    a.attention.first.n = 8;
-    a.attention.end = 5000;
-    CHECK_RESULT(tqkv_metal_plan_attend(&a, at(3, 0), at(3, 1 << 20), at(3, 1 << 16), &plan), TQKV_OK);
-    CHECK(plan.n == 3, "%d dispatches", plan.n);
-    a.list = none;
-    a.attention.window = 4990;
-    a.attention.end = (int64_t)1 << 31;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
-    a.attention.window = 0;
-    tqkv_metal_store bad[4] = {first_tail, first_tail, first_tail, first_tail};
-    bad[0].channel_scale = bad[1].center = at(3, 0);
-    bad[2].shape.format = TQKV_TQ4;
-    bad[3].shape.capacity = 7;
-    for (int i = 0; i < 4; i++) {
-        a.first.tail = &bad[i];
-        CHECK_RESULT(plan_attend(&a, &plan), i < 3 ? TQKV_INVALID_ARGUMENT : TQKV_OUT_OF_RANGE);
+    for (int end = 0; end <= 9000; end += 113) {
+        PLAN_IS(OK, ENDS, s.a.attention.end = end);
+        CHECK(s.plan.n == (end > 720 ? 4 : end > 20 ? 3 : 2), "%d dispatches at %d", s.plan.n, end);
     }
+    PLAN_IS(INVALID_ARGUMENT, ENDS, s.first.shape.rotation = TQKV_ROTATION_DEFAULT);
+    PLAN_IS(INVALID_ARGUMENT, ENDS, s.first.center = at(MORE, 0));
+    PLAN_IS(OUT_OF_RANGE, ENDS, s.first.shape.capacity = 19);
+    PLAN_IS(INVALID_ARGUMENT, ENDS, s.a.attention.first.n = -1);
+    PLAN_IS(UNSUPPORTED, ENDS, s.a.attention.first.n = s.first.shape.capacity = 1500; s.a.first.values = NULL);
+    PLAN_IS(OUT_OF_RANGE, ENDS, s.a.attention.last.n = INT_MAX; s.a.attention.n_queries = 9);
+    PLAN_IS(OK, ENDS, s.a.attention.last.n = INT_MAX; s.a.attention.n_queries = 9; s.last.shape.capacity = 9024);
+    CHECK(s.plan.n == 3, "%d dispatches, all are newest", s.plan.n);
+    PLAN_IS(OK, ENDS, s.a.attention.last.n = 100; s.a.attention.n_queries = 29; s.last.shape.capacity = 128);
+    PLAN_IS(OUT_OF_RANGE, ENDS, s.a.attention.last.n = 100; s.a.attention.n_queries = 30; s.last.shape.capacity = 128);
+    PLAN_IS(OK, ENDS, s.a.attention.last.from = 3000); /* an edit took all of them away */
+    CHECK(s.plan.n == 3, "%d dispatches, none is newest", s.plan.n);
 }
 
 /* Halves beside pages: of both streams, without a tail, and in no pages themselves. */
 static void check_paged_ends(const void *row)
 {
-    static const int32_t pages[4] = {3, 0, 1, 2};
-    tqkv_metal_store keys = plan_pool(TQKV_I8, 0, pages), values = plan_pool(TQKV_TQ4, 2, pages), last, tail;
-    tqkv_metal_plan plan;
+    plan_scene s;
     (void)row;
-    last = plan_store(TQKV_F16, 64, 80, true, 4);
-    last.shape.rotation = TQKV_ROTATION_ON;
-    tail = plan_pool(TQKV_F16, 6, pages);
-    tqkv_metal_attention a = plan_attention(&keys, &values);
-    a.last.keys = a.last.values = &last;
-    a.attention.last.n = 40;
-    a.attention.end = 200;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
-    a.last.values = NULL;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
-    a.last.values = &last;
-    last.pages = at(7, 2048);
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
-    last.pages = none;
-    keys.shape.head_dim = last.shape.head_dim = 512;
-    tail.pages = keys.pages;
-    a.values = a.keys;
-    a.tail = &tail;
-    CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
+#define WITH_LAST \
+    s.a.last.keys = s.a.last.values = &s.last; \
+    s.a.attention.last.n = 40
+    PLAN_IS(OK, PAGED, WITH_LAST);
+    PLAN_IS(UNSUPPORTED, PAGED, WITH_LAST; s.a.last.values = NULL);
+    PLAN_IS(UNSUPPORTED, PAGED, WITH_LAST; s.last.pages = at(MORE, 2048));
+    PLAN_IS(UNSUPPORTED, PAGED, WITH_LAST; s.keys.shape.head_dim = s.last.shape.head_dim = 512; s.a.values = s.a.keys;
+            s.tail = plan_pool(TQKV_F16, 6, s.pages); s.tail.pages = s.keys.pages; s.a.tail = &s.tail);
+#undef WITH_LAST
 }
 
-/* Positions count in 32 bits, also those that queries see behind them. */
-static void check_non_causal(const void *row)
+static void check_pages(const void *row)
 {
-    tqkv_metal_store s = plan_store(TQKV_TQ5, 64, INT_MAX, false, 0);
-    tqkv_metal_plan plan;
+    plan_scene s;
     (void)row;
-    tqkv_metal_attention a = plan_attention(&s, &s);
-    a.attention.list.block = 16;
-    a.attention.list.length = 1;
-    a.attention.n_queries = 4;
-    a.attention.window = INT_MAX;
-    for (int listed = 0; listed < 2; listed++) {
-        a.list = listed ? at(7, 0) : none;
-        a.attention.non_causal = true;
-        a.attention.end = 50;
-        CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
-        a.attention.end = 1 << 30;
-        CHECK_RESULT(plan_attend(&a, &plan), TQKV_UNSUPPORTED);
-        a.attention.non_causal = false;
-        CHECK_RESULT(plan_attend(&a, &plan), TQKV_OK);
+    PLAN_IS(OUT_OF_RANGE, PAGED, s.pages[1] = -1);
+    PLAN_IS(OK, PAGED, s.pages[1] = -1; s.a.attention.window = 72);
+    CHECK(constant(s.plan.d, TQKV_FC_SAME_SLOTS) == 0, "two tables");
+    PLAN_IS(OK, PAGED, s.values.pages = s.keys.pages);
+    CHECK(constant(s.plan.d, TQKV_FC_SAME_SLOTS) == 1, "one table is looked up twice");
+    PLAN_IS(UNSUPPORTED, PAGED, s.values = plan_store(TQKV_F16, 64, 320, false, 2));
+    PLAN_IS(UNSUPPORTED, PAGED, s.values = plan_store(TQKV_F16, 64, 320, false, 2); s.keys.shape.pages = NULL);
+    PLAN_IS(INVALID_ARGUMENT, PAGED, s.keys.pages = none);
+    /* Tables that only the GPU knows, and an empty one, which is not read. */
+    PLAN_IS(OK, PAGED, s.keys.shape.pages = s.values.shape.pages = NULL; s.a.attention.end = 256);
+    PLAN_IS(OUT_OF_RANGE, PAGED, s.keys.shape.pages = s.values.shape.pages = NULL; s.a.attention.end = 257);
+    PLAN_IS(OK, PAGED, s.values.shape.n_pages = 0; s.a.attention.end = 0);
+    CHECK(constant(s.plan.d, TQKV_FC_PAGES) == 0 && attend_args(s.plan.d).key_capacity == 320,
+          "an empty table is read");
+}
+
+/* The kernel divides by the tiles of a page with a factor and a shift. */
+static void check_page_division(const void *row)
+{
+    const int page_sizes[] = {64, 128, 192, 320, 448, 4032, 65600, 1 << 20, 33554432 + 64, 1 << 30, INT_MAX / 64 * 64};
+    plan_scene s;
+    (void)row;
+    for (size_t i = 0; i < sizeof page_sizes / sizeof *page_sizes; i++) {
+        const uint32_t tiles = (uint32_t)page_sizes[i] / 32, last = (uint32_t)INT_MAX / 32;
+        PLAN_IS(OK, PAGED, s.keys.shape.pages = NULL; s.a.attention.end = s.keys.shape.n_pages = 1;
+                s.keys.shape.capacity = s.keys.shape.page_size = page_sizes[i]; s.a.values = &s.keys);
+        const tqkv__attend_args args = attend_args(s.plan.d);
+        for (uint32_t page = 0; page <= last / tiles; page += 1 + page / 50)
+            for (uint32_t tile = page * tiles, n = 0; n < 2; n++, tile += tiles - 1)
+                CHECK(tile > last ||
+                          (uint32_t)((uint64_t)tile * args.key_page_factor >> 32) >> args.key_page_shift == page,
+                      "tile %u of pages of %d", tile, page_sizes[i]);
     }
+}
+
+static void check_lists(const void *row)
+{
+    plan_scene s;
+    (void)row;
+#define LISTED(n, size) \
+    s.a.list = at(MORE, 0); \
+    s.a.attention.list.length = n; \
+    s.a.attention.list.block = size
+    PLAN_IS(OK, PLAIN, LISTED(2048, 1); s.a.attention.n_queries = 3);
+    CHECK(s.plan.n == 3 && plan_end(&s.plan, at(MORE, 0)) == 3 * 8192, "%d dispatches", s.plan.n);
+    PLAN_IS(OK, PLAIN, LISTED(2048, 1); s.a.attention.list.heads = 3);
+    PLAN_IS(INVALID_ARGUMENT, PLAIN, LISTED(2048, 1); s.a.attention.list.heads = 2);
+    PLAN_IS(INVALID_ARGUMENT, PLAIN, LISTED(2048, 48));
+    PLAN_IS(INVALID_ARGUMENT, PLAIN, LISTED(-1, 64));
+    PLAN_IS(INVALID_ARGUMENT, PLAIN, LISTED(INT_MAX, 64); s.a.attention.n_queries = 3);
+    PLAN_IS(OK, PLAIN, LISTED(200, 64); s.keys.shape.ring = s.values.shape.ring = true; s.a.attention.end = 15000;
+            s.a.attention.window = 5000);
+    for (int end = 1900; end < 2500; end += 7)
+        for (int n = 1; n <= 64; n += 9) {
+            PLAN_IS(OK, ENDS, LISTED(3, 16); s.a.attention.end = end; s.a.attention.n_queries = n;
+                    s.a.attention.last.n = 100);
+            CHECK(s.plan.n == 7, "%d dispatches", s.plan.n);
+        }
+#undef LISTED
+}
+
+/* Scratch that no size_t counts: of halves, and of rows of lists, once for each part. */
+static void check_large_scratch(const void *row)
+{
+    const struct {
+        int n_kv_heads, n_heads, n_queries, first, length;
+        tqkv_result expected;
+    } cases[] = {{3, 96, 1 << 24, 0, 0, TQKV_OK},
+                 {3, 96, 1 << 24, INT_MAX - 63, 0, TQKV_INVALID_ARGUMENT},
+                 {1, 1, INT_MAX, 1, 1 << 20, TQKV_OK},
+                 {1, 1, INT_MAX, 1, (1 << 30) - 100, TQKV_INVALID_ARGUMENT}};
+    plan_scene s;
+    (void)row;
+    for (int i = 0; i < 4; i++) {
+        set_scene(&s, PLAIN);
+        s.keys = s.values = plan_store(TQKV_TQ4, 1024, INT_MAX - 63, false, 0);
+        s.first = plan_store(TQKV_F16, 1024, INT_MAX - 63, false, 4);
+        s.first.shape.rotation = TQKV_ROTATION_ON;
+        s.keys.shape.n_kv_heads = s.values.shape.n_kv_heads = s.first.shape.n_kv_heads = cases[i].n_kv_heads;
+        s.a.first.keys = s.a.first.values = &s.first;
+        s.a.attention.end = 0;
+        s.a.attention.first.n = cases[i].first;
+        s.a.attention.n_heads = cases[i].n_heads;
+        s.a.attention.n_queries = cases[i].n_queries;
+        if (cases[i].length) s.a.list = at(MORE, 0);
+        s.a.attention.list.length = cases[i].length;
+        s.a.attention.list.block = 1;
+        CHECK_RESULT(tqkv_metal_plan_attend(&s.a, none, none, none, &s.plan), cases[i].expected);
+    }
+}
+
+/* Slices are of positions that there are; those that merge are of the same values and queries. */
+static void check_slices(const void *row)
+{
+    plan_scene s, t;
+    const tqkv_metal_buffer b = at(OUT, 0), m = at(MORE, 0);
+    tqkv_metal_plan *const plan = &s.plan;
+    (void)row;
+#define PARTIAL_IS(expected, first, count) \
+    CHECK_RESULT(check_plan(tqkv_metal_plan_attend_partial(&s.a, at(Q, 0), first, count, at(SCRATCH, 0), b, m, \
+                                                           at(MORE, 8192), plan), \
+                            plan), \
+                 TQKV_##expected)
+#define MERGE_IS(expected, change) \
+    do { \
+        set_scene(&s, PLAIN); \
+        set_scene(&t, PLAIN); \
+        change; \
+        CHECK_RESULT(tqkv_metal_plan_attend_merge(&s.a, b, m, at(MORE, 8192), &t.a, at(SCRATCH, 0), m, m, plan), \
+                     TQKV_##expected); \
+    } while (0)
+    set_scene(&s, PLAIN);
+    s.a.attention.kv_len = 1000;
+    PARTIAL_IS(OK, 1000, 1000);
+    PARTIAL_IS(OUT_OF_RANGE, 999, 1);
+    PARTIAL_IS(OUT_OF_RANGE, 1999, 2);
+    PARTIAL_IS(OUT_OF_RANGE, INT64_MAX, 1);
+    PARTIAL_IS(INVALID_ARGUMENT, 1000, -1);
+    CHECK_RESULT(tqkv_metal_plan_attend_partial(NULL, b, 0, 1, b, b, b, b, plan), TQKV_INVALID_ARGUMENT);
+    MERGE_IS(OK, (void)0);
+    MERGE_IS(INVALID_ARGUMENT, s.values.channel_scale = at(MORE, 16384));
+    MERGE_IS(INVALID_ARGUMENT, t.values.channel_scale = at(MORE, 16384));
+    MERGE_IS(INVALID_ARGUMENT, s.values.center = at(MORE, 16384));
+    MERGE_IS(INVALID_ARGUMENT, t.a.attention.n_queries = 2);
+    MERGE_IS(OK, s.a.attention.n_queries = t.a.attention.n_queries = 0);
+    CHECK(!plan->n, "%d dispatches without queries", plan->n);
+    CHECK_RESULT(tqkv_metal_plan_attend_merge(&s.a, b, b, b, NULL, b, b, b, plan), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_metal_plan_attend_finish(NULL, b, b, b, b, plan), TQKV_INVALID_ARGUMENT);
+    PLAN_IS(OK, PLAIN, s.a.attention.n_queries = 0);
+    PARTIAL_IS(OK, 0, 0);
+    CHECK_RESULT(tqkv_metal_plan_attend_finish(&s.a, b, b, b, b, plan), TQKV_OK);
+    CHECK(!plan->n, "%d dispatches without queries", plan->n);
+#undef PARTIAL_IS
+#undef MERGE_IS
+}
+
+/* Slices of two attentions lie apart. */
+static void check_slice_overlaps(const void *row)
+{
+    plan_scene s;
+    const size_t size = 6 * 64 * sizeof(float);
+    (void)row;
+    set_scene(&s, PLAIN);
+    CHECK_RESULT(tqkv_metal_plan_attend_merge(&s.a, at(OUT, 0), at(OUT, size), at(OUT, size + 24), &s.a,
+                                              at(OUT, size + 48), at(MORE, 0), at(OUT, size + 20), &s.plan),
+                 TQKV_OK);
+    CHECK(!strcmp(overlapping(s.plan.d), "max"), "src_sum in max: %s", overlapping(s.plan.d));
+    CHECK_RESULT(tqkv_metal_plan_attend_finish(&s.a, at(OUT, 0), at(MORE, 0), at(MORE, 24), at(OUT, 4), &s.plan),
+                 TQKV_OK);
+    CHECK(*overlapping(s.plan.d), "src_out is out");
 }
 
 void test_plan_attend_cases(void)
 {
-    test_add(check_attend, NULL, 0, "plan/attend");
+    test_add(check_numbers, NULL, 0, "plan/attend");
     test_add(check_tree, NULL, 0, "plan/tree");
-    test_add(check_channels, NULL, 0, "plan/channels");
-    test_add(check_tail_refusals, NULL, 0, "plan/tail/refusals");
-    test_add(check_kept, NULL, 0, "plan/kept");
+    test_add(check_overlaps, NULL, 0, "plan/overlaps");
+    test_add(check_tails, NULL, 0, "plan/tail");
+    test_add(check_ends, NULL, 0, "plan/ends");
     test_add(check_paged_ends, NULL, 0, "plan/paged_ends");
-    test_add(check_non_causal, NULL, 0, "plan/non_causal");
+    test_add(check_pages, NULL, 0, "plan/pages");
+    test_add(check_page_division, NULL, 0, "plan/pages/division");
+    test_add(check_lists, NULL, 0, "plan/list");
+    test_add(check_large_scratch, NULL, 0, "plan/large_scratch");
+    test_add(check_slices, NULL, 0, "plan/slice");
+    test_add(check_slice_overlaps, NULL, 0, "plan/slice/overlaps");
 }
