@@ -260,6 +260,18 @@ static bool mark_rows(unsigned char *marks, size_t at, const tqkv_attention *ite
     return twice;
 }
 
+/* The rows of an item's output, with strides, are those of its problem. */
+static void check_strided(const batch *b, int i)
+{
+    const tqkv_strides s = b->items[i].output_strides;
+    const int heads = b->items[i].n_heads, dim = (int)b->problems[i].value_dim;
+    for (int r = 0; r < b->items[i].n_queries * heads; r++)
+        CHECK(!memcmp(b->problems[i].out + r * dim,
+                      (const float *)b->out[i] + (size_t)(r / heads) * s.token + (size_t)(r % heads) * s.head,
+                      (size_t)dim * sizeof(float)),
+              "item %d, row %d", i, r);
+}
+
 /* Outputs at random places with random strides are refused exactly if two share a value. */
 static void check_random_outputs(const void *parameters)
 {
@@ -295,15 +307,7 @@ static void check_random_outputs(const void *parameters)
         }
         refused += overlap;
         CHECK_RESULT(attend_batch(b), overlap ? TQKV_INVALID_ARGUMENT : TQKV_OK);
-        for (int i = 0; i < N && !overlap; i++) {
-            const tqkv_strides s = b->items[i].output_strides;
-            const int heads = b->items[i].n_heads;
-            for (int r = 0; r < b->items[i].n_queries * heads; r++)
-                CHECK(!memcmp(b->problems[i].out + r * DIM,
-                              (const float *)b->out[i] + (size_t)(r / heads) * s.token + (size_t)(r % heads) * s.head,
-                              DIM * sizeof(float)),
-                      "item %d, row %d", i, r);
-        }
+        for (int i = 0; i < N && !overlap; i++) check_strided(b, i);
     }
     CHECK(refused > TRIES / 8 && refused < TRIES * 7 / 8, "%d of %d refused", refused, TRIES);
     for (int i = 0; i < N; i++) b->out[i] = own[i];

@@ -1,5 +1,5 @@
-/* Codes of single values at the limits, halves, rounding, names; that the rotation is one. test_codec_history.c has rows
- * at random. */
+/* Codes of single values at the limits, halves, rounding, names; that the rotation is one. test_codec_history.c has
+ * rows at random. */
 #include "data.h"
 #include "reference.h"
 #include "runner.h"

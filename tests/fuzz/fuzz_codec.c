@@ -225,7 +225,7 @@ static int count_beyond(const tqkv_store *store, const float *scaled)
     return beyond;
 }
 
-/* The measure of one head by plain sums over what encode, decode and probe give; false: rows without a measure, or whose
+/* The measure of one head by plain sums over what encode, decode and probe give; false: rows without one, or whose
    differences rounding decides. */
 static bool plain_quality(const run *r, const float *scaled, int head, tqkv_quality *q)
 {

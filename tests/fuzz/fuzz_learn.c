@@ -1,10 +1,9 @@
 /* make fuzz FUZZERS=learn SECONDS=60; AFL++: make fuzz-afl FUZZERS=learn. Two caches of one description that mostly
-   learns centre and scale: one gets its positions in chunks, some with gaps between rows, with tasks in another order and
-   allocations that fail,
-   the other one after the other. Values that are often equal let positions not be new.
-   After each operation their snapshots have the same bytes, and queries the same bits. Until an edit after it has learned
-   the second one is also compared with a model: before, with a cache of halves; then, with one that was given the centre
-   and the scale that its first positions must teach. */
+   learns centre and scale: one gets its positions in chunks, some with gaps between rows, with tasks in another order
+   and allocations that fail, the other one after the other. Values that are often equal let positions not be new.
+   After each operation their snapshots have the same bytes, and queries the same bits. Until an edit after it has
+   learned the second one is also compared with a model: before, with a cache of halves; then, with one that was given
+   the centre and the scale that its first positions must teach. */
 #include "fuzz.h"
 #include "tests/counting.h"
 
