@@ -10,7 +10,6 @@
 #define ATTEND_TOLERANCE 2e-5 /* of what multiplies floats: relative L2 against double on the same codes */
 
 typedef enum attend_sinks { SINKS_NONE, SINKS_SOME, SINKS_DOMINATING, SINKS_MINUS_INFINITY } attend_sinks;
-typedef enum attend_way { WAY_WHOLE, WAY_SLICES, WAY_PARALLEL, WAY_REVERSED } attend_way;
 typedef enum attend_poison { POISON_NONE, POISON_NEWEST, POISON_OLDEST, POISON_BRANCH } attend_poison;
 
 typedef struct attend_row {
@@ -26,7 +25,6 @@ typedef struct attend_row {
     attend_sinks sinks;
     bool tree; /* random branches */
     tqkv_basis query_basis, output_basis;
-    attend_way way;
     bool bits_alone;      /* expected is not computed: that takes longest */
     attend_poison poison; /* NaN in a resident position that only some queries see: the others must not change */
     bool non_causal;
