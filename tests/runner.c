@@ -24,6 +24,8 @@ static struct {
     int failures;
 } table;
 
+int test_failures(void) { return table.failures; }
+
 void *test_alloc(size_t bytes)
 {
     void *memory = malloc(bytes ? bytes : sizeof(double)); /* aligned under Electric Fence, too */

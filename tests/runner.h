@@ -42,6 +42,9 @@ void test_add(void (*run)(const void *row), const void *row, size_t row_size, co
 /* Marks the running case as failed and prints where and why. */
 void test_fail(const char *file, int line, const char *condition, const char *format, ...) TEST_PRINTF(4, 5);
 
+/* Failed checks of the running case. */
+int test_failures(void);
+
 /* If true, a failed check aborts the program: for the fuzzers. */
 extern bool test_failure_aborts;
 

@@ -3,6 +3,7 @@
 #include "forms.h"
 #include "random_attend.h"
 #include "shader_cases.h"
+#include "../history.h"
 #ifdef GPU_DEVICE
 #include "../cuda/products.h"
 #endif
@@ -232,18 +233,21 @@ std::vector<float> in_slices(random_problem &p, const std::vector<int64_t> &cuts
     return total.out;
 }
 
-// Positions behind a slice, in its last tile, and before it hold NaN: the slice keeps its bits.
+// Positions behind a slice, in its last tile, and before it hold NaN: the slice keeps its bits, by both kernels.
 void check_beyond(const random_problem &p, int64_t first, int64_t end)
 {
     const reference_shape shape = reference_attention_shape(&p.attention);
-    const gpu_slice clean = slice_of(p, first, end, false, p.split);
+    gpu_split other = p.split;
+    other.kernel = GPU_LANES + GPU_MATRICES - other.kernel;
+    const gpu_slice clean[] = {slice_of(p, first, end, false, p.split), slice_of(p, first, end, false, other)};
     for (int64_t at : {first - 1, end, end + 1, shape.end - 1})
         for (const tqkv_store *s : {p.attention.keys, p.attention.values})
             if (at >= shape.oldest && at < shape.end && (at < first || at >= end))
                 attend_poison_position(const_cast<tqkv_store *>(s), at, true);
-    const gpu_slice poisoned = slice_of(p, first, end, false, p.split);
-    CHECK(clean.out == poisoned.out && clean.max == poisoned.max && clean.sum == poisoned.sum,
-          "a slot beyond was read");
+    for (const gpu_slice &own : clean) {
+        const gpu_slice poisoned = slice_of(p, first, end, false, &own == clean ? p.split : other);
+        CHECK(own.out == poisoned.out && own.max == poisoned.max && own.sum == poisoned.sum, "a slot beyond was read");
+    }
 }
 
 // Four slices of the resident positions, one of them empty. The processor's go with formats whose centroids are a
@@ -438,18 +442,86 @@ struct seed_row {
     form as;
 };
 
-void run_random(const void *parameters)
+attend_row row_of_seed(const seed_row &seed)
 {
-    const seed_row *seed = (const seed_row *)parameters;
-    const int most = seed->head_dim > 128 ? 120 : seed->as == COMPANY ? 400 : seed->seed % 9 == 8 ? 900 : 150;
-    attend_row row = random_attend(seed->seed / FORMS + 13 * seed->as, seed->head_dim, most);
-    fit(row, seed->as, seed->seed);
-    random_problem p(row, seed->seed);
-    p.row.bits_alone = seed->as == SLICES && seed->seed % 2; // then formats are alike
+    const int most = seed.head_dim > 128 ? 120 : seed.as == COMPANY ? 400 : seed.seed % 9 == 8 ? 900 : 150;
+    attend_row row = random_attend(seed.seed / FORMS + 13 * seed.as, seed.head_dim, most);
+    fit(row, seed.as, seed.seed);
+    return row;
+}
+
+void run_row(const seed_row &seed, const attend_row &row)
+{
+    random_problem p(row, seed.seed);
+    p.row.bits_alone = seed.as == SLICES && seed.seed % 2; // then formats are alike
     gpu_split split = p.split;
     split.kernel = 0;
     check_divided(p, row, {as_planned, split});
-    checks[seed->as](p);
+    checks[seed.as](p);
+}
+
+// ---- What fails is shrunk: whatever it fails without becomes as in the default row ----
+
+const struct {
+    const char *name;
+    void (*leave_out)(attend_row &p);
+} options[] = {{"formats", [](attend_row &p) { p.key_format = p.value_format = p.tail_format = TQKV_I8; }},
+               {"types of rotation", [](attend_row &p) { p.keys_unrotated = p.values_unrotated = false; }},
+               {"bases", [](attend_row &p) { p.query_basis = p.output_basis = TQKV_ORIGINAL; }},
+               {"block_scale", [](attend_row &p) { p.block_scale = 0.0f; }},
+               {"scale", [](attend_row &p) { p.scale = 0.0f; }},
+               {"softcap", [](attend_row &p) { p.softcap = 0.0f; }},
+               {"large queries", [](attend_row &p) { p.query_size = 1.5f; }},
+               {"sinks", [](attend_row &p) { p.sinks = SINKS_NONE; }},
+               {"centers", [](attend_row &p) { p.key_center = p.value_center = p.tail_center = 0.0f; }},
+               {"scales of channels", [](attend_row &p) { p.key_spread = p.value_spread = p.tail_spread = 0.0f; }},
+               {"value_dim", [](attend_row &p) { p.value_dim = 0; }},
+               {"one stream", [](attend_row &p) { p.shared = false; }},
+               {"a tail", [](attend_row &p) { p.tail_dim = 0; }},
+               {"a list", [](attend_row &p) { p.list_block = 0; }},
+               {"halves", [](attend_row &p) { p.exact_first = p.exact_last = p.codes_of_ends = 0; }},
+               {"poison", [](attend_row &p) { p.poison = POISON_NONE; }},
+               {"a tree", [](attend_row &p) { p.tree = false, p.poison = POISON_NONE; }},
+               {"queries that look ahead", [](attend_row &p) { p.non_causal = false; }},
+               {"several queries", [](attend_row &p) { p.n_queries = 1, p.tree = false, p.poison = POISON_NONE; }},
+               {"groups", [](attend_row &p) { p.group = p.n_kv_heads = 1; }},
+               {"window", [](attend_row &p) { p.window = 0, p.poison = POISON_NONE; }},
+               {"kv_len", [](attend_row &p) { p.kv_len = 0; }},
+               {"positions", [](attend_row &p) {
+                    p.key_ring = p.value_ring = false, p.poison = POISON_NONE;
+                    p.end = 40, p.key_capacity = p.value_capacity = 48, p.kv_len = 0;
+                }}};
+enum { OPTIONS = sizeof options / sizeof *options };
+seed_row shrunk;
+
+// Runs a seed with these options alone.
+int run_options(const uint8_t *numbers, size_t n)
+{
+    attend_row row = row_of_seed(shrunk);
+    for (uint8_t i = 0; i < OPTIONS; i++)
+        if (std::find(numbers, numbers + n, i) == numbers + n) options[i].leave_out(row);
+    run_row(shrunk, row);
+    return 0;
+}
+
+void shrink(const seed_row &seed)
+{
+    const history_row history = {run_options, seed.seed, 1};
+    uint8_t numbers[HISTORY_BYTES];
+    shrunk = seed;
+    for (uint8_t i = 0; i < OPTIONS; i++) numbers[i] = i;
+    if (!history_fails(&history, numbers, OPTIONS, true)) return;
+    const size_t n = history_shrink(&history, numbers, OPTIONS);
+    printf("  seed %d, d%d fails with", seed.seed, seed.head_dim);
+    for (size_t i = 0; i < n; i++) printf("%s %s", i ? "," : "", options[numbers[i]].name);
+    printf("%s\n", n ? "" : " nothing more");
+}
+
+void run_random(const void *parameters)
+{
+    const seed_row *seed = (const seed_row *)parameters;
+    run_row(*seed, row_of_seed(*seed));
+    if (test_failures() && !gpu_on_device) shrink(*seed);
 }
 
 void add_random(int n)
@@ -733,14 +805,16 @@ void add_tree()
     test_add(run_shape, &row, sizeof row, "attend/tree");
 }
 
-// Long rows in stretches that do not end with a round of tiles; the last with scores in the hundreds.
+// Long rows in stretches that do not end with a round of tiles; one with scores in the hundreds, one by lanes whose
+// newest keys are halves and have their tails among the others.
 void add_rounds()
 {
-    for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING}) {
+    for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING, GPU_STRANDS}) {
         shape_row row = {attend_default_row(TQKV_TQ4, TQKV_TQ4, 512), {GPU_MOST, 8, 7, share}};
         row.problem.shared = true;
         row.problem.n_kv_heads = 1;
-        row.problem.group = 8;
+        row.problem.group = share == GPU_STRANDS ? 2 : 8;
+        row.problem.exact_last = share == GPU_STRANDS ? 40 : 0;
         row.problem.tail_dim = 64;
         row.problem.tail_format = TQKV_F16;
         row.problem.end = row.problem.key_capacity = row.problem.value_capacity = 700;

@@ -28,25 +28,50 @@ void run_block_norms(const void *)
         }
 }
 
-// Each simdgroup takes several tiles: it writes new weights while slow lanes may still read the old ones.
-void run_many_tiles(const void *)
+// One attention of I8 keys and TQ4 values of 64, as planned and divided so.
+struct attend_defect {
+    const char *name;
+    gpu_split split;
+    void (*change)(attend_row &row);
+};
+
+void run_attend_defect(const void *parameters)
 {
+    const attend_defect *defect = (const attend_defect *)parameters;
     attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
-    row.end = 320;
-    row.key_capacity = row.value_capacity = 320;
-    check_attend(row, {as_planned, {GPU_MOST, 1, 1}});
+    defect->change(row);
+    check_attend(row, {as_planned, defect->split});
 }
 
-// Scores grow from tile to tile and from simdgroup to simdgroup. The result needs the maxima and sums of all four
-// simdgroups.
-void run_four_simdgroups(const void *)
-{
-    attend_row row = attend_default_row(TQKV_TQ8, TQKV_TQ6, 64);
-    row.end = 320;
-    row.key_capacity = row.value_capacity = 320;
-    row.query_size = 30.0f;
-    check_attend(row, {as_planned, {GPU_MOST, 4, 1}});
-}
+void long_row(attend_row &row) { row.end = row.key_capacity = row.value_capacity = 320; }
+
+const attend_defect attend_defects[] = {
+    // Each simdgroup takes several tiles: it writes new weights while slow lanes may still read the old ones.
+    {"barrier_before_next_tile", {GPU_MOST, 1, 1}, long_row},
+    // Scores grow from tile to tile and from simdgroup to simdgroup: the result needs all four maxima and sums.
+    {"state_of_four_simdgroups",
+     {GPU_MOST, 4, 1},
+     [](attend_row &row) {
+         long_row(row);
+         row.key_format = TQKV_TQ8, row.value_format = TQKV_TQ6, row.query_size = 30.0f;
+     }},
+    {"softcap_applied", {GPU_MOST, 2, 2}, [](attend_row &row) { row.softcap = 2.0f, row.query_size = 20.0f; }},
+    {"every_query_read", {GPU_MOST, 2, 1}, [](attend_row &row) { row.n_queries = 7; }},
+    {"partly_filled_ring",
+     {GPU_MOST, 2, 2},
+     [](attend_row &row) {
+         row.key_ring = row.value_ring = true;
+         row.end = 1000003, row.kv_len = 17, row.n_queries = 2;
+     }},
+    // The fixture fills unused slots with 0xff bytes: NaN norms, NaN halves, large codes.
+    {"nan_in_unused_slots/one",
+     {GPU_MOST, 2, 2},
+     [](attend_row &row) { row.key_format = row.value_format = TQKV_F16, row.end = 5; }},
+    // The first queries see nothing and give zeros, also beside others in one threadgroup.
+    {"nan_in_unused_slots/nine", {6, 2, 2}, [](attend_row &row) {
+         row.key_format = row.value_format = TQKV_F16;
+         row.end = 5, row.n_queries = 9;
+     }}};
 
 void run_format_is_required(const void *)
 {
@@ -60,41 +85,6 @@ void run_format_is_required(const void *)
     const char *expected = gpu_on_device ? "tqkv_decode_d64" : "function constant 0 is not set";
     CHECK(wrong.find(expected) != std::string::npos, "'%s'", wrong.c_str());
     test_store_free(&s);
-}
-
-void run_softcap(const void *)
-{
-    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
-    row.softcap = 2.0f;
-    row.query_size = 20.0f;
-    check_attend(row, {as_planned, {GPU_MOST, 2, 2}});
-}
-
-void run_every_query(const void *)
-{
-    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
-    row.n_queries = 7;
-    check_attend(row, {as_planned, {GPU_MOST, 2, 1}});
-}
-
-void run_partly_filled_ring(const void *)
-{
-    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
-    row.key_ring = row.value_ring = true;
-    row.end = 1000003;
-    row.kv_len = 17;
-    row.n_queries = 2;
-    check_attend(row, {as_planned, {GPU_MOST, 2, 2}});
-}
-
-// The fixture fills unused slots with 0xff bytes: NaN norms, NaN halves, large codes.
-void run_unused_slots(const void *)
-{
-    attend_row row = attend_default_row(TQKV_F16, TQKV_F16, 64);
-    row.end = 5;
-    check_attend(row, {as_planned, {GPU_MOST, 2, 2}});
-    row.n_queries = 9; // the first ones see nothing and give zeros, also beside other queries in one threadgroup
-    check_attend(row, {as_planned, {6, 2, 2}});
 }
 
 // Rows beyond the fourth GiB of a store. Only the pages of these rows exist.
@@ -206,13 +196,9 @@ void defect_shader_cases()
 {
     test_add(run_one_simdgroup_a_row, nullptr, 0, "defect/one_simdgroup_a_row");
     test_add(run_block_norms, nullptr, 0, "defect/block_norms_of_d512");
-    test_add(run_many_tiles, nullptr, 0, "defect/barrier_before_next_tile");
-    test_add(run_four_simdgroups, nullptr, 0, "defect/state_of_four_simdgroups");
     test_add(run_format_is_required, nullptr, 0, "defect/no_pipeline_without_format");
-    test_add(run_softcap, nullptr, 0, "defect/softcap_applied");
-    test_add(run_every_query, nullptr, 0, "defect/every_query_read");
-    test_add(run_partly_filled_ring, nullptr, 0, "defect/partly_filled_ring");
-    test_add(run_unused_slots, nullptr, 0, "defect/nan_in_unused_slots");
+    for (const attend_defect &defect : attend_defects)
+        test_add(run_attend_defect, &defect, sizeof defect, "defect/%s", defect.name);
     test_add(run_prefill_at_once, nullptr, 0, "defect/prefill_in_one_dispatch");
     if (gpu_on_device) return; // a device copies the buffers and does not count operations
     test_add(run_beyond_4_gib, nullptr, 0, "defect/offsets_beyond_4_gib");

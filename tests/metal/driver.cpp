@@ -15,10 +15,11 @@ static void add_cases()
 
 #ifdef GPU_HOST
 // Another program's cases: record runs their plans.
-extern "C" void add_shader_cases(gpu_recorder record);
-void add_shader_cases(gpu_recorder record)
+extern "C" void add_shader_cases(gpu_recorder record, tqkv_metal *context);
+void add_shader_cases(gpu_recorder record, tqkv_metal *context)
 {
     gpu_record = record;
+    gpu_context = context;
     gpu_on_device = true;
     gpu_schedules.resize(1);
     add_cases();

@@ -8,6 +8,7 @@
 std::vector<simt::schedule> gpu_schedules;
 bool gpu_on_device;
 gpu_recorder gpu_record;
+tqkv_metal *gpu_context;
 bool gpu_known_tables = true;
 #define HEAD_DIM_OF(x, n, size) size,
 const int gpu_head_dims[] = {TQKV__KERNELS(HEAD_DIM_OF, )};

@@ -25,6 +25,7 @@ extern bool gpu_on_device;
 // all plans here. False and a text in error on failure.
 typedef bool (*gpu_recorder)(tqkv_metal_plan *plan, char *error, size_t error_size);
 extern gpu_recorder gpu_record;
+extern tqkv_metal *gpu_context; // of caches whose calls wait; NULL: a machine takes its place
 
 // ---- Dispatches ----
 

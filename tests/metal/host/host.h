@@ -63,7 +63,7 @@ void host_check_no_calls(void);
    False and a text on failure. */
 bool host_run(tqkv_metal_plan *plan, char *error, size_t error_size);
 /* The cases of the shaders, of tests/metal/driver.cpp; run: what runs their plans. */
-void add_shader_cases(bool (*run)(tqkv_metal_plan *plan, char *error, size_t error_size));
+void add_shader_cases(bool (*run)(tqkv_metal_plan *plan, char *error, size_t error_size), tqkv_metal *context);
 /* Attention of one query to 64 positions of a TQ4 store of one head, and its outputs in double precision. */
 typedef struct host_attention {
     tqkv_store store;

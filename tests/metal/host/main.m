@@ -26,7 +26,7 @@ int main(int argc, char **argv)
 #endif
     if (!host_open()) return 1;
     const bool list = argc > 1 && !strcmp(argv[1], "--list");
-    add_shader_cases(host_run);
+    add_shader_cases(host_run, test_host.metal);
     refusal_host_cases();
     cache_host_cases();
     library_host_cases();

@@ -93,8 +93,6 @@ int standin_mutex_init(pthread_mutex_t *mutex, const pthread_mutexattr_t *attrib
 
 /* -- Objects, counted -- */
 
-@interface StandinObject : NSObject
-@end
 @implementation StandinObject
 - (id)init
 {
@@ -130,16 +128,6 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 }
 
 @implementation MTLFunctionConstantValues
-- (id)init
-{
-    if ((self = [super init])) count(&live, 1);
-    return self;
-}
-- (void)dealloc
-{
-    count(&live, -1);
-    [super dealloc];
-}
 - (void)setConstantValue:(const void *)from type:(MTLDataType)type atIndex:(NSUInteger)index
 {
     if (index >= STANDIN_CONSTANTS || !from) misuse("function constant %lu", (unsigned long)index);
@@ -164,30 +152,18 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 @synthesize fastMathEnabled, preprocessorMacros;
 - (id)init
 {
-    if ((self = [super init])) count(&live, 1);
-    fastMathEnabled = YES;
+    if ((self = [super init])) fastMathEnabled = YES;
     return self;
 }
 - (void)dealloc
 {
     [preprocessorMacros release];
-    count(&live, -1);
     [super dealloc];
 }
 @end
 
 @implementation MTLCommandBufferDescriptor
 @synthesize errorOptions;
-- (id)init
-{
-    if ((self = [super init])) count(&live, 1);
-    return self;
-}
-- (void)dealloc
-{
-    count(&live, -1);
-    [super dealloc];
-}
 @end
 
 @interface StandinBuffer : StandinObject <MTLBuffer> {
@@ -199,6 +175,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 }
 @end
 @implementation StandinBuffer
+@synthesize length = size, device = owner;
 - (void)dealloc
 {
     free(bytes);
@@ -207,14 +184,6 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 - (void *)contents
 {
     return hidden ? NULL : bytes;
-}
-- (NSUInteger)length
-{
-    return size;
-}
-- (id<MTLDevice>)device
-{
-    return owner;
 }
 @end
 
@@ -238,16 +207,13 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 }
 @end
 @implementation StandinFunction
+@synthesize name = function_name;
 - (void)dealloc
 {
     [function_name release];
     [constants release];
     [library release];
     [super dealloc];
-}
-- (NSString *)name
-{
-    return function_name;
 }
 @end
 
@@ -268,14 +234,11 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 }
 @end
 @implementation StandinPipeline
+@synthesize maxTotalThreadsPerThreadgroup = most;
 - (void)dealloc
 {
     [function release];
     [super dealloc];
-}
-- (NSUInteger)maxTotalThreadsPerThreadgroup
-{
-    return most;
 }
 - (NSUInteger)staticThreadgroupMemoryLength
 {
@@ -288,15 +251,12 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 @end
 
 @implementation StandinLibrary
+@synthesize device = owner;
 - (void)dealloc
 {
     [only release];
     if (handle) dlclose(handle);
     [super dealloc];
-}
-- (id<MTLDevice>)device
-{
-    return owner;
 }
 - (NSArray *)functionNames
 {
@@ -501,6 +461,7 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
 }
 @end
 @implementation StandinCommands
+@synthesize status = state, error = failure;
 - (void)dealloc
 {
     [queue release];
@@ -576,14 +537,6 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
         }
     }
 }
-- (MTLCommandBufferStatus)status
-{
-    return state;
-}
-- (NSError *)error
-{
-    return failure;
-}
 @end
 
 @implementation StandinQueue
@@ -639,10 +592,7 @@ static void *open_library(NSData *data, NSError **error)
 }
 @end
 @implementation StandinDevice
-- (uint64_t)registryID
-{
-    return number;
-}
+@synthesize registryID = number;
 - (NSUInteger)maxThreadgroupMemoryLength
 {
     return 32768;

@@ -5,6 +5,9 @@
 #import <Foundation/Foundation.h>
 #include <dispatch/dispatch.h>
 
+@interface StandinObject : NSObject /* counted */
+@end
+
 typedef struct {
     NSUInteger width, height, depth;
 } MTLSize;
@@ -53,13 +56,13 @@ extern NSString *const MTLCommandBufferEncoderInfoErrorKey;
 @property(readonly) MTLCommandEncoderErrorState errorState;
 @end
 
-@interface MTLCommandBufferDescriptor : NSObject {
+@interface MTLCommandBufferDescriptor : StandinObject {
     MTLCommandBufferErrorOption errorOptions;
 }
 @property MTLCommandBufferErrorOption errorOptions;
 @end
 
-@interface MTLFunctionConstantValues : NSObject <NSCopying> {
+@interface MTLFunctionConstantValues : StandinObject <NSCopying> {
   @public
     BOOL set[40];
     int64_t value[40];
@@ -67,7 +70,7 @@ extern NSString *const MTLCommandBufferEncoderInfoErrorKey;
 - (void)setConstantValue:(const void *)value type:(MTLDataType)type atIndex:(NSUInteger)index;
 @end
 
-@interface MTLCompileOptions : NSObject {
+@interface MTLCompileOptions : StandinObject {
     BOOL fastMathEnabled;
     NSDictionary *preprocessorMacros;
 }
