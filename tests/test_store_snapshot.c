@@ -1,6 +1,7 @@
 /* Snapshots of stores: they cross between linear, paged and ring stores; damaged bytes, wrong stores,
  * failing streams. */
 #include "counting.h"
+#include "damage.h"
 #include "data.h"
 #include "reference.h"
 
@@ -163,33 +164,41 @@ typedef struct small_row {
     tqkv_format format;
 } small_row;
 
-/* Loads a damaged snapshot. Other positions stay as they are. */
-static void expect_corrupt(const tqkv_store *to, stream *s, tqkv_result expected, const char *what, size_t at)
+static tqkv_result save_store(const saved_thing *s, stream *to)
 {
-    const tqkv_result result = load(to, SMALL_AT, SMALL_N, s);
-    CHECK(result == expected, "%s %d: %s", what, (int)at, tqkv_result_string(result));
-    check_others(to, SMALL_AT, SMALL_N);
+    return tqkv_store_save((const tqkv_store *)s->from, SMALL_AT, SMALL_N, stream_write, to);
 }
 
-static void check_damaged(const void *parameters)
+/* Other positions stay as they are. */
+static tqkv_result load_store(const saved_thing *s, stream *from)
 {
-    const small_row *row = (const small_row *)parameters;
-    static const unsigned char masks[4] = {0x01, 0x80, 0xff, 0x10};
+    const tqkv_store *to = (const tqkv_store *)s->to;
+    const tqkv_result result = load(to, SMALL_AT, SMALL_N, from);
+    check_others(to, SMALL_AT, SMALL_N);
+    return result;
+}
+
+static const small_row small[] = {{LINEAR, TQKV_F16}, {PAGED, TQKV_TQ5}, {RING, TQKV_I8}};
+
+/* call: NULL, or that of the streams that fail */
+static void damage_store(const small_row *row, const failing_call *call)
+{
     tqkv_store from = make_full(row->l, row->format, SMALL_DIM), to = make_store(row->l, row->format, SMALL_DIM);
-    stream s = save(&from, SMALL_AT, SMALL_N);
-    const size_t whole = s.size;
-    for (size_t i = 0; i < whole; i++) {
-        s.bytes[i] ^= masks[i % 4];
-        expect_corrupt(&to, &s, TQKV_CORRUPT, "flipped byte", i);
-        s.bytes[i] ^= masks[i % 4];
-        s.size = i;
-        expect_corrupt(&to, &s, TQKV_CORRUPT, "length", i);
-        s.size = whole;
-    }
-    CHECK_RESULT(load(&to, SMALL_AT, SMALL_N, &s), TQKV_OK);
-    stream_free(&s);
+    const saved_thing s = {save_store, load_store, &from, &to};
+    if (call)
+        damage_calls(&s, call);
+    else
+        damage_bytes(&s);
     test_store_free(&from);
     test_store_free(&to);
+}
+
+static void check_damaged(const void *parameters) { damage_store(&small[*(const int *)parameters], NULL); }
+
+static void check_failing(const void *parameters)
+{
+    const damage_row *row = (const damage_row *)parameters;
+    damage_store(&small[row->index], &row->call);
 }
 
 /* One field changed, with a valid hash: nothing is written. */
@@ -296,56 +305,8 @@ static void check_flags(const void *parameters)
     }
 }
 
-/* ---- Readers and writers ---- */
-
-typedef struct failing_row {
-    small_row small;
-    failing_call call;
-} failing_row;
-
-/* Call n moves 0 bytes or more than the size asked for, for every n, of short calls too. */
-static void check_failing(const void *parameters)
-{
-    const failing_row *row = (const failing_row *)parameters;
-    const tqkv_result expected = row->call.one_more || row->call.answer ? TQKV_IO : TQKV_CORRUPT;
-    tqkv_store from = make_full(row->small.l, row->small.format, SMALL_DIM);
-    tqkv_store to = make_store(row->small.l, row->small.format, SMALL_DIM);
-    stream whole = stream_empty(), fast = save(&from, SMALL_AT, SMALL_N);
-    stream_fail(&whole, &row->call, 0);
-    CHECK_RESULT(tqkv_store_save(&from, SMALL_AT, SMALL_N, stream_write, &whole), TQKV_OK);
-    CHECK(stream_is_equal(&whole, &fast), "short writes give other bytes");
-    for (int n = 1, calls = whole.calls; n <= calls; n++) {
-        stream s = stream_empty();
-        stream_fail(&s, &row->call, n);
-        tqkv_result result = tqkv_store_save(&from, SMALL_AT, SMALL_N, stream_write, &s);
-        CHECK(result == TQKV_IO && s.calls == n, "write %d: %s after %d", n, tqkv_result_string(result), s.calls);
-        stream_free(&s);
-        stream_fail(&whole, &row->call, n);
-        expect_corrupt(&to, &whole, expected, "read", (size_t)n);
-        CHECK(whole.calls == n, "%d reads after the failed one", whole.calls - n);
-    }
-    stream_free(&whole);
-    stream_free(&fast);
-    test_store_free(&from);
-    test_store_free(&to);
-}
-
-static void add_small_cases(const small_row *small)
-{
-    static const size_t largest[3] = {0, 1, 7};
-    static const char *const names[3] = {"zero", "more", "one_more"};
-    const char *l = layout_names[small->l], *format = tqkv_format_name(small->format);
-    test_add(check_damaged, small, sizeof *small, "store_snapshot/damaged/%s/%s", l, format);
-    for (int i = 0; i < 9; i++) {
-        const failing_row row = {*small, {largest[i / 3], i % 3 == 1 ? SIZE_MAX : 0, i % 3 == 2}};
-        test_add(check_failing, &row, sizeof row, "store_snapshot/failing/%s/%s/%s/%d", l, format, names[i % 3],
-                 (int)row.call.largest);
-    }
-}
-
 void test_store_snapshot_cases(void)
 {
-    static const small_row small[] = {{LINEAR, TQKV_F16}, {PAGED, TQKV_TQ5}, {RING, TQKV_I8}};
     static const int dims[] = {32, 64, 80, 512};
     for (int i = 0; i < LAYOUTS * LAYOUTS; i++) {
         const crossing_row row = {(layout)(i / LAYOUTS), (layout)(i % LAYOUTS), test_formats[i % TEST_FORMATS],
@@ -353,7 +314,10 @@ void test_store_snapshot_cases(void)
         test_add(check_crossing, &row, sizeof row, "store_snapshot/crossing/%s-%s/%s/%d", layout_names[row.from],
                  layout_names[row.to], tqkv_format_name(row.format), row.head_dim);
     }
-    for (int i = 0; i < 3; i++) add_small_cases(&small[i]);
+    for (int i = 0; i < 3; i++) {
+        test_add(check_damaged, &i, sizeof i, "store_snapshot/damaged/%d", i);
+        damage_add_calls(check_failing, "store_snapshot/failing", i);
+    }
     for (size_t i = 0; i < sizeof field_rows / sizeof *field_rows; i++)
         test_add(check_field, &field_rows[i], sizeof *field_rows, "store_snapshot/field/%s", field_rows[i].name);
     test_add(check_store, NULL, 0, "store_snapshot/store");
