@@ -50,7 +50,7 @@ static inline void damage_bytes(const saved_thing *s)
     stream_free(&bytes);
 }
 
-/* Call n of a writer, and of a reader, moves 0 bytes or more than the size asked for, for every n, of short calls too. */
+/* Call n of a writer, and of a reader, moves 0 bytes or more than it should, for every n, of short calls too. */
 static inline void damage_calls(const saved_thing *s, const failing_call *call)
 {
     const tqkv_result expected = call->one_more || call->answer ? TQKV_IO : TQKV_CORRUPT;

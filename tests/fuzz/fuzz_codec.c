@@ -547,6 +547,11 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
         tqkv_rotate(row, 1, r.store.head_dim, TQKV_ROTATED);
         return 0;
     }
+    const size_t rows = (size_t)r.store.n_kv_heads * (size_t)r.store.capacity,
+                 norms = (size_t)reference_norms_per_row(r.store.format, r.store.head_dim);
+    CHECK(r.store.codes_size == rows * reference_row_bytes(r.store.format, r.store.head_dim), "%zu bytes of codes",
+          r.store.codes_size);
+    CHECK(r.store.norms_size == rows * norms * sizeof(float), "%zu bytes of norms", r.store.norms_size);
     r.n_tokens = fuzz_range(&input, 0, r.store.ring ? 2 * r.store.capacity + 1 : r.store.capacity);
     uint8_t far = fuzz_byte(&input);
     r.position = far < 128 ? far % (r.store.capacity + 1) : (int64_t)fuzz_bits(&input, 8);
