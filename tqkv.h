@@ -5387,7 +5387,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(round_weights)(const tqkv__strea
 
 typedef struct TQKV__I(product) {
     const int8_t *rows; /* of the first row; the next ones are row_floats floats on, like their units and offsets */
-    const float *units, *offsets; /* offsets: NULL if codes are what they are */
+    const float *units, *offsets;
     int row_floats;
     float *results; /* scores or sums, result_floats apart */
     int result_floats;
@@ -5399,7 +5399,7 @@ TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
 {
     p->rows += rows * p->row_floats * (int)sizeof(float);
     p->units += rows * p->row_floats;
-    if (p->offsets) p->offsets += rows * p->row_floats;
+    p->offsets += rows * p->row_floats;
     p->results += rows * p->result_floats;
 }
 
@@ -5420,8 +5420,8 @@ TQKV__OP TQKV__I(lane_sum) TQKV__I(no_lanes)(void)
 /* Returns the sums as floats, less what TQKV__CODE_OFFSET added to them. */
 TQKV__OP TQKV__VECTOR TQKV__I(sum_of_row)(const TQKV__I(product) * p, int r, TQKV__(codes) sum)
 {
-    int32_t offset = 0;
-    if (p->offsets) memcpy(&offset, p->offsets + r * p->row_floats, sizeof offset);
+    int32_t offset;
+    memcpy(&offset, p->offsets + r * p->row_floats, sizeof offset);
     return TQKV__S(to_floats)(TQKV__CODE_OFFSET ? TQKV__S(add_codes)(sum, TQKV__S(set_codes)(offset)) : sum);
 }
 
@@ -5457,7 +5457,7 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
             for (int k = 0; k < 4; k++) {
                 if (k && 16 * k >= left) continue;
                 const TQKV__S(unit) x = TQKV__S(look_up)(format, k, &chunk, &raw);
-                TQKV__S(store_unit)(format, x, room + k * TQKV__BYTES);
+                memcpy(room + k * TQKV__BYTES, &x, sizeof x);
             }
             room += left / 16 * TQKV__BYTES;
         }
@@ -5485,15 +5485,14 @@ static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int,
 /* Sixteens of dimensions whose integers registers keep for so many rows */
 #define TQKV__KEPT(rows) (TQKV__INTEGER_LANES == 16 && (rows) > 2 ? 2 : 4)
 
-TQKV__OP void TQKV__I(load_rows)(const tqkv_format format, const int rows, const TQKV__I(product) * p, int dim, int d,
-                                 TQKV__I(row) (*q)[4])
+TQKV__OP void TQKV__I(load_rows)(const int rows, const TQKV__I(product) * p, int dim, int d, TQKV__I(row) (*q)[4])
 {
     const int kept = TQKV__KEPT(rows);
     TQKV__UNROLL
     for (int r = 0; r < rows; r++) {
         TQKV__UNROLL
         for (int k = 0; k < kept; k++)
-            q[r][k] = TQKV__I(load_row)(format, p->rows + (size_t)(r * p->row_floats) * sizeof(float), dim, d + 16 * k);
+            q[r][k] = TQKV__I(load_row)(p->rows + (size_t)(r * p->row_floats) * sizeof(float), dim, d + 16 * k);
     }
 }
 
@@ -5507,7 +5506,7 @@ TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const 
         if (k && 16 * k >= left) continue;
         const TQKV__S(unit) x = TQKV__S(look_up)(format, k, chunk, raw);
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(format, sums[r], x, q[r][k]);
+        for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(sums[r], x, q[r][k]);
     }
 }
 
@@ -5520,7 +5519,7 @@ TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, con
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
     TQKV__S(request) request = TQKV__S(open_request)(format, a, TQKV__POSITIONS, 0, d, left);
-    TQKV__I(load_rows)(format, rows, p, a->dim, d, q);
+    TQKV__I(load_rows)(rows, p, a->dim, d, q);
     for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
         TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
         TQKV__ROLLED
@@ -5533,7 +5532,7 @@ TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, con
             TQKV__I(dot_unit)(format, rows, &chunk, &raw, left, q, now);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) {
-                const TQKV__(codes) whole = TQKV__I(whole)(format, now[r]);
+                const TQKV__(codes) whole = TQKV__I(whole)(now[r]);
                 sums[r][u] = d ? TQKV__S(add_codes)(sums[r][u], whole) : whole;
             }
         }
@@ -5679,7 +5678,7 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
         } else {
             TQKV__UNROLL
             for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, chunk, &raw[i]);
-            TQKV__I(value_lanes)(format, x, lanes);
+            TQKV__I(value_lanes)(x, lanes);
         }
         TQKV__UNROLL
         for (int i = 0; i < rows * TQKV__DIM_LANES; i++) {
@@ -5745,8 +5744,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_values)(const TQKV__S(panel
             TQKV__I(lanes) lanes[TQKV__DIM_LANES];
             TQKV__UNROLL
             for (int i = 0; i < TQKV__UNITS; i++)
-                x[i] = TQKV__S(load_unit)(room + ((u + i) * sixteens + k) * TQKV__BYTES);
-            TQKV__I(value_lanes)(TQKV__READY, x, lanes);
+                memcpy(&x[i], room + ((u + i) * sixteens + k) * TQKV__BYTES, sizeof x[i]);
+            TQKV__I(value_lanes)(x, lanes);
             memcpy(tile, lanes, sizeof lanes);
         }
 }
@@ -5821,7 +5820,6 @@ static int TQKV__I(fused_end)(const TQKV__S(panel) * a, int n_rows)
 TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const TQKV__I(product) *, int),
                                 const TQKV__S(panel) * panel, int end, TQKV__I(product) p, int n_rows)
 {
-    if (!TQKV__OFFSET_OF(panel->format)) p.offsets = NULL;
     for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
         rows = left >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : left >= 2 ? 2 : 1;
         loop(panel, end, &p, rows);
@@ -5931,7 +5929,6 @@ static const tqkv__kernels TQKV__I(kernels) = {TQKV__I(round_query), TQKV__I(sco
 #undef TQKV__ISA_NAME
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
-#undef TQKV__OFFSET_OF
 #undef TQKV__PRODUCTS
 #undef TQKV__S
 #undef TQKV__SUM_SIXTEENS
@@ -6657,12 +6654,6 @@ TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const int k, c
                                           tqkv__i_take_avx512(upper_bits, main, k, raw->upper), 0xca);
     return _mm512_permutexvar_epi8(index, chunk->book);
 }
-TQKV__OP void tqkv__i_store_unit_avx512(const tqkv_format format, __m512i x, int8_t *p)
-{
-    (void)format;
-    memcpy(p, &x, sizeof x);
-}
-TQKV__OP __m512i tqkv__i_load_unit_avx512(const int8_t *p) { return _mm512_loadu_si512((const void *)p); }
 /* GCC 12 copies the sums of the intrinsic, and spills them. */
 TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i bytes)
 {
@@ -6679,21 +6670,12 @@ TQKV__OP tqkv__i_sum_avx512 tqkv__i_dot_lanes_avx512(tqkv__i_sum_avx512 sums, __
     sums.low = tqkv__i_dot_bytes_avx512(sums.low, codes, row.low);
     return sums;
 }
-TQKV__OP tqkv__i_sum_avx512 tqkv__i_dot_avx512(const tqkv_format format, tqkv__i_sum_avx512 sums, __m512i codes,
-                                               tqkv__i_row_avx512 row)
-{
-    (void)format;
-    return tqkv__i_dot_lanes_avx512(sums, codes, row);
-}
+#define tqkv__i_dot_avx512 tqkv__i_dot_lanes_avx512
 TQKV__OP __m512i tqkv__i_whole_lanes_avx512(tqkv__i_sum_avx512 sum)
 {
     return _mm512_add_epi32(_mm512_slli_epi32(sum.high, 8), sum.low);
 }
-TQKV__OP __m512i tqkv__i_whole_avx512(const tqkv_format format, tqkv__i_sum_avx512 sum)
-{
-    (void)format;
-    return tqkv__i_whole_lanes_avx512(sum);
-}
+#define tqkv__i_whole_avx512 tqkv__i_whole_lanes_avx512
 /* A register, for loads that repeat 16 bytes are slow. */
 TQKV__OP __m512i tqkv__i_repeat_16_avx512(const int8_t *p)
 {
@@ -6701,9 +6683,8 @@ TQKV__OP __m512i tqkv__i_repeat_16_avx512(const int8_t *p)
     __asm__("" : "+v"(x));
     return x;
 }
-TQKV__OP tqkv__i_row_avx512 tqkv__i_load_row_avx512(const tqkv_format format, const int8_t *p, int plane, int i)
+TQKV__OP tqkv__i_row_avx512 tqkv__i_load_row_avx512(const int8_t *p, int plane, int i)
 {
-    (void)format;
     const tqkv__i_row_avx512 row = {tqkv__i_repeat_16_avx512(p + i), tqkv__i_repeat_16_avx512(p + plane + i)};
     return row;
 }
@@ -6730,9 +6711,8 @@ TQKV__OP void tqkv__i_key_lanes_avx512(__m512i *x, __m512i *lanes)
     TQKV__UNROLL
     for (int i = 0; i < 4; i++) lanes[i] = x[i];
 }
-TQKV__OP void tqkv__i_value_lanes_avx512(const tqkv_format format, const __m512i *x, __m512i *lanes)
+TQKV__OP void tqkv__i_value_lanes_avx512(const __m512i *x, __m512i *lanes)
 {
-    (void)format;
     const __m512i at = _mm512_set_epi32(0x3f2f1f0f, 0x3e2e1e0e, 0x3d2d1d0d, 0x3c2c1c0c, 0x3b2b1b0b, 0x3a2a1a0a,
                                         0x39291909, 0x38281808, 0x37271707, 0x36261606, 0x35251505, 0x34241404,
                                         0x33231303, 0x32221202, 0x31211101, 0x30201000);
@@ -6771,22 +6751,21 @@ TQKV__OP __m512i tqkv__i_add_codes_avx512(__m512i x, __m512i y) { return _mm512_
 TQKV__OP __m512i tqkv__i_set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
 TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_epi32(x); }
 
-#define TQKV__(name)            tqkv__##name##_avx512
-#define TQKV__I(name)           tqkv__i_##name##_avx512
-#define TQKV__S(name)           tqkv__i_##name##_avx512
-#define TQKV__ISA_NAME          "avx512"
-#define TQKV__INTEGER_LANES     16
-#define TQKV__PRODUCTS          4
-#define TQKV__CODE_OFFSET       128
-#define TQKV__OFFSET_OF(format) true
-#define TQKV__FEW_ROWS          4 /* rows of loops straight from the codes, at most */
-#define TQKV__LANES_ROWS        5 /* from so many rows on, tiles are turned */
-#define TQKV__SUM_SIXTEENS      8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
+#define TQKV__(name)        tqkv__##name##_avx512
+#define TQKV__I(name)       tqkv__i_##name##_avx512
+#define TQKV__S(name)       tqkv__i_##name##_avx512
+#define TQKV__ISA_NAME      "avx512"
+#define TQKV__INTEGER_LANES 16
+#define TQKV__PRODUCTS      4
+#define TQKV__CODE_OFFSET   128
+#define TQKV__FEW_ROWS      4 /* rows of loops straight from the codes, at most */
+#define TQKV__LANES_ROWS    5 /* from so many rows on, tiles are turned */
+#define TQKV__SUM_SIXTEENS  8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
 #include "tqkv.h"
 #endif
 
-/* >>integer-avx2: what AVX2 brings to >>k-rows. Products are of words. Bytes are widened with zeros, and codes are 128
-   more than they are; but I8's, straight from the store, are widened with their signs as they are loaded. */
+/* >>integer-avx2: what AVX2 brings to >>k-rows. Products are of words. Bytes are widened with zeros: codes are 128 more
+   than they are. */
 
 #ifdef TQKV__AVX2
 
@@ -6802,20 +6781,11 @@ typedef struct tqkv__i_chunk_avx2 {
     int unfilled;
     __m256i books[4];
 } tqkv__i_chunk_avx2;
-/* 16 dimensions of two positions: all, or one by one */
-typedef struct tqkv__i_unit_avx2 {
-    __m256i both;
-    __m128i first, second;
-} tqkv__i_unit_avx2;
-/* A sum of both positions, in a half each, or of each */
-typedef struct tqkv__i_sum_avx2 {
-    __m256i first, second;
-} tqkv__i_sum_avx2;
-/* 16 words, or their halves twice */
+/* The halves of 16 words, twice */
 typedef struct tqkv__i_row_avx2 {
     __m256i first, last;
 } tqkv__i_row_avx2;
-typedef __m256i tqkv__i_lanes_avx2, tqkv__i_repeated_avx2, tqkv__i_lane_sum_avx2;
+typedef __m256i tqkv__i_unit_avx2, tqkv__i_sum_avx2, tqkv__i_lanes_avx2, tqkv__i_repeated_avx2, tqkv__i_lane_sum_avx2;
 
 TQKV__OP __m128i tqkv__i_lanes_left_avx2(int bytes)
 {
@@ -6893,23 +6863,14 @@ TQKV__OP __m256i tqkv__i_centroids_avx2(const int bits, const __m256i *books, __
         _mm256_blendv_epi8(_mm256_shuffle_epi8(books[2], index), _mm256_shuffle_epi8(books[3], index), fifth);
     return _mm256_blendv_epi8(low, high, sixth);
 }
-TQKV__OP tqkv__i_unit_avx2 tqkv__i_load_unit_avx2(const int8_t *p)
-{
-    tqkv__i_unit_avx2 x;
-    memcpy(&x.both, p, sizeof x.both);
-    return x;
-}
-TQKV__OP tqkv__i_unit_avx2 tqkv__i_look_up_avx2(const tqkv_format format, const int k, const tqkv__i_chunk_avx2 *chunk,
-                                                const tqkv__i_raw_avx2 *raw)
+TQKV__OP __m256i tqkv__i_look_up_avx2(const tqkv_format format, const int k, const tqkv__i_chunk_avx2 *chunk,
+                                      const tqkv__i_raw_avx2 *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
     __m256i x, upper = _mm256_setzero_si256();
-    tqkv__i_unit_avx2 unit;
     if (main == 8) {
-        unit.first = tqkv__load_128(raw->at + 16 * k);
-        unit.second = tqkv__load_128(raw->at + 16 * k + raw->stride);
-        if (!bits) return unit;
-        x = _mm256_set_m128i(unit.second, unit.first);
+        x = _mm256_set_m128i(tqkv__load_128(raw->at + 16 * k + raw->stride), tqkv__load_128(raw->at + 16 * k));
+        if (!bits) return _mm256_xor_si256(x, _mm256_set1_epi8(-128));
         upper = _mm256_srli_epi16(x, 4);
         x = _mm256_and_si256(x, _mm256_set1_epi8(15));
     }
@@ -6918,26 +6879,14 @@ TQKV__OP tqkv__i_unit_avx2 tqkv__i_look_up_avx2(const tqkv_format format, const 
     if (upper_bits == 1) upper = tqkv__i_take_bits_avx2(k, raw->upper);
     if (upper_bits == 2) upper = tqkv__i_take_pairs_avx2(k, raw->upper);
     if (bits == 3) x = _mm256_or_si256(x, _mm256_and_si256(upper, _mm256_set1_epi8(4)));
-    unit.both = tqkv__i_centroids_avx2(bits, chunk->books, x, _mm256_slli_epi16(upper, 7), _mm256_slli_epi16(upper, 6));
-    return unit;
+    return tqkv__i_centroids_avx2(bits, chunk->books, x, _mm256_slli_epi16(upper, 7), _mm256_slli_epi16(upper, 6));
 }
-TQKV__OP void tqkv__i_store_unit_avx2(const tqkv_format format, tqkv__i_unit_avx2 x, int8_t *p)
+TQKV__OP tqkv__i_row_avx2 tqkv__i_load_row_avx2(const int8_t *p, int plane, int i)
 {
-    if (TQKV__KIND(format) == TQKV__GRID)
-        x.both = _mm256_xor_si256(_mm256_set1_epi8(-128), _mm256_set_m128i(x.second, x.first));
-    memcpy(p, &x.both, sizeof x.both);
-}
-TQKV__OP tqkv__i_row_avx2 tqkv__i_load_row_avx2(const tqkv_format format, const int8_t *p, int plane, int i)
-{
-    tqkv__i_row_avx2 row;
+    const uint8_t *words = (const uint8_t *)p + 2 * i;
+    const tqkv__i_row_avx2 row = {_mm256_broadcastsi128_si256(tqkv__load_128(words)),
+                                  _mm256_broadcastsi128_si256(tqkv__load_128(words + 16))};
     (void)plane; /* of bytes */
-    p += 2 * i;
-    if (TQKV__KIND(format) == TQKV__GRID) {
-        row.first = row.last = _mm256_loadu_si256((const __m256i *)(const void *)p);
-        return row;
-    }
-    row.first = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)p));
-    row.last = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)p + 16));
     return row;
 }
 /* GCC 12 copies the sums of the intrinsic, and spills them. */
@@ -6951,25 +6900,13 @@ TQKV__OP __m256i tqkv__i_dot_lanes_avx2(__m256i sums, __m256i words, __m256i int
     return sums;
 #endif
 }
-TQKV__OP tqkv__i_sum_avx2 tqkv__i_dot_avx2(const tqkv_format format, tqkv__i_sum_avx2 sums, tqkv__i_unit_avx2 x,
-                                           tqkv__i_row_avx2 row)
+TQKV__OP __m256i tqkv__i_dot_avx2(__m256i sums, __m256i x, tqkv__i_row_avx2 row)
 {
     const __m256i zero = _mm256_setzero_si256();
-    if (TQKV__KIND(format) == TQKV__GRID) {
-        sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_cvtepi8_epi16(x.first), row.first);
-        sums.second = tqkv__i_dot_lanes_avx2(sums.second, _mm256_cvtepi8_epi16(x.second), row.first);
-        return sums;
-    }
-    sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_unpacklo_epi8(x.both, zero), row.first);
-    sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_unpackhi_epi8(x.both, zero), row.last);
-    return sums;
+    sums = tqkv__i_dot_lanes_avx2(sums, _mm256_unpacklo_epi8(x, zero), row.first);
+    return tqkv__i_dot_lanes_avx2(sums, _mm256_unpackhi_epi8(x, zero), row.last);
 }
-TQKV__OP __m256i tqkv__i_whole_avx2(const tqkv_format format, tqkv__i_sum_avx2 sum)
-{
-    if (TQKV__KIND(format) != TQKV__GRID) return sum.first;
-    return _mm256_add_epi32(_mm256_permute2x128_si256(sum.first, sum.second, 0x20),
-                            _mm256_permute2x128_si256(sum.first, sum.second, 0x31));
-}
+TQKV__OP __m256i tqkv__i_whole_avx2(__m256i sum) { return sum; }
 TQKV__OP __m256i tqkv__i_whole_lanes_avx2(__m256i sum) { return sum; }
 TQKV__OP __m256i tqkv__i_repeat_avx2(const int8_t *p, int plane, int i)
 {
@@ -6996,14 +6933,9 @@ TQKV__OP void tqkv__i_key_lanes_avx2(__m256i *x, __m256i *lanes)
     for (int i = 0; i < 8; i++)
         lanes[i] = _mm256_shuffle_epi8(x[i / 2], i % 2 ? _mm256_add_epi8(at, _mm256_set1_epi16(2)) : at);
 }
-TQKV__OP void tqkv__i_value_lanes_avx2(const tqkv_format format, const tqkv__i_unit_avx2 *x, __m256i *lanes)
+TQKV__OP void tqkv__i_value_lanes_avx2(const __m256i *x, __m256i *lanes)
 {
-    if (TQKV__KIND(format) == TQKV__GRID) {
-        lanes[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x->first, x->second));
-        lanes[1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(x->first, x->second));
-        return;
-    }
-    const __m256i fours = _mm256_permutevar8x32_epi32(x->both, _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7));
+    const __m256i fours = _mm256_permutevar8x32_epi32(x[0], _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7));
     const __m256i at = _mm256_setr_epi32((int)0x80048000, (int)0x80058001, (int)0x80068002, (int)0x80078003,
                                          (int)0x80048000, (int)0x80058001, (int)0x80068002, (int)0x80078003);
     lanes[0] = _mm256_shuffle_epi8(fours, at);
@@ -7041,17 +6973,16 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
 
-#define TQKV__(name)            tqkv__##name##_avx2
-#define TQKV__I(name)           tqkv__i_##name##_avx2
-#define TQKV__S(name)           tqkv__i_##name##_avx2
-#define TQKV__ISA_NAME          "avx2"
-#define TQKV__INTEGER_LANES     8
-#define TQKV__PRODUCTS          2
-#define TQKV__CODE_OFFSET       128
-#define TQKV__OFFSET_OF(format) (TQKV__KIND(format) != TQKV__GRID)
-#define TQKV__FEW_ROWS          4
-#define TQKV__LANES_ROWS        8
-#define TQKV__SUM_SIXTEENS      4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
+#define TQKV__(name)        tqkv__##name##_avx2
+#define TQKV__I(name)       tqkv__i_##name##_avx2
+#define TQKV__S(name)       tqkv__i_##name##_avx2
+#define TQKV__ISA_NAME      "avx2"
+#define TQKV__INTEGER_LANES 8
+#define TQKV__PRODUCTS      2
+#define TQKV__CODE_OFFSET   128
+#define TQKV__FEW_ROWS      4
+#define TQKV__LANES_ROWS    8
+#define TQKV__SUM_SIXTEENS  4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
 #include "tqkv.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -7132,17 +7063,11 @@ TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const int k, 
         found = vqtbl1q_u8(book.val[0], index);
     return vreinterpretq_u32_u8(found);
 }
-TQKV__OP void tqkv__i_store_unit_neon(const tqkv_format format, uint32x4_t x, int8_t *p)
-{
-    (void)format;
-    memcpy(p, &x, sizeof x);
-}
-TQKV__OP uint32x4_t tqkv__i_load_unit_neon(const int8_t *p) { return vreinterpretq_u32_s8(vld1q_s8(p)); }
-TQKV__OP tqkv__i_row_neon tqkv__i_load_row_neon(const tqkv_format format, const int8_t *p, int plane, int i)
+TQKV__OP tqkv__i_row_neon tqkv__i_load_row_neon(const int8_t *p, int plane, int i)
 {
     const int16_t *words = (const int16_t *)(const void *)p + i;
     const tqkv__i_row_neon row = {vld1q_s16(words), vld1q_s16(words + 8)};
-    (void)format, (void)plane; /* of bytes */
+    (void)plane; /* of bytes */
     return row;
 }
 /* Lane i adds up the products of words i and i + 4. */
@@ -7151,10 +7076,9 @@ TQKV__OP uint32x4_t tqkv__i_dot_words_neon(uint32x4_t sums, int16x8_t x, int16x8
     const int32x4_t low = vmlal_s16(vreinterpretq_s32_u32(sums), vget_low_s16(x), vget_low_s16(y));
     return vreinterpretq_u32_s32(vmlal_high_s16(low, x, y));
 }
-TQKV__OP uint32x4_t tqkv__i_dot_neon(const tqkv_format format, uint32x4_t sums, uint32x4_t codes, tqkv__i_row_neon row)
+TQKV__OP uint32x4_t tqkv__i_dot_neon(uint32x4_t sums, uint32x4_t codes, tqkv__i_row_neon row)
 {
     const int8x16_t x = vreinterpretq_s8_u32(codes);
-    (void)format;
     sums = tqkv__i_dot_words_neon(sums, vmovl_s8(vget_low_s8(x)), row.first);
     return tqkv__i_dot_words_neon(sums, vmovl_high_s8(x), row.last);
 }
@@ -7162,11 +7086,7 @@ TQKV__OP uint32x4_t tqkv__i_dot_lanes_neon(uint32x4_t sums, uint32x4_t lanes, ui
 {
     return tqkv__i_dot_words_neon(sums, vreinterpretq_s16_u32(lanes), vreinterpretq_s16_u32(integers));
 }
-TQKV__OP uint32x4_t tqkv__i_whole_neon(const tqkv_format format, uint32x4_t sum)
-{
-    (void)format;
-    return sum;
-}
+TQKV__OP uint32x4_t tqkv__i_whole_neon(uint32x4_t sum) { return sum; }
 TQKV__OP uint32x4_t tqkv__i_whole_lanes_neon(uint32x4_t sum) { return sum; }
 TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int8_t *p, int plane, int i)
 {
@@ -7199,11 +7119,10 @@ TQKV__OP void tqkv__i_key_lanes_neon(const uint32x4_t *x, uint32x4_t *lanes)
     }
 }
 /* Four dimensions of a position, then of the next one */
-TQKV__OP void tqkv__i_value_lanes_neon(const tqkv_format format, const uint32x4_t *x, uint32x4_t *lanes)
+TQKV__OP void tqkv__i_value_lanes_neon(const uint32x4_t *x, uint32x4_t *lanes)
 {
     const int8x16_t low = vreinterpretq_s8_u32(vzip1q_u32(x[0], x[1]));
     const int8x16_t high = vreinterpretq_s8_u32(vzip2q_u32(x[0], x[1]));
-    (void)format;
     lanes[0] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
     lanes[1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
     lanes[2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
@@ -7230,17 +7149,16 @@ TQKV__OP uint32x4_t tqkv__i_set_codes_neon(int32_t x) { return vdupq_n_u32((uint
 TQKV__OP int32_t tqkv__i_sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
 TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); }
 
-#define TQKV__(name)            tqkv__##name##_neon
-#define TQKV__I(name)           tqkv__i_##name##_neon
-#define TQKV__S(name)           tqkv__i_##name##_neon
-#define TQKV__ISA_NAME          "neon"
-#define TQKV__INTEGER_LANES     4
-#define TQKV__PRODUCTS          2
-#define TQKV__CODE_OFFSET       0
-#define TQKV__OFFSET_OF(format) false
-#define TQKV__FEW_ROWS          4
-#define TQKV__LANES_ROWS        8
-#define TQKV__SUM_SIXTEENS      4
+#define TQKV__(name)        tqkv__##name##_neon
+#define TQKV__I(name)       tqkv__i_##name##_neon
+#define TQKV__S(name)       tqkv__i_##name##_neon
+#define TQKV__ISA_NAME      "neon"
+#define TQKV__INTEGER_LANES 4
+#define TQKV__PRODUCTS      2
+#define TQKV__CODE_OFFSET   0
+#define TQKV__FEW_ROWS      4
+#define TQKV__LANES_ROWS    8
+#define TQKV__SUM_SIXTEENS  4
 #include "tqkv.h"
 
 /* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed.
@@ -7280,21 +7198,12 @@ TQKV__OP tqkv__i_sum_dotprod tqkv__i_dot_lanes_dotprod(tqkv__i_sum_dotprod sums,
     sums.low = tqkv__i_dot_bytes(sums.low, codes, row.low);
     return sums;
 }
-TQKV__OP tqkv__i_sum_dotprod tqkv__i_dot_dotprod(const tqkv_format format, tqkv__i_sum_dotprod sums, uint32x4_t codes,
-                                                 tqkv__i_row_dotprod row)
-{
-    (void)format;
-    return tqkv__i_dot_lanes_dotprod(sums, codes, row);
-}
+#define tqkv__i_dot_dotprod tqkv__i_dot_lanes_dotprod
 TQKV__OP uint32x4_t tqkv__i_whole_lanes_dotprod(tqkv__i_sum_dotprod sums)
 {
     return vaddq_u32(vshlq_n_u32(sums.high, 8), sums.low);
 }
-TQKV__OP uint32x4_t tqkv__i_whole_dotprod(const tqkv_format format, tqkv__i_sum_dotprod sums)
-{
-    (void)format;
-    return tqkv__i_whole_lanes_dotprod(sums);
-}
+#define tqkv__i_whole_dotprod tqkv__i_whole_lanes_dotprod
 /* Splits four integers into their high bytes, then their low ones. */
 TQKV__OP int8x8_t tqkv__i_split_dotprod(uint32x4_t x)
 {
@@ -7313,11 +7222,10 @@ TQKV__OP void tqkv__i_store_tile_dotprod(void *to, const uint32x4_t *x)
     TQKV__UNROLL
     for (int i = 0; i < 16; i++) tqkv__i_store_integers_dotprod(to, 4 * i, 64, x[i]);
 }
-TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const tqkv_format format, const int8_t *p, int plane, int i)
+TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const int8_t *p, int plane, int i)
 {
     const tqkv__i_row_dotprod row = {vreinterpretq_u32_s8(vld1q_s8(p + i)),
                                      vreinterpretq_u32_s8(vld1q_s8(p + plane + i))};
-    (void)format;
     return row;
 }
 TQKV__OP tqkv__i_row_dotprod tqkv__i_repeat_dotprod(const int8_t *p, int plane, int i)
@@ -7327,11 +7235,10 @@ TQKV__OP tqkv__i_row_dotprod tqkv__i_repeat_dotprod(const int8_t *p, int plane, 
     return row;
 }
 #define tqkv__i_key_lanes_dotprod tqkv__i_transpose_neon
-TQKV__OP void tqkv__i_value_lanes_dotprod(const tqkv_format format, const uint32x4_t *units, uint32x4_t *x)
+TQKV__OP void tqkv__i_value_lanes_dotprod(const uint32x4_t *units, uint32x4_t *x)
 {
     const int8x16_t a = vreinterpretq_s8_u32(units[0]), b = vreinterpretq_s8_u32(units[1]),
                     c = vreinterpretq_s8_u32(units[2]), d = vreinterpretq_s8_u32(units[3]);
-    (void)format;
     const uint16x8_t ab = vreinterpretq_u16_s8(vzip1q_s8(a, b)), cd = vreinterpretq_u16_s8(vzip1q_s8(c, d));
     const uint16x8_t ab_high = vreinterpretq_u16_s8(vzip2q_s8(a, b)), cd_high = vreinterpretq_u16_s8(vzip2q_s8(c, d));
     x[0] = vreinterpretq_u32_u16(vzip1q_u16(ab, cd));
@@ -7340,18 +7247,17 @@ TQKV__OP void tqkv__i_value_lanes_dotprod(const tqkv_format format, const uint32
     x[3] = vreinterpretq_u32_u16(vzip2q_u16(ab_high, cd_high));
 }
 
-#define TQKV__(name)            tqkv__##name##_neon
-#define TQKV__I(name)           tqkv__i_##name##_dotprod
-#define TQKV__S(name)           tqkv__i_##name##_neon
-#define TQKV__ISA_NAME          "neon"
-#define TQKV__INTEGER_LANES     4
-#define TQKV__PRODUCTS          4
-#define TQKV__DECODED           1
-#define TQKV__CODE_OFFSET       0
-#define TQKV__OFFSET_OF(format) false
-#define TQKV__FEW_ROWS          2
-#define TQKV__LANES_ROWS        8
-#define TQKV__SUM_SIXTEENS      2
+#define TQKV__(name)        tqkv__##name##_neon
+#define TQKV__I(name)       tqkv__i_##name##_dotprod
+#define TQKV__S(name)       tqkv__i_##name##_neon
+#define TQKV__ISA_NAME      "neon"
+#define TQKV__INTEGER_LANES 4
+#define TQKV__PRODUCTS      4
+#define TQKV__DECODED       1
+#define TQKV__CODE_OFFSET   0
+#define TQKV__FEW_ROWS      2
+#define TQKV__LANES_ROWS    8
+#define TQKV__SUM_SIXTEENS  2
 #include "tqkv.h"
 
 #if defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 10
@@ -7410,10 +7316,9 @@ TQKV__OP void tqkv__i_key_lanes_i8mm(const uint32x4_t *units, tqkv__i_lanes_i8mm
     x[1].last = vreinterpretq_u32_u64(vzip2q_u64(rows[2], rows[3]));
 }
 /* Each round makes the highest bit of a register's number the lowest of a byte's. */
-TQKV__OP void tqkv__i_value_lanes_i8mm(const tqkv_format format, const uint32x4_t *units, tqkv__i_lanes_i8mm *x)
+TQKV__OP void tqkv__i_value_lanes_i8mm(const uint32x4_t *units, tqkv__i_lanes_i8mm *x)
 {
     int8x16_t from[8], to[8];
-    (void)format;
     TQKV__UNROLL
     for (int i = 0; i < 8; i++) to[i] = vreinterpretq_s8_u32(units[i]);
     TQKV__UNROLL
@@ -7431,18 +7336,17 @@ TQKV__OP void tqkv__i_value_lanes_i8mm(const tqkv_format format, const uint32x4_
     }
 }
 
-#define TQKV__(name)            tqkv__##name##_neon
-#define TQKV__I(name)           tqkv__i_##name##_i8mm
-#define TQKV__S(name)           tqkv__i_##name##_neon
-#define TQKV__ISA_NAME          "neon"
-#define TQKV__INTEGER_LANES     4
-#define TQKV__PRODUCTS          8
-#define TQKV__DECODED           1
-#define TQKV__CODE_OFFSET       0
-#define TQKV__OFFSET_OF(format) false
-#define TQKV__FEW_ROWS          2
-#define TQKV__LANES_ROWS        4
-#define TQKV__SUM_SIXTEENS      2
+#define TQKV__(name)        tqkv__##name##_neon
+#define TQKV__I(name)       tqkv__i_##name##_i8mm
+#define TQKV__S(name)       tqkv__i_##name##_neon
+#define TQKV__ISA_NAME      "neon"
+#define TQKV__INTEGER_LANES 4
+#define TQKV__PRODUCTS      8
+#define TQKV__DECODED       1
+#define TQKV__CODE_OFFSET   0
+#define TQKV__FEW_ROWS      2
+#define TQKV__LANES_ROWS    4
+#define TQKV__SUM_SIXTEENS  2
 #include "tqkv.h"
 #endif
 #endif

@@ -1,5 +1,5 @@
-/* >>integer-avx2: what AVX2 brings to >>k-rows. Products are of words. Bytes are widened with zeros, and codes are 128
-   more than they are; but I8's, straight from the store, are widened with their signs as they are loaded. */
+/* >>integer-avx2: what AVX2 brings to >>k-rows. Products are of words. Bytes are widened with zeros: codes are 128 more
+   than they are. */
 
 #ifdef TQKV__AVX2
 
@@ -15,20 +15,11 @@ typedef struct tqkv__i_chunk_avx2 {
     int unfilled;
     __m256i books[4];
 } tqkv__i_chunk_avx2;
-/* 16 dimensions of two positions: all, or one by one */
-typedef struct tqkv__i_unit_avx2 {
-    __m256i both;
-    __m128i first, second;
-} tqkv__i_unit_avx2;
-/* A sum of both positions, in a half each, or of each */
-typedef struct tqkv__i_sum_avx2 {
-    __m256i first, second;
-} tqkv__i_sum_avx2;
-/* 16 words, or their halves twice */
+/* The halves of 16 words, twice */
 typedef struct tqkv__i_row_avx2 {
     __m256i first, last;
 } tqkv__i_row_avx2;
-typedef __m256i tqkv__i_lanes_avx2, tqkv__i_repeated_avx2, tqkv__i_lane_sum_avx2;
+typedef __m256i tqkv__i_unit_avx2, tqkv__i_sum_avx2, tqkv__i_lanes_avx2, tqkv__i_repeated_avx2, tqkv__i_lane_sum_avx2;
 
 TQKV__OP __m128i tqkv__i_lanes_left_avx2(int bytes)
 {
@@ -106,23 +97,14 @@ TQKV__OP __m256i tqkv__i_centroids_avx2(const int bits, const __m256i *books, __
         _mm256_blendv_epi8(_mm256_shuffle_epi8(books[2], index), _mm256_shuffle_epi8(books[3], index), fifth);
     return _mm256_blendv_epi8(low, high, sixth);
 }
-TQKV__OP tqkv__i_unit_avx2 tqkv__i_load_unit_avx2(const int8_t *p)
-{
-    tqkv__i_unit_avx2 x;
-    memcpy(&x.both, p, sizeof x.both);
-    return x;
-}
-TQKV__OP tqkv__i_unit_avx2 tqkv__i_look_up_avx2(const tqkv_format format, const int k, const tqkv__i_chunk_avx2 *chunk,
-                                                const tqkv__i_raw_avx2 *raw)
+TQKV__OP __m256i tqkv__i_look_up_avx2(const tqkv_format format, const int k, const tqkv__i_chunk_avx2 *chunk,
+                                      const tqkv__i_raw_avx2 *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
     __m256i x, upper = _mm256_setzero_si256();
-    tqkv__i_unit_avx2 unit;
     if (main == 8) {
-        unit.first = tqkv__load_128(raw->at + 16 * k);
-        unit.second = tqkv__load_128(raw->at + 16 * k + raw->stride);
-        if (!bits) return unit;
-        x = _mm256_set_m128i(unit.second, unit.first);
+        x = _mm256_set_m128i(tqkv__load_128(raw->at + 16 * k + raw->stride), tqkv__load_128(raw->at + 16 * k));
+        if (!bits) return _mm256_xor_si256(x, _mm256_set1_epi8(-128));
         upper = _mm256_srli_epi16(x, 4);
         x = _mm256_and_si256(x, _mm256_set1_epi8(15));
     }
@@ -131,26 +113,14 @@ TQKV__OP tqkv__i_unit_avx2 tqkv__i_look_up_avx2(const tqkv_format format, const 
     if (upper_bits == 1) upper = tqkv__i_take_bits_avx2(k, raw->upper);
     if (upper_bits == 2) upper = tqkv__i_take_pairs_avx2(k, raw->upper);
     if (bits == 3) x = _mm256_or_si256(x, _mm256_and_si256(upper, _mm256_set1_epi8(4)));
-    unit.both = tqkv__i_centroids_avx2(bits, chunk->books, x, _mm256_slli_epi16(upper, 7), _mm256_slli_epi16(upper, 6));
-    return unit;
+    return tqkv__i_centroids_avx2(bits, chunk->books, x, _mm256_slli_epi16(upper, 7), _mm256_slli_epi16(upper, 6));
 }
-TQKV__OP void tqkv__i_store_unit_avx2(const tqkv_format format, tqkv__i_unit_avx2 x, int8_t *p)
+TQKV__OP tqkv__i_row_avx2 tqkv__i_load_row_avx2(const int8_t *p, int plane, int i)
 {
-    if (TQKV__KIND(format) == TQKV__GRID)
-        x.both = _mm256_xor_si256(_mm256_set1_epi8(-128), _mm256_set_m128i(x.second, x.first));
-    memcpy(p, &x.both, sizeof x.both);
-}
-TQKV__OP tqkv__i_row_avx2 tqkv__i_load_row_avx2(const tqkv_format format, const int8_t *p, int plane, int i)
-{
-    tqkv__i_row_avx2 row;
+    const uint8_t *words = (const uint8_t *)p + 2 * i;
+    const tqkv__i_row_avx2 row = {_mm256_broadcastsi128_si256(tqkv__load_128(words)),
+                                  _mm256_broadcastsi128_si256(tqkv__load_128(words + 16))};
     (void)plane; /* of bytes */
-    p += 2 * i;
-    if (TQKV__KIND(format) == TQKV__GRID) {
-        row.first = row.last = _mm256_loadu_si256((const __m256i *)(const void *)p);
-        return row;
-    }
-    row.first = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)p));
-    row.last = _mm256_broadcastsi128_si256(tqkv__load_128((const uint8_t *)p + 16));
     return row;
 }
 /* GCC 12 copies the sums of the intrinsic, and spills them. */
@@ -164,25 +134,13 @@ TQKV__OP __m256i tqkv__i_dot_lanes_avx2(__m256i sums, __m256i words, __m256i int
     return sums;
 #endif
 }
-TQKV__OP tqkv__i_sum_avx2 tqkv__i_dot_avx2(const tqkv_format format, tqkv__i_sum_avx2 sums, tqkv__i_unit_avx2 x,
-                                           tqkv__i_row_avx2 row)
+TQKV__OP __m256i tqkv__i_dot_avx2(__m256i sums, __m256i x, tqkv__i_row_avx2 row)
 {
     const __m256i zero = _mm256_setzero_si256();
-    if (TQKV__KIND(format) == TQKV__GRID) {
-        sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_cvtepi8_epi16(x.first), row.first);
-        sums.second = tqkv__i_dot_lanes_avx2(sums.second, _mm256_cvtepi8_epi16(x.second), row.first);
-        return sums;
-    }
-    sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_unpacklo_epi8(x.both, zero), row.first);
-    sums.first = tqkv__i_dot_lanes_avx2(sums.first, _mm256_unpackhi_epi8(x.both, zero), row.last);
-    return sums;
+    sums = tqkv__i_dot_lanes_avx2(sums, _mm256_unpacklo_epi8(x, zero), row.first);
+    return tqkv__i_dot_lanes_avx2(sums, _mm256_unpackhi_epi8(x, zero), row.last);
 }
-TQKV__OP __m256i tqkv__i_whole_avx2(const tqkv_format format, tqkv__i_sum_avx2 sum)
-{
-    if (TQKV__KIND(format) != TQKV__GRID) return sum.first;
-    return _mm256_add_epi32(_mm256_permute2x128_si256(sum.first, sum.second, 0x20),
-                            _mm256_permute2x128_si256(sum.first, sum.second, 0x31));
-}
+TQKV__OP __m256i tqkv__i_whole_avx2(__m256i sum) { return sum; }
 TQKV__OP __m256i tqkv__i_whole_lanes_avx2(__m256i sum) { return sum; }
 TQKV__OP __m256i tqkv__i_repeat_avx2(const int8_t *p, int plane, int i)
 {
@@ -209,14 +167,9 @@ TQKV__OP void tqkv__i_key_lanes_avx2(__m256i *x, __m256i *lanes)
     for (int i = 0; i < 8; i++)
         lanes[i] = _mm256_shuffle_epi8(x[i / 2], i % 2 ? _mm256_add_epi8(at, _mm256_set1_epi16(2)) : at);
 }
-TQKV__OP void tqkv__i_value_lanes_avx2(const tqkv_format format, const tqkv__i_unit_avx2 *x, __m256i *lanes)
+TQKV__OP void tqkv__i_value_lanes_avx2(const __m256i *x, __m256i *lanes)
 {
-    if (TQKV__KIND(format) == TQKV__GRID) {
-        lanes[0] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x->first, x->second));
-        lanes[1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(x->first, x->second));
-        return;
-    }
-    const __m256i fours = _mm256_permutevar8x32_epi32(x->both, _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7));
+    const __m256i fours = _mm256_permutevar8x32_epi32(x[0], _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7));
     const __m256i at = _mm256_setr_epi32((int)0x80048000, (int)0x80058001, (int)0x80068002, (int)0x80078003,
                                          (int)0x80048000, (int)0x80058001, (int)0x80068002, (int)0x80078003);
     lanes[0] = _mm256_shuffle_epi8(fours, at);
@@ -254,17 +207,16 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
 
-#define TQKV__(name)            tqkv__##name##_avx2
-#define TQKV__I(name)           tqkv__i_##name##_avx2
-#define TQKV__S(name)           tqkv__i_##name##_avx2
-#define TQKV__ISA_NAME          "avx2"
-#define TQKV__INTEGER_LANES     8
-#define TQKV__PRODUCTS          2
-#define TQKV__CODE_OFFSET       128
-#define TQKV__OFFSET_OF(format) (TQKV__KIND(format) != TQKV__GRID)
-#define TQKV__FEW_ROWS          4
-#define TQKV__LANES_ROWS        8
-#define TQKV__SUM_SIXTEENS      4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
+#define TQKV__(name)        tqkv__##name##_avx2
+#define TQKV__I(name)       tqkv__i_##name##_avx2
+#define TQKV__S(name)       tqkv__i_##name##_avx2
+#define TQKV__ISA_NAME      "avx2"
+#define TQKV__INTEGER_LANES 8
+#define TQKV__PRODUCTS      2
+#define TQKV__CODE_OFFSET   128
+#define TQKV__FEW_ROWS      4
+#define TQKV__LANES_ROWS    8
+#define TQKV__SUM_SIXTEENS  4 /* sixteens of dimensions, over all rows, whose sums fit in registers */
 #include "loops.h"
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop

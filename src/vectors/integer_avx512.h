@@ -100,12 +100,6 @@ TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const int k, c
                                           tqkv__i_take_avx512(upper_bits, main, k, raw->upper), 0xca);
     return _mm512_permutexvar_epi8(index, chunk->book);
 }
-TQKV__OP void tqkv__i_store_unit_avx512(const tqkv_format format, __m512i x, int8_t *p)
-{
-    (void)format;
-    memcpy(p, &x, sizeof x);
-}
-TQKV__OP __m512i tqkv__i_load_unit_avx512(const int8_t *p) { return _mm512_loadu_si512((const void *)p); }
 /* GCC 12 copies the sums of the intrinsic, and spills them. */
 TQKV__OP __m512i tqkv__i_dot_bytes_avx512(__m512i sums, __m512i codes, __m512i bytes)
 {
@@ -122,21 +116,12 @@ TQKV__OP tqkv__i_sum_avx512 tqkv__i_dot_lanes_avx512(tqkv__i_sum_avx512 sums, __
     sums.low = tqkv__i_dot_bytes_avx512(sums.low, codes, row.low);
     return sums;
 }
-TQKV__OP tqkv__i_sum_avx512 tqkv__i_dot_avx512(const tqkv_format format, tqkv__i_sum_avx512 sums, __m512i codes,
-                                               tqkv__i_row_avx512 row)
-{
-    (void)format;
-    return tqkv__i_dot_lanes_avx512(sums, codes, row);
-}
+#define tqkv__i_dot_avx512 tqkv__i_dot_lanes_avx512
 TQKV__OP __m512i tqkv__i_whole_lanes_avx512(tqkv__i_sum_avx512 sum)
 {
     return _mm512_add_epi32(_mm512_slli_epi32(sum.high, 8), sum.low);
 }
-TQKV__OP __m512i tqkv__i_whole_avx512(const tqkv_format format, tqkv__i_sum_avx512 sum)
-{
-    (void)format;
-    return tqkv__i_whole_lanes_avx512(sum);
-}
+#define tqkv__i_whole_avx512 tqkv__i_whole_lanes_avx512
 /* A register, for loads that repeat 16 bytes are slow. */
 TQKV__OP __m512i tqkv__i_repeat_16_avx512(const int8_t *p)
 {
@@ -144,9 +129,8 @@ TQKV__OP __m512i tqkv__i_repeat_16_avx512(const int8_t *p)
     __asm__("" : "+v"(x));
     return x;
 }
-TQKV__OP tqkv__i_row_avx512 tqkv__i_load_row_avx512(const tqkv_format format, const int8_t *p, int plane, int i)
+TQKV__OP tqkv__i_row_avx512 tqkv__i_load_row_avx512(const int8_t *p, int plane, int i)
 {
-    (void)format;
     const tqkv__i_row_avx512 row = {tqkv__i_repeat_16_avx512(p + i), tqkv__i_repeat_16_avx512(p + plane + i)};
     return row;
 }
@@ -173,9 +157,8 @@ TQKV__OP void tqkv__i_key_lanes_avx512(__m512i *x, __m512i *lanes)
     TQKV__UNROLL
     for (int i = 0; i < 4; i++) lanes[i] = x[i];
 }
-TQKV__OP void tqkv__i_value_lanes_avx512(const tqkv_format format, const __m512i *x, __m512i *lanes)
+TQKV__OP void tqkv__i_value_lanes_avx512(const __m512i *x, __m512i *lanes)
 {
-    (void)format;
     const __m512i at = _mm512_set_epi32(0x3f2f1f0f, 0x3e2e1e0e, 0x3d2d1d0d, 0x3c2c1c0c, 0x3b2b1b0b, 0x3a2a1a0a,
                                         0x39291909, 0x38281808, 0x37271707, 0x36261606, 0x35251505, 0x34241404,
                                         0x33231303, 0x32221202, 0x31211101, 0x30201000);
@@ -214,16 +197,15 @@ TQKV__OP __m512i tqkv__i_add_codes_avx512(__m512i x, __m512i y) { return _mm512_
 TQKV__OP __m512i tqkv__i_set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
 TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_epi32(x); }
 
-#define TQKV__(name)            tqkv__##name##_avx512
-#define TQKV__I(name)           tqkv__i_##name##_avx512
-#define TQKV__S(name)           tqkv__i_##name##_avx512
-#define TQKV__ISA_NAME          "avx512"
-#define TQKV__INTEGER_LANES     16
-#define TQKV__PRODUCTS          4
-#define TQKV__CODE_OFFSET       128
-#define TQKV__OFFSET_OF(format) true
-#define TQKV__FEW_ROWS          4 /* rows of loops straight from the codes, at most */
-#define TQKV__LANES_ROWS        5 /* from so many rows on, tiles are turned */
-#define TQKV__SUM_SIXTEENS      8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
+#define TQKV__(name)        tqkv__##name##_avx512
+#define TQKV__I(name)       tqkv__i_##name##_avx512
+#define TQKV__S(name)       tqkv__i_##name##_avx512
+#define TQKV__ISA_NAME      "avx512"
+#define TQKV__INTEGER_LANES 16
+#define TQKV__PRODUCTS      4
+#define TQKV__CODE_OFFSET   128
+#define TQKV__FEW_ROWS      4 /* rows of loops straight from the codes, at most */
+#define TQKV__LANES_ROWS    5 /* from so many rows on, tiles are turned */
+#define TQKV__SUM_SIXTEENS  8 /* sixteens of dimensions, over all rows, whose sums fit in registers */
 #include "loops.h"
 #endif

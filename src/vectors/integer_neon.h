@@ -72,17 +72,11 @@ TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const int k, 
         found = vqtbl1q_u8(book.val[0], index);
     return vreinterpretq_u32_u8(found);
 }
-TQKV__OP void tqkv__i_store_unit_neon(const tqkv_format format, uint32x4_t x, int8_t *p)
-{
-    (void)format;
-    memcpy(p, &x, sizeof x);
-}
-TQKV__OP uint32x4_t tqkv__i_load_unit_neon(const int8_t *p) { return vreinterpretq_u32_s8(vld1q_s8(p)); }
-TQKV__OP tqkv__i_row_neon tqkv__i_load_row_neon(const tqkv_format format, const int8_t *p, int plane, int i)
+TQKV__OP tqkv__i_row_neon tqkv__i_load_row_neon(const int8_t *p, int plane, int i)
 {
     const int16_t *words = (const int16_t *)(const void *)p + i;
     const tqkv__i_row_neon row = {vld1q_s16(words), vld1q_s16(words + 8)};
-    (void)format, (void)plane; /* of bytes */
+    (void)plane; /* of bytes */
     return row;
 }
 /* Lane i adds up the products of words i and i + 4. */
@@ -91,10 +85,9 @@ TQKV__OP uint32x4_t tqkv__i_dot_words_neon(uint32x4_t sums, int16x8_t x, int16x8
     const int32x4_t low = vmlal_s16(vreinterpretq_s32_u32(sums), vget_low_s16(x), vget_low_s16(y));
     return vreinterpretq_u32_s32(vmlal_high_s16(low, x, y));
 }
-TQKV__OP uint32x4_t tqkv__i_dot_neon(const tqkv_format format, uint32x4_t sums, uint32x4_t codes, tqkv__i_row_neon row)
+TQKV__OP uint32x4_t tqkv__i_dot_neon(uint32x4_t sums, uint32x4_t codes, tqkv__i_row_neon row)
 {
     const int8x16_t x = vreinterpretq_s8_u32(codes);
-    (void)format;
     sums = tqkv__i_dot_words_neon(sums, vmovl_s8(vget_low_s8(x)), row.first);
     return tqkv__i_dot_words_neon(sums, vmovl_high_s8(x), row.last);
 }
@@ -102,11 +95,7 @@ TQKV__OP uint32x4_t tqkv__i_dot_lanes_neon(uint32x4_t sums, uint32x4_t lanes, ui
 {
     return tqkv__i_dot_words_neon(sums, vreinterpretq_s16_u32(lanes), vreinterpretq_s16_u32(integers));
 }
-TQKV__OP uint32x4_t tqkv__i_whole_neon(const tqkv_format format, uint32x4_t sum)
-{
-    (void)format;
-    return sum;
-}
+TQKV__OP uint32x4_t tqkv__i_whole_neon(uint32x4_t sum) { return sum; }
 TQKV__OP uint32x4_t tqkv__i_whole_lanes_neon(uint32x4_t sum) { return sum; }
 TQKV__OP uint32x4_t tqkv__i_repeat_neon(const int8_t *p, int plane, int i)
 {
@@ -139,11 +128,10 @@ TQKV__OP void tqkv__i_key_lanes_neon(const uint32x4_t *x, uint32x4_t *lanes)
     }
 }
 /* Four dimensions of a position, then of the next one */
-TQKV__OP void tqkv__i_value_lanes_neon(const tqkv_format format, const uint32x4_t *x, uint32x4_t *lanes)
+TQKV__OP void tqkv__i_value_lanes_neon(const uint32x4_t *x, uint32x4_t *lanes)
 {
     const int8x16_t low = vreinterpretq_s8_u32(vzip1q_u32(x[0], x[1]));
     const int8x16_t high = vreinterpretq_s8_u32(vzip2q_u32(x[0], x[1]));
-    (void)format;
     lanes[0] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(low)));
     lanes[1] = vreinterpretq_u32_s16(vmovl_high_s8(low));
     lanes[2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
@@ -170,17 +158,16 @@ TQKV__OP uint32x4_t tqkv__i_set_codes_neon(int32_t x) { return vdupq_n_u32((uint
 TQKV__OP int32_t tqkv__i_sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
 TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); }
 
-#define TQKV__(name)            tqkv__##name##_neon
-#define TQKV__I(name)           tqkv__i_##name##_neon
-#define TQKV__S(name)           tqkv__i_##name##_neon
-#define TQKV__ISA_NAME          "neon"
-#define TQKV__INTEGER_LANES     4
-#define TQKV__PRODUCTS          2
-#define TQKV__CODE_OFFSET       0
-#define TQKV__OFFSET_OF(format) false
-#define TQKV__FEW_ROWS          4
-#define TQKV__LANES_ROWS        8
-#define TQKV__SUM_SIXTEENS      4
+#define TQKV__(name)        tqkv__##name##_neon
+#define TQKV__I(name)       tqkv__i_##name##_neon
+#define TQKV__S(name)       tqkv__i_##name##_neon
+#define TQKV__ISA_NAME      "neon"
+#define TQKV__INTEGER_LANES 4
+#define TQKV__PRODUCTS      2
+#define TQKV__CODE_OFFSET   0
+#define TQKV__FEW_ROWS      4
+#define TQKV__LANES_ROWS    8
+#define TQKV__SUM_SIXTEENS  4
 #include "loops.h"
 
 /* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed.
@@ -220,21 +207,12 @@ TQKV__OP tqkv__i_sum_dotprod tqkv__i_dot_lanes_dotprod(tqkv__i_sum_dotprod sums,
     sums.low = tqkv__i_dot_bytes(sums.low, codes, row.low);
     return sums;
 }
-TQKV__OP tqkv__i_sum_dotprod tqkv__i_dot_dotprod(const tqkv_format format, tqkv__i_sum_dotprod sums, uint32x4_t codes,
-                                                 tqkv__i_row_dotprod row)
-{
-    (void)format;
-    return tqkv__i_dot_lanes_dotprod(sums, codes, row);
-}
+#define tqkv__i_dot_dotprod tqkv__i_dot_lanes_dotprod
 TQKV__OP uint32x4_t tqkv__i_whole_lanes_dotprod(tqkv__i_sum_dotprod sums)
 {
     return vaddq_u32(vshlq_n_u32(sums.high, 8), sums.low);
 }
-TQKV__OP uint32x4_t tqkv__i_whole_dotprod(const tqkv_format format, tqkv__i_sum_dotprod sums)
-{
-    (void)format;
-    return tqkv__i_whole_lanes_dotprod(sums);
-}
+#define tqkv__i_whole_dotprod tqkv__i_whole_lanes_dotprod
 /* Splits four integers into their high bytes, then their low ones. */
 TQKV__OP int8x8_t tqkv__i_split_dotprod(uint32x4_t x)
 {
@@ -253,11 +231,10 @@ TQKV__OP void tqkv__i_store_tile_dotprod(void *to, const uint32x4_t *x)
     TQKV__UNROLL
     for (int i = 0; i < 16; i++) tqkv__i_store_integers_dotprod(to, 4 * i, 64, x[i]);
 }
-TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const tqkv_format format, const int8_t *p, int plane, int i)
+TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const int8_t *p, int plane, int i)
 {
     const tqkv__i_row_dotprod row = {vreinterpretq_u32_s8(vld1q_s8(p + i)),
                                      vreinterpretq_u32_s8(vld1q_s8(p + plane + i))};
-    (void)format;
     return row;
 }
 TQKV__OP tqkv__i_row_dotprod tqkv__i_repeat_dotprod(const int8_t *p, int plane, int i)
@@ -267,11 +244,10 @@ TQKV__OP tqkv__i_row_dotprod tqkv__i_repeat_dotprod(const int8_t *p, int plane, 
     return row;
 }
 #define tqkv__i_key_lanes_dotprod tqkv__i_transpose_neon
-TQKV__OP void tqkv__i_value_lanes_dotprod(const tqkv_format format, const uint32x4_t *units, uint32x4_t *x)
+TQKV__OP void tqkv__i_value_lanes_dotprod(const uint32x4_t *units, uint32x4_t *x)
 {
     const int8x16_t a = vreinterpretq_s8_u32(units[0]), b = vreinterpretq_s8_u32(units[1]),
                     c = vreinterpretq_s8_u32(units[2]), d = vreinterpretq_s8_u32(units[3]);
-    (void)format;
     const uint16x8_t ab = vreinterpretq_u16_s8(vzip1q_s8(a, b)), cd = vreinterpretq_u16_s8(vzip1q_s8(c, d));
     const uint16x8_t ab_high = vreinterpretq_u16_s8(vzip2q_s8(a, b)), cd_high = vreinterpretq_u16_s8(vzip2q_s8(c, d));
     x[0] = vreinterpretq_u32_u16(vzip1q_u16(ab, cd));
@@ -280,18 +256,17 @@ TQKV__OP void tqkv__i_value_lanes_dotprod(const tqkv_format format, const uint32
     x[3] = vreinterpretq_u32_u16(vzip2q_u16(ab_high, cd_high));
 }
 
-#define TQKV__(name)            tqkv__##name##_neon
-#define TQKV__I(name)           tqkv__i_##name##_dotprod
-#define TQKV__S(name)           tqkv__i_##name##_neon
-#define TQKV__ISA_NAME          "neon"
-#define TQKV__INTEGER_LANES     4
-#define TQKV__PRODUCTS          4
-#define TQKV__DECODED           1
-#define TQKV__CODE_OFFSET       0
-#define TQKV__OFFSET_OF(format) false
-#define TQKV__FEW_ROWS          2
-#define TQKV__LANES_ROWS        8
-#define TQKV__SUM_SIXTEENS      2
+#define TQKV__(name)        tqkv__##name##_neon
+#define TQKV__I(name)       tqkv__i_##name##_dotprod
+#define TQKV__S(name)       tqkv__i_##name##_neon
+#define TQKV__ISA_NAME      "neon"
+#define TQKV__INTEGER_LANES 4
+#define TQKV__PRODUCTS      4
+#define TQKV__DECODED       1
+#define TQKV__CODE_OFFSET   0
+#define TQKV__FEW_ROWS      2
+#define TQKV__LANES_ROWS    8
+#define TQKV__SUM_SIXTEENS  2
 #include "loops.h"
 
 #if defined(__clang__) ? __clang_major__ >= 13 : __GNUC__ >= 10
@@ -350,10 +325,9 @@ TQKV__OP void tqkv__i_key_lanes_i8mm(const uint32x4_t *units, tqkv__i_lanes_i8mm
     x[1].last = vreinterpretq_u32_u64(vzip2q_u64(rows[2], rows[3]));
 }
 /* Each round makes the highest bit of a register's number the lowest of a byte's. */
-TQKV__OP void tqkv__i_value_lanes_i8mm(const tqkv_format format, const uint32x4_t *units, tqkv__i_lanes_i8mm *x)
+TQKV__OP void tqkv__i_value_lanes_i8mm(const uint32x4_t *units, tqkv__i_lanes_i8mm *x)
 {
     int8x16_t from[8], to[8];
-    (void)format;
     TQKV__UNROLL
     for (int i = 0; i < 8; i++) to[i] = vreinterpretq_s8_u32(units[i]);
     TQKV__UNROLL
@@ -371,18 +345,17 @@ TQKV__OP void tqkv__i_value_lanes_i8mm(const tqkv_format format, const uint32x4_
     }
 }
 
-#define TQKV__(name)            tqkv__##name##_neon
-#define TQKV__I(name)           tqkv__i_##name##_i8mm
-#define TQKV__S(name)           tqkv__i_##name##_neon
-#define TQKV__ISA_NAME          "neon"
-#define TQKV__INTEGER_LANES     4
-#define TQKV__PRODUCTS          8
-#define TQKV__DECODED           1
-#define TQKV__CODE_OFFSET       0
-#define TQKV__OFFSET_OF(format) false
-#define TQKV__FEW_ROWS          2
-#define TQKV__LANES_ROWS        4
-#define TQKV__SUM_SIXTEENS      2
+#define TQKV__(name)        tqkv__##name##_neon
+#define TQKV__I(name)       tqkv__i_##name##_i8mm
+#define TQKV__S(name)       tqkv__i_##name##_neon
+#define TQKV__ISA_NAME      "neon"
+#define TQKV__INTEGER_LANES 4
+#define TQKV__PRODUCTS      8
+#define TQKV__DECODED       1
+#define TQKV__CODE_OFFSET   0
+#define TQKV__FEW_ROWS      2
+#define TQKV__LANES_ROWS    4
+#define TQKV__SUM_SIXTEENS  2
 #include "loops.h"
 #endif
 #endif

@@ -9,7 +9,6 @@
 #undef TQKV__ISA_NAME
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
-#undef TQKV__OFFSET_OF
 #undef TQKV__PRODUCTS
 #undef TQKV__S
 #undef TQKV__SUM_SIXTEENS

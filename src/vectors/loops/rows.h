@@ -196,7 +196,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(round_weights)(const tqkv__strea
 
 typedef struct TQKV__I(product) {
     const int8_t *rows; /* of the first row; the next ones are row_floats floats on, like their units and offsets */
-    const float *units, *offsets; /* offsets: NULL if codes are what they are */
+    const float *units, *offsets;
     int row_floats;
     float *results; /* scores or sums, result_floats apart */
     int result_floats;
@@ -208,7 +208,7 @@ TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
 {
     p->rows += rows * p->row_floats * (int)sizeof(float);
     p->units += rows * p->row_floats;
-    if (p->offsets) p->offsets += rows * p->row_floats;
+    p->offsets += rows * p->row_floats;
     p->results += rows * p->result_floats;
 }
 
@@ -229,8 +229,8 @@ TQKV__OP TQKV__I(lane_sum) TQKV__I(no_lanes)(void)
 /* Returns the sums as floats, less what TQKV__CODE_OFFSET added to them. */
 TQKV__OP TQKV__VECTOR TQKV__I(sum_of_row)(const TQKV__I(product) * p, int r, TQKV__(codes) sum)
 {
-    int32_t offset = 0;
-    if (p->offsets) memcpy(&offset, p->offsets + r * p->row_floats, sizeof offset);
+    int32_t offset;
+    memcpy(&offset, p->offsets + r * p->row_floats, sizeof offset);
     return TQKV__S(to_floats)(TQKV__CODE_OFFSET ? TQKV__S(add_codes)(sum, TQKV__S(set_codes)(offset)) : sum);
 }
 
@@ -266,7 +266,7 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
             for (int k = 0; k < 4; k++) {
                 if (k && 16 * k >= left) continue;
                 const TQKV__S(unit) x = TQKV__S(look_up)(format, k, &chunk, &raw);
-                TQKV__S(store_unit)(format, x, room + k * TQKV__BYTES);
+                memcpy(room + k * TQKV__BYTES, &x, sizeof x);
             }
             room += left / 16 * TQKV__BYTES;
         }
@@ -294,15 +294,14 @@ static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int,
 /* Sixteens of dimensions whose integers registers keep for so many rows */
 #define TQKV__KEPT(rows) (TQKV__INTEGER_LANES == 16 && (rows) > 2 ? 2 : 4)
 
-TQKV__OP void TQKV__I(load_rows)(const tqkv_format format, const int rows, const TQKV__I(product) * p, int dim, int d,
-                                 TQKV__I(row) (*q)[4])
+TQKV__OP void TQKV__I(load_rows)(const int rows, const TQKV__I(product) * p, int dim, int d, TQKV__I(row) (*q)[4])
 {
     const int kept = TQKV__KEPT(rows);
     TQKV__UNROLL
     for (int r = 0; r < rows; r++) {
         TQKV__UNROLL
         for (int k = 0; k < kept; k++)
-            q[r][k] = TQKV__I(load_row)(format, p->rows + (size_t)(r * p->row_floats) * sizeof(float), dim, d + 16 * k);
+            q[r][k] = TQKV__I(load_row)(p->rows + (size_t)(r * p->row_floats) * sizeof(float), dim, d + 16 * k);
     }
 }
 
@@ -316,7 +315,7 @@ TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const 
         if (k && 16 * k >= left) continue;
         const TQKV__S(unit) x = TQKV__S(look_up)(format, k, chunk, raw);
         TQKV__UNROLL
-        for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(format, sums[r], x, q[r][k]);
+        for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(sums[r], x, q[r][k]);
     }
 }
 
@@ -329,7 +328,7 @@ TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, con
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
     TQKV__S(request) request = TQKV__S(open_request)(format, a, TQKV__POSITIONS, 0, d, left);
-    TQKV__I(load_rows)(format, rows, p, a->dim, d, q);
+    TQKV__I(load_rows)(rows, p, a->dim, d, q);
     for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
         TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
         TQKV__ROLLED
@@ -342,7 +341,7 @@ TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, con
             TQKV__I(dot_unit)(format, rows, &chunk, &raw, left, q, now);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) {
-                const TQKV__(codes) whole = TQKV__I(whole)(format, now[r]);
+                const TQKV__(codes) whole = TQKV__I(whole)(now[r]);
                 sums[r][u] = d ? TQKV__S(add_codes)(sums[r][u], whole) : whole;
             }
         }
@@ -488,7 +487,7 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
         } else {
             TQKV__UNROLL
             for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, chunk, &raw[i]);
-            TQKV__I(value_lanes)(format, x, lanes);
+            TQKV__I(value_lanes)(x, lanes);
         }
         TQKV__UNROLL
         for (int i = 0; i < rows * TQKV__DIM_LANES; i++) {
@@ -554,8 +553,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_values)(const TQKV__S(panel
             TQKV__I(lanes) lanes[TQKV__DIM_LANES];
             TQKV__UNROLL
             for (int i = 0; i < TQKV__UNITS; i++)
-                x[i] = TQKV__S(load_unit)(room + ((u + i) * sixteens + k) * TQKV__BYTES);
-            TQKV__I(value_lanes)(TQKV__READY, x, lanes);
+                memcpy(&x[i], room + ((u + i) * sixteens + k) * TQKV__BYTES, sizeof x[i]);
+            TQKV__I(value_lanes)(x, lanes);
             memcpy(tile, lanes, sizeof lanes);
         }
 }
@@ -630,7 +629,6 @@ static int TQKV__I(fused_end)(const TQKV__S(panel) * a, int n_rows)
 TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const TQKV__I(product) *, int),
                                 const TQKV__S(panel) * panel, int end, TQKV__I(product) p, int n_rows)
 {
-    if (!TQKV__OFFSET_OF(panel->format)) p.offsets = NULL;
     for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
         rows = left >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : left >= 2 ? 2 : 1;
         loop(panel, end, &p, rows);
