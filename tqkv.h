@@ -1628,14 +1628,6 @@ static float tqkv__tanh(float x)
     return copysignf(TQKV__AS_FLOAT(fabsf(m) / TQKV__AS_FLOAT(2.0f + m)), x);
 }
 
-/* Only bytes that no encoder wrote can be NaN or Inf. */
-static bool tqkv__halves_finite(const uint8_t *halves, size_t n)
-{
-    bool finite = true;
-    for (size_t i = 0; i < n; i++) finite &= (halves[2 * i + 1] & 0x7c) != 0x7c;
-    return finite;
-}
-
 /* >>store-code: sizes, formats, the checks of a store, of its positions and of rows */
 
 static bool tqkv__size_multiply(size_t a, size_t b, size_t *product)
@@ -2943,7 +2935,6 @@ static void tqkv__encode_job_open(tqkv__encode_job *job, const tqkv_parallel *pa
 {
     memset(job, 0, sizeof *job);
     job->parallel = *parallel;
-    if (!job->parallel.run) job->parallel.run = tqkv__run_serial;
     job->n_tokens = n_tokens;
     job->position = position;
 }
@@ -2955,18 +2946,18 @@ static void tqkv__add_stream(tqkv__encode_job *job, const tqkv__stream *s, const
     job->src[job->n_streams++] = src;
 }
 
-/* Returns the number of tasks for tokens of a stream: one for each 64 KiB of floats, which take about ten
-   microseconds. */
-static int tqkv__tasks_for(const tqkv__stream *s, int n_tokens)
+/* Returns the number of tasks for tokens of a stream: one or, with a hook, one for each 64 KiB of floats, which take
+   about ten microseconds. */
+static int tqkv__tasks_for(const tqkv_parallel *parallel, const tqkv__stream *s, int n_tokens)
 {
     const int64_t wanted = (int64_t)n_tokens * s->n_kv_heads * s->head_dim / 16384;
-    return wanted < 1 ? 1 : wanted < TQKV__ENCODE_TASKS ? (int)wanted : TQKV__ENCODE_TASKS;
+    const bool serial = !parallel->run || parallel->run == tqkv__run_serial;
+    return serial || wanted < 1 ? 1 : wanted < TQKV__ENCODE_TASKS ? (int)wanted : TQKV__ENCODE_TASKS;
 }
 
 static void tqkv__run_encode_tasks(tqkv__encode_job *job)
 {
-    const bool serial = job->parallel.run == tqkv__run_serial || !job->n_streams;
-    job->n_tasks = serial ? 1 : tqkv__tasks_for(job->streams[0], job->n_tokens);
+    job->n_tasks = job->n_streams ? tqkv__tasks_for(&job->parallel, job->streams[0], job->n_tokens) : 1;
     if (job->n_tasks > 1)
         job->parallel.run(job->parallel.user, job->n_streams * job->n_tasks, tqkv__encode_task, job);
     else
@@ -3088,11 +3079,25 @@ static void tqkv__move_rows(const tqkv__stream *from, int64_t source, const tqkv
     }
 }
 
+/* Decodes a row in the basis of its codes; dst: [head_dim]. Codes are little-endian on any machine; where there are
+   vectors, so are halves. */
+static void tqkv__read_row(const tqkv__stream *s, int kv_head, int slot, float *dst)
+{
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    const uint8_t *codes = tqkv__codes_at(s, kv_head, slot);
+    if (s->kind == TQKV__HALF && codec != &tqkv__codec_scalar)
+        codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, s->head_dim, dst);
+    else
+        tqkv__decode_row(s, codes, tqkv__norms_at(s, kv_head, slot), dst);
+}
+
 /* Whether decoding and rotating a row gives floats. The bound leaves room for sums of TQKV_MAX_HEAD_DIM products. */
 static bool tqkv__row_converts(const tqkv__stream *s, int kv_head, int slot)
 {
+    float row[TQKV_MAX_HEAD_DIM];
     const float *norms = tqkv__norms_at(s, kv_head, slot);
-    if (s->kind == TQKV__HALF) return tqkv__halves_finite(tqkv__codes_at(s, kv_head, slot), (size_t)s->head_dim);
+    if (s->kind == TQKV__HALF) tqkv__read_row(s, kv_head, slot, row);
+    if (s->kind == TQKV__HALF) return tqkv__all_finite(row, (size_t)s->head_dim);
     for (int b = 0; b < s->norms_per_row; b++)
         if (!(fabsf(tqkv__factor(s, norms[b])) < 1.0e30f)) return false;
     return true;
@@ -3129,7 +3134,8 @@ static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from, 
 /* Whether rows are copied rather than encoded again. */
 static bool tqkv__same_rows(const tqkv__stream *a, const tqkv__stream *b)
 {
-    return a->format == b->format && a->rotated == b->rotated &&
+    return a->format == b->format && a->rotated == b->rotated && !a->center == !b->center &&
+           !a->channel_scale == !b->channel_scale &&
            (a->block_scale == b->block_scale || a->kind != TQKV__BOOK || a->norms_per_row == 1);
 }
 
@@ -3170,35 +3176,38 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
     return TQKV_OK;
 }
 
-/* Converts the rows of n positions of a head, in their order, a few at a time: all of these are read, then written. */
-static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tqkv__stream *to, int kv_head,
-                                              int64_t position, int64_t n)
+/* Converts the rows of n positions of a head, in their order, a few at a time: all of these are read, then written. Of
+   rows as they came, `from` lacks the centre and the scale of `to`. */
+static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tqkv__stream *to,
+                                              const tqkv__quantiser *q, int kv_head, int64_t position, int64_t n)
 {
     enum { buffer = 1024 };
     TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
+    float room[TQKV_MAX_HEAD_DIM];
     tqkv__row rows[buffer / 32];
-    tqkv__quantiser q;
     tqkv__stream decoded = *to; /* how the decoded rows are encoded */
     const tqkv__codec *codec = tqkv__codec_for(to->head_dim);
     const int batch = buffer / to->head_dim;
+    const float *center = from->center ? NULL : tqkv__center_of(to, kv_head),
+                *inverses = from->channel_scale ? NULL : tqkv__inverses_of(to, kv_head, 1, room);
     decoded.type = TQKV_TYPE_F32;
     decoded.rotated = to->rotated && !from->rotated;
-    if (to->kind == TQKV__BOOK) tqkv__quantiser_open(to, &q);
     for (; n > 0; position += batch, n -= batch) {
         const int now = n < batch ? (int)n : batch;
         for (int i = 0; i < now; i++) {
-            const int source = tqkv__slot(from, position + i), target = tqkv__slot(to, position + i);
+            const int target = tqkv__slot(to, position + i);
             float *row = values + i * to->head_dim;
-            tqkv__decode_row(from, tqkv__codes_at(from, kv_head, source), tqkv__norms_at(from, kv_head, source), row);
+            tqkv__read_row(from, kv_head, tqkv__slot(from, position + i), row);
             if (from->rotated && !to->rotated) codec->unrotate(row, to->head_dim);
             rows[i].src = row;
-            rows[i].center = rows[i].inverses = NULL;
+            rows[i].center = center;
+            rows[i].inverses = inverses;
             rows[i].codes = tqkv__codes_at(to, kv_head, target);
             rows[i].norms = tqkv__norms_at(to, kv_head, target);
             rows[i].half = NULL;
             rows[i].factors = NULL;
         }
-        codec->encode_rows(&decoded, &q, rows, now);
+        codec->encode_rows(&decoded, q, rows, now);
     }
 }
 
@@ -3208,9 +3217,11 @@ static void tqkv__convert_range(const tqkv__stream *from, const tqkv__stream *to
 {
     const int64_t room = from->ring ? tqkv__slots_left(from, position) : n, before = n < room ? n : room;
     const uint64_t mode = tqkv__fp_exact();
+    tqkv__quantiser q;
+    if (to->kind == TQKV__BOOK) tqkv__quantiser_open(to, &q);
     for (int h = 0; h < from->n_kv_heads; h++) {
-        tqkv__convert_rows(from, to, h, position + before, n - before);
-        tqkv__convert_rows(from, to, h, position, before);
+        tqkv__convert_rows(from, to, &q, h, position + before, n - before);
+        tqkv__convert_rows(from, to, &q, h, position, before);
     }
     tqkv__fp_restore(mode);
 }
@@ -3229,23 +3240,25 @@ static void tqkv__convert_task(void *context, int index)
 }
 
 /* Converts the positions [position, position + n) on the threads of a hook or, in place, in order. */
+static void tqkv__convert_streams(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n,
+                                  const tqkv_parallel *parallel)
+{
+    const bool in_place = to->codes == from->codes || (to->norms_size && to->norms == from->norms);
+    tqkv__convert_job job = {from, to, position, n, in_place ? 1 : tqkv__tasks_for(parallel, to, n)};
+    if (tqkv__same_rows(to, from))
+        tqkv__move_rows(from, position, to, position, n);
+    else if (job.n_tasks > 1)
+        parallel->run(parallel->user, job.n_tasks, tqkv__convert_task, &job);
+    else
+        tqkv__convert_task(&job, 0);
+}
+
 static tqkv_result tqkv__convert(const tqkv_store *to_store, const tqkv_store *from_store, int64_t position, int n,
                                  const tqkv_parallel *parallel)
 {
     tqkv__stream to, from;
     const tqkv_result r = tqkv__convert_open(to_store, from_store, position, n, &to, &from);
-    if (r != TQKV_OK) return r;
-    if (tqkv__same_rows(&to, &from)) {
-        tqkv__move_rows(&from, position, &to, position, n);
-        return r;
-    }
-    tqkv__convert_job job = {&from, &to, position, n, 1};
-    const bool in_place = to.codes == from.codes || (to.norms_size && to.norms == from.norms);
-    if (parallel->run && !in_place) job.n_tasks = tqkv__tasks_for(&to, n);
-    if (job.n_tasks > 1)
-        parallel->run(parallel->user, job.n_tasks, tqkv__convert_task, &job);
-    else
-        tqkv__convert_task(&job, 0);
+    if (r == TQKV_OK) tqkv__convert_streams(&to, &from, position, n, parallel);
     return r;
 }
 
@@ -10937,41 +10950,23 @@ static void tqkv__drop_raw(tqkv_cache *c)
 
 /* -- Learning -- */
 
-/* Widens a row of a store of halves that are not rotated to floats; row: [head_dim] */
-static void tqkv__raw_row(const tqkv__stream *raw, int kv_head, int slot, float *row)
-{
-    const tqkv__codec *codec = tqkv__codec_for(raw->head_dim);
-    const uint8_t *codes = tqkv__codes_at(raw, kv_head, slot);
-    if (codec ==
-        &tqkv__codec_scalar) /* on any machine: codes are little-endian; where there are vectors, floats are, too */
-        tqkv__decode_row(raw, codes, NULL, row);
-    else
-        codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, raw->head_dim, row);
-}
-
 /* Whether |v - v'|^2 > |v|^2 / 4, for the values v of a position and v' of the one before, over all heads, in 16 sums
    that are added by halves. */
 static TQKV__NOINLINE bool tqkv__judge(const tqkv__stream *raw, int slot)
 {
-    enum { LANES = 16 };
-    float row[TQKV_MAX_HEAD_DIM], before[TQKV_MAX_HEAD_DIM], sums[2][LANES];
+    float row[TQKV_MAX_HEAD_DIM], before[TQKV_MAX_HEAD_DIM], sums[2][16];
     if (slot == 0) return true;
     memset(sums, 0, sizeof sums);
     for (int h = 0; h < raw->n_kv_heads; h++) {
-        tqkv__raw_row(raw, h, slot, row);
-        tqkv__raw_row(raw, h, slot - 1, before);
+        tqkv__read_row(raw, h, slot, row);
+        tqkv__read_row(raw, h, slot - 1, before);
         for (int d = 0; d < raw->head_dim; d++) {
             const float x = TQKV__AS_FLOAT(row[d] - before[d]);
-            sums[0][d % LANES] = TQKV__AS_FLOAT(sums[0][d % LANES] + tqkv__rounded(x * x));
-            sums[1][d % LANES] = TQKV__AS_FLOAT(sums[1][d % LANES] + tqkv__rounded(row[d] * row[d]));
+            sums[0][d % 16] = TQKV__AS_FLOAT(sums[0][d % 16] + tqkv__rounded(x * x));
+            sums[1][d % 16] = TQKV__AS_FLOAT(sums[1][d % 16] + tqkv__rounded(row[d] * row[d]));
         }
     }
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int k = 0; k < half; k++) {
-            sums[0][k] = TQKV__AS_FLOAT(sums[0][k] + sums[0][k + half]);
-            sums[1][k] = TQKV__AS_FLOAT(sums[1][k] + sums[1][k + half]);
-        }
-    return sums[0][0] > sums[1][0] * 0.25f;
+    return tqkv__sum_16(sums[0]) > tqkv__sum_16(sums[1]) * 0.25f;
 }
 
 static void tqkv__judge_positions(const tqkv_cache *c)
@@ -10997,7 +10992,7 @@ static void tqkv__raw_means(const tqkv_cache *c, const tqkv__stream *raw, int kv
     memset(means, 0, (size_t)raw->head_dim * sizeof(float));
     for (int slot = first; slot < c->learn_from; slot++) {
         if (!c->is_new[slot]) continue;
-        tqkv__raw_row(raw, kv_head, slot, row);
+        tqkv__read_row(raw, kv_head, slot, row);
         if (center) tqkv__codec_for(raw->head_dim)->widen(TQKV_TYPE_F32, row, center, NULL, raw->head_dim, less);
         tqkv__add_row(center ? less : row, squared, raw->head_dim, means);
     }
@@ -11011,7 +11006,7 @@ static TQKV__NOINLINE void tqkv__limit_scales(const tqkv_cache *c, const tqkv__s
     float row[TQKV_MAX_HEAD_DIM], factor = 1.0f;
     memset(largest, 0, (size_t)raw->head_dim * sizeof(float));
     for (int slot = 0; slot < c->learn_from; slot++) {
-        tqkv__raw_row(raw, kv_head, slot, row);
+        tqkv__read_row(raw, kv_head, slot, row);
         for (int d = 0; d < raw->head_dim; d++) {
             const float size = fabsf(TQKV__AS_FLOAT(row[d] - center[d]));
             largest[d] = size > largest[d] ? size : largest[d];
@@ -11058,78 +11053,18 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
 
 /* -- Encoding what was raw -- */
 
-/* The raw halves of a cache, and where they go: tasks for each head of each stream. end: of the append */
-typedef struct tqkv__raw_job {
-    tqkv__stream raw[2], to[2], first[2], newest[2];
-    bool has_first[2], has_newest[2];
-    int n, n_heads;
-    int64_t end;
-} tqkv__raw_job;
-
-/* Encodes n raw halves of a head; newest: NULL, or a ring of halves for those that it will hold at `end`. */
-static TQKV__NOINLINE void tqkv__encode_raw(const tqkv__stream *raw, const tqkv__stream *to, const tqkv__stream *newest,
-                                            int kv_head, int n, int64_t end)
+/* Encodes n raw positions of its stream to store i, or those that it holds of them at `end`: rows of the same format are
+   copied. */
+static void tqkv__settle_store(const tqkv_cache *c, int i, int64_t n, int64_t end)
 {
-    enum { buffer = 1024 };
-    TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
-    float room[TQKV_MAX_HEAD_DIM];
-    tqkv__row rows[buffer / 32];
-    tqkv__quantiser q;
-    tqkv__stream floats = *to;
-    const int batch = buffer / to->head_dim;
-    const float *inverses = tqkv__inverses_of(to, kv_head, 1, room);
-    floats.type = TQKV_TYPE_F32;
-    if (to->kind == TQKV__BOOK) tqkv__quantiser_open(to, &q);
-    for (int p = 0; p < n; p += batch) {
-        const int now = n - p < batch ? n - p : batch;
-        for (int i = 0; i < now; i++) {
-            float *row = values + i * to->head_dim;
-            const int slot = tqkv__slot(to, p + i);
-            const bool half = newest && end - (p + i) <= newest->capacity;
-            tqkv__raw_row(raw, kv_head, p + i, row);
-            rows[i].src = row;
-            rows[i].center = tqkv__center_of(to, kv_head);
-            rows[i].inverses = inverses;
-            rows[i].codes = tqkv__codes_at(to, kv_head, slot);
-            rows[i].norms = tqkv__norms_at(to, kv_head, slot);
-            rows[i].factors = NULL;
-            rows[i].half = half ? tqkv__codes_at(newest, kv_head, tqkv__slot(newest, p + i)) : NULL;
-        }
-        tqkv__codec_for(to->head_dim)->encode_rows(&floats, &q, rows, now);
-    }
-}
-
-static void tqkv__raw_task(void *context, int index)
-{
-    const tqkv__raw_job *job = (const tqkv__raw_job *)context;
-    const int side = index / job->n_heads, h = index % job->n_heads;
-    const int first = job->n < job->first[side].capacity ? job->n : job->first[side].capacity;
-    const uint64_t mode = tqkv__fp_exact();
-    tqkv__encode_raw(&job->raw[side], &job->to[side], job->has_newest[side] ? &job->newest[side] : NULL, h, job->n,
-                     job->end);
-    if (job->has_first[side]) tqkv__encode_raw(&job->raw[side], &job->first[side], NULL, h, first, job->end);
-    tqkv__fp_restore(mode);
-}
-
-static void tqkv__open_raw_side(const tqkv_cache *c, const tqkv_store *raw, int side, tqkv__raw_job *job)
-{
-    const tqkv_store *first = tqkv__store_of(c, TQKV__FIRST_KEYS + side),
-                     *newest = tqkv__store_of(c, TQKV__LAST_KEYS + side);
-    (void)tqkv__stream_open(&raw[side], &job->raw[side]);
-    (void)tqkv__stream_open(tqkv__store_of(c, side), &job->to[side]);
-    job->has_first[side] = first && tqkv__stream_open(first, &job->first[side]) == TQKV_OK;
-    job->has_newest[side] = newest && tqkv__stream_open(newest, &job->newest[side]) == TQKV_OK;
-}
-
-static tqkv_result tqkv__settle_tail(const tqkv_cache *c, const tqkv_store *raw, int n)
-{
-    const tqkv_store *const stores[2] = {tqkv__store_of(c, TQKV__TAIL), tqkv__store_of(c, TQKV__FIRST_TAIL)};
-    tqkv_result r = TQKV_OK;
-    for (int i = 0; r == TQKV_OK && i < 2; i++)
-        if (raw[2].head_dim && stores[i])
-            r = tqkv__convert(stores[i], &raw[2], 0, i && n > c->exact_first ? c->exact_first : n,
-                              &c->attention.parallel);
-    return r;
+    const tqkv__stream_kind kind = tqkv__stream_kinds[i];
+    const int64_t oldest = kind.end == TQKV__LAST_END ? end - tqkv__newest_room(c) : 0, from = oldest > 0 ? oldest : 0;
+    tqkv__stream raw, to;
+    if (kind.end == TQKV__FIRST_END && n > c->exact_first) n = c->exact_first;
+    if (from >= n || !tqkv__has_store(c, i) || tqkv__stream_open(&c->raw[kind.side], &raw) != TQKV_OK ||
+        tqkv__stream_open(TQKV__STORE_AT(c, i), &to) != TQKV_OK)
+        return;
+    tqkv__convert_streams(&to, &raw, from, (int)(n - from), &c->attention.parallel);
 }
 
 static void tqkv__count_settled(tqkv_cache *c, int64_t n, int64_t end)
@@ -11143,27 +11078,18 @@ static void tqkv__count_settled(tqkv_cache *c, int64_t n, int64_t end)
 }
 
 /* Learns, and encodes n raw positions, with what is kept besides of them at `end`. */
-static tqkv_result tqkv__settle(tqkv_cache *c, int64_t n, int64_t end)
+static void tqkv__settle(tqkv_cache *c, int64_t n, int64_t end)
 {
-    tqkv__raw_job job;
-    const int sides = c->shared ? 1 : 2;
-    const tqkv_parallel *parallel = &c->attention.parallel;
-    memset(&job, 0, sizeof job);
     tqkv__learn(c);
-    for (int side = 0; side < sides; side++) tqkv__open_raw_side(c, c->raw, side, &job);
-    job.n = (int)n;
-    job.n_heads = c->keys.n_kv_heads;
-    job.end = end;
-    parallel->run(parallel->user, sides * job.n_heads, tqkv__raw_task, &job);
+    for (int i = 0; i < TQKV__RAW; i++) tqkv__settle_store(c, i, n, end);
     tqkv__count_settled(c, n, end);
-    return tqkv__settle_tail(c, c->raw, (int)n); /* rows of the same format are copied */
 }
 
 /* Learns and encodes all if the positions suffice, after an edit. */
 static void tqkv__settle_edited(tqkv_cache *c)
 {
     const int64_t end = c->attention.end;
-    if (c->learning && end >= c->learn_from) (void)tqkv__settle(c, end, end);
+    if (c->learning && end >= c->learn_from) tqkv__settle(c, end, end);
 }
 
 /* -- Appending -- */
@@ -11218,7 +11144,7 @@ static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
     if (r != TQKV_OK) return r;
     tqkv__take_raw(c, append, (int)(at - c->attention.end));
     if (at < c->learn_from) return TQKV_OK;
-    (void)tqkv__settle(c, at, end); /* rows of the same format are copied */
+    tqkv__settle(c, at, end);
     if (append->job.n_tokens) tqkv__append_raw(c, append, TQKV__TILE);
     c->raw_end = end - at < TQKV__TILE ? end : at + TQKV__TILE;
     if (c->attention.non_causal) tqkv__drop_raw(c); /* all queries see what is encoded */
@@ -11246,9 +11172,12 @@ static void tqkv__count_append(tqkv_cache *c, int n_tokens)
 
 /* On a GPU a tail is encoded to its stream while the cache learns, too; after raw rows moved or came, the stream
    follows. */
-static tqkv_result tqkv__follow_tail(const tqkv_cache *c)
+static void tqkv__follow_tail(const tqkv_cache *c)
 {
-    return c->metal && c->learning ? tqkv__settle_tail(c, c->raw, (int)c->attention.end) : TQKV_OK;
+    const int64_t end = c->attention.end;
+    if (!c->metal || !c->learning) return;
+    tqkv__settle_store(c, TQKV__TAIL, end, end);
+    tqkv__settle_store(c, TQKV__FIRST_TAIL, end, end);
 }
 
 /* -- Attending -- */
@@ -11460,7 +11389,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     if (count) tqkv__exact_begins(c, first < kept ? (behind > kept ? behind : kept) - count : kept);
     if (first < c->exact_below) c->exact_below = c->exact_below > behind ? c->exact_below - count : first;
     c->attention.end -= count;
-    return tqkv__follow_tail(c);
+    tqkv__follow_tail(c);
+    return TQKV_OK;
 }
 
 /* Returns how many of the first positions are kept: those do not move. */
@@ -11497,7 +11427,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     if (first < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
     if (n_kept < n) tqkv__exact_begins(c, first < kept_from ? c->attention.end : kept_from);
     tqkv__settle_edited(c);
-    return tqkv__follow_tail(c);
+    tqkv__follow_tail(c);
+    return TQKV_OK;
 }
 
 /* The fields of a desc, and where a cache has them: those that a snapshot holds, then others. */
@@ -11609,7 +11540,8 @@ static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const
     copy->exact_from = c->exact_from;
     copy->exact_held = tqkv__range_of(c, TQKV__LAST_KEYS).from;
     copy->attention.end = c->attention.end;
-    return r == TQKV_OK ? tqkv__follow_tail(copy) : r;
+    if (r == TQKV_OK) tqkv__follow_tail(copy);
+    return r;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)
@@ -12130,7 +12062,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
         return r;
     }
     r = tqkv__move_stores(&pipe, c);
-    if (r == TQKV_OK) r = tqkv__follow_tail(c);
+    if (r == TQKV_OK) tqkv__follow_tail(c);
     if (r == TQKV_OK) tqkv__take_channels(c, 0, found.scales);
     if (r == TQKV_OK) r = tqkv__check_same_given(desc, c);
     tqkv__drop_held(&ahead);

@@ -181,11 +181,3 @@ static float tqkv__tanh(float x)
     const float m = tqkv__fma(power, tail, TQKV__AS_FLOAT(power - 1.0f));
     return copysignf(TQKV__AS_FLOAT(fabsf(m) / TQKV__AS_FLOAT(2.0f + m)), x);
 }
-
-/* Only bytes that no encoder wrote can be NaN or Inf. */
-static bool tqkv__halves_finite(const uint8_t *halves, size_t n)
-{
-    bool finite = true;
-    for (size_t i = 0; i < n; i++) finite &= (halves[2 * i + 1] & 0x7c) != 0x7c;
-    return finite;
-}

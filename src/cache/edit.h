@@ -108,7 +108,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     if (count) tqkv__exact_begins(c, first < kept ? (behind > kept ? behind : kept) - count : kept);
     if (first < c->exact_below) c->exact_below = c->exact_below > behind ? c->exact_below - count : first;
     c->attention.end -= count;
-    return tqkv__follow_tail(c);
+    tqkv__follow_tail(c);
+    return TQKV_OK;
 }
 
 /* Returns how many of the first positions are kept: those do not move. */
@@ -145,7 +146,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     if (first < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
     if (n_kept < n) tqkv__exact_begins(c, first < kept_from ? c->attention.end : kept_from);
     tqkv__settle_edited(c);
-    return tqkv__follow_tail(c);
+    tqkv__follow_tail(c);
+    return TQKV_OK;
 }
 
 /* The fields of a desc, and where a cache has them: those that a snapshot holds, then others. */
@@ -257,7 +259,8 @@ static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const
     copy->exact_from = c->exact_from;
     copy->exact_held = tqkv__range_of(c, TQKV__LAST_KEYS).from;
     copy->attention.end = c->attention.end;
-    return r == TQKV_OK ? tqkv__follow_tail(copy) : r;
+    if (r == TQKV_OK) tqkv__follow_tail(copy);
+    return r;
 }
 
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_fork(const tqkv_cache *c, const tqkv_cache_desc *desc, tqkv_cache **out)

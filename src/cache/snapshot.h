@@ -484,7 +484,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
         return r;
     }
     r = tqkv__move_stores(&pipe, c);
-    if (r == TQKV_OK) r = tqkv__follow_tail(c);
+    if (r == TQKV_OK) tqkv__follow_tail(c);
     if (r == TQKV_OK) tqkv__take_channels(c, 0, found.scales);
     if (r == TQKV_OK) r = tqkv__check_same_given(desc, c);
     tqkv__drop_held(&ahead);

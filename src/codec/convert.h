@@ -22,11 +22,25 @@ static void tqkv__move_rows(const tqkv__stream *from, int64_t source, const tqkv
     }
 }
 
+/* Decodes a row in the basis of its codes; dst: [head_dim]. Codes are little-endian on any machine; where there are
+   vectors, so are halves. */
+static void tqkv__read_row(const tqkv__stream *s, int kv_head, int slot, float *dst)
+{
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    const uint8_t *codes = tqkv__codes_at(s, kv_head, slot);
+    if (s->kind == TQKV__HALF && codec != &tqkv__codec_scalar)
+        codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, s->head_dim, dst);
+    else
+        tqkv__decode_row(s, codes, tqkv__norms_at(s, kv_head, slot), dst);
+}
+
 /* Whether decoding and rotating a row gives floats. The bound leaves room for sums of TQKV_MAX_HEAD_DIM products. */
 static bool tqkv__row_converts(const tqkv__stream *s, int kv_head, int slot)
 {
+    float row[TQKV_MAX_HEAD_DIM];
     const float *norms = tqkv__norms_at(s, kv_head, slot);
-    if (s->kind == TQKV__HALF) return tqkv__halves_finite(tqkv__codes_at(s, kv_head, slot), (size_t)s->head_dim);
+    if (s->kind == TQKV__HALF) tqkv__read_row(s, kv_head, slot, row);
+    if (s->kind == TQKV__HALF) return tqkv__all_finite(row, (size_t)s->head_dim);
     for (int b = 0; b < s->norms_per_row; b++)
         if (!(fabsf(tqkv__factor(s, norms[b])) < 1.0e30f)) return false;
     return true;
@@ -63,7 +77,8 @@ static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from, 
 /* Whether rows are copied rather than encoded again. */
 static bool tqkv__same_rows(const tqkv__stream *a, const tqkv__stream *b)
 {
-    return a->format == b->format && a->rotated == b->rotated &&
+    return a->format == b->format && a->rotated == b->rotated && !a->center == !b->center &&
+           !a->channel_scale == !b->channel_scale &&
            (a->block_scale == b->block_scale || a->kind != TQKV__BOOK || a->norms_per_row == 1);
 }
 
@@ -104,35 +119,38 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
     return TQKV_OK;
 }
 
-/* Converts the rows of n positions of a head, in their order, a few at a time: all of these are read, then written. */
-static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tqkv__stream *to, int kv_head,
-                                              int64_t position, int64_t n)
+/* Converts the rows of n positions of a head, in their order, a few at a time: all of these are read, then written. Of
+   rows as they came, `from` lacks the centre and the scale of `to`. */
+static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tqkv__stream *to,
+                                              const tqkv__quantiser *q, int kv_head, int64_t position, int64_t n)
 {
     enum { buffer = 1024 };
     TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
+    float room[TQKV_MAX_HEAD_DIM];
     tqkv__row rows[buffer / 32];
-    tqkv__quantiser q;
     tqkv__stream decoded = *to; /* how the decoded rows are encoded */
     const tqkv__codec *codec = tqkv__codec_for(to->head_dim);
     const int batch = buffer / to->head_dim;
+    const float *center = from->center ? NULL : tqkv__center_of(to, kv_head),
+                *inverses = from->channel_scale ? NULL : tqkv__inverses_of(to, kv_head, 1, room);
     decoded.type = TQKV_TYPE_F32;
     decoded.rotated = to->rotated && !from->rotated;
-    if (to->kind == TQKV__BOOK) tqkv__quantiser_open(to, &q);
     for (; n > 0; position += batch, n -= batch) {
         const int now = n < batch ? (int)n : batch;
         for (int i = 0; i < now; i++) {
-            const int source = tqkv__slot(from, position + i), target = tqkv__slot(to, position + i);
+            const int target = tqkv__slot(to, position + i);
             float *row = values + i * to->head_dim;
-            tqkv__decode_row(from, tqkv__codes_at(from, kv_head, source), tqkv__norms_at(from, kv_head, source), row);
+            tqkv__read_row(from, kv_head, tqkv__slot(from, position + i), row);
             if (from->rotated && !to->rotated) codec->unrotate(row, to->head_dim);
             rows[i].src = row;
-            rows[i].center = rows[i].inverses = NULL;
+            rows[i].center = center;
+            rows[i].inverses = inverses;
             rows[i].codes = tqkv__codes_at(to, kv_head, target);
             rows[i].norms = tqkv__norms_at(to, kv_head, target);
             rows[i].half = NULL;
             rows[i].factors = NULL;
         }
-        codec->encode_rows(&decoded, &q, rows, now);
+        codec->encode_rows(&decoded, q, rows, now);
     }
 }
 
@@ -142,9 +160,11 @@ static void tqkv__convert_range(const tqkv__stream *from, const tqkv__stream *to
 {
     const int64_t room = from->ring ? tqkv__slots_left(from, position) : n, before = n < room ? n : room;
     const uint64_t mode = tqkv__fp_exact();
+    tqkv__quantiser q;
+    if (to->kind == TQKV__BOOK) tqkv__quantiser_open(to, &q);
     for (int h = 0; h < from->n_kv_heads; h++) {
-        tqkv__convert_rows(from, to, h, position + before, n - before);
-        tqkv__convert_rows(from, to, h, position, before);
+        tqkv__convert_rows(from, to, &q, h, position + before, n - before);
+        tqkv__convert_rows(from, to, &q, h, position, before);
     }
     tqkv__fp_restore(mode);
 }
@@ -163,23 +183,25 @@ static void tqkv__convert_task(void *context, int index)
 }
 
 /* Converts the positions [position, position + n) on the threads of a hook or, in place, in order. */
+static void tqkv__convert_streams(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n,
+                                  const tqkv_parallel *parallel)
+{
+    const bool in_place = to->codes == from->codes || (to->norms_size && to->norms == from->norms);
+    tqkv__convert_job job = {from, to, position, n, in_place ? 1 : tqkv__tasks_for(parallel, to, n)};
+    if (tqkv__same_rows(to, from))
+        tqkv__move_rows(from, position, to, position, n);
+    else if (job.n_tasks > 1)
+        parallel->run(parallel->user, job.n_tasks, tqkv__convert_task, &job);
+    else
+        tqkv__convert_task(&job, 0);
+}
+
 static tqkv_result tqkv__convert(const tqkv_store *to_store, const tqkv_store *from_store, int64_t position, int n,
                                  const tqkv_parallel *parallel)
 {
     tqkv__stream to, from;
     const tqkv_result r = tqkv__convert_open(to_store, from_store, position, n, &to, &from);
-    if (r != TQKV_OK) return r;
-    if (tqkv__same_rows(&to, &from)) {
-        tqkv__move_rows(&from, position, &to, position, n);
-        return r;
-    }
-    tqkv__convert_job job = {&from, &to, position, n, 1};
-    const bool in_place = to.codes == from.codes || (to.norms_size && to.norms == from.norms);
-    if (parallel->run && !in_place) job.n_tasks = tqkv__tasks_for(&to, n);
-    if (job.n_tasks > 1)
-        parallel->run(parallel->user, job.n_tasks, tqkv__convert_task, &job);
-    else
-        tqkv__convert_task(&job, 0);
+    if (r == TQKV_OK) tqkv__convert_streams(&to, &from, position, n, parallel);
     return r;
 }
 

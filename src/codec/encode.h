@@ -194,7 +194,6 @@ static void tqkv__encode_job_open(tqkv__encode_job *job, const tqkv_parallel *pa
 {
     memset(job, 0, sizeof *job);
     job->parallel = *parallel;
-    if (!job->parallel.run) job->parallel.run = tqkv__run_serial;
     job->n_tokens = n_tokens;
     job->position = position;
 }
@@ -206,18 +205,18 @@ static void tqkv__add_stream(tqkv__encode_job *job, const tqkv__stream *s, const
     job->src[job->n_streams++] = src;
 }
 
-/* Returns the number of tasks for tokens of a stream: one for each 64 KiB of floats, which take about ten
-   microseconds. */
-static int tqkv__tasks_for(const tqkv__stream *s, int n_tokens)
+/* Returns the number of tasks for tokens of a stream: one or, with a hook, one for each 64 KiB of floats, which take
+   about ten microseconds. */
+static int tqkv__tasks_for(const tqkv_parallel *parallel, const tqkv__stream *s, int n_tokens)
 {
     const int64_t wanted = (int64_t)n_tokens * s->n_kv_heads * s->head_dim / 16384;
-    return wanted < 1 ? 1 : wanted < TQKV__ENCODE_TASKS ? (int)wanted : TQKV__ENCODE_TASKS;
+    const bool serial = !parallel->run || parallel->run == tqkv__run_serial;
+    return serial || wanted < 1 ? 1 : wanted < TQKV__ENCODE_TASKS ? (int)wanted : TQKV__ENCODE_TASKS;
 }
 
 static void tqkv__run_encode_tasks(tqkv__encode_job *job)
 {
-    const bool serial = job->parallel.run == tqkv__run_serial || !job->n_streams;
-    job->n_tasks = serial ? 1 : tqkv__tasks_for(job->streams[0], job->n_tokens);
+    job->n_tasks = job->n_streams ? tqkv__tasks_for(&job->parallel, job->streams[0], job->n_tokens) : 1;
     if (job->n_tasks > 1)
         job->parallel.run(job->parallel.user, job->n_streams * job->n_tasks, tqkv__encode_task, job);
     else
