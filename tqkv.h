@@ -2548,16 +2548,16 @@ static void tqkv__pack(const tqkv__stream *s, const uint8_t *codes, uint8_t *row
     }
 }
 
-/* Unpacks row: [row_bytes] -> codes: [head_dim]. Every byte is valid: bits above a code are ignored. */
-static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *codes)
+/* Unpacks n codes of a row from number `first` on. Every byte is valid: bits above a code are ignored. codes: [n] */
+static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, int first, int n, uint8_t *codes)
 {
     const int main_bits = s->main_bits, upper_bits = s->upper_bits;
     const int main_mask = (1 << main_bits) - 1, code_mask = s->book_bits ? (1 << s->book_bits) - 1 : main_mask;
     const uint8_t *upper = row + s->head_dim * main_bits / 8;
-    for (int i = 0; i < s->head_dim; i++) {
+    for (int i = first; i < first + n; i++) {
         int code = (row[i * main_bits / 8] >> (i * main_bits % 8)) & main_mask;
         if (upper_bits) code |= upper[i * upper_bits / 8] >> (i * upper_bits % 8) << main_bits;
-        codes[i] = (uint8_t)(code & code_mask);
+        *codes++ = (uint8_t)(code & code_mask);
     }
 }
 
@@ -2702,7 +2702,7 @@ static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t
             dst[i] = tqkv__float_from_half((uint16_t)(row[2 * i] | row[2 * i + 1] << 8));
         return;
     }
-    tqkv__unpack(s, row, codes);
+    tqkv__unpack(s, row, 0, s->head_dim, codes);
     for (int b = 0; b < s->norms_per_row; b++) {
         const float factor = tqkv__factor(s, norms[b]);
         for (int i = b * s->norm_dim; i < (b + 1) * s->norm_dim; i++)
@@ -3802,13 +3802,9 @@ static void tqkv__fill_integers(tqkv__stream *s)
 
 static void tqkv__integers_at(const tqkv__stream *s, const uint8_t *row, int first, int n, int8_t *integers)
 {
-    const int main_bits = s->main_bits, upper_bits = s->upper_bits;
-    const uint8_t *upper = row + s->head_dim * main_bits / 8;
-    for (int i = first; i < first + n; i++) {
-        int code = row[i * main_bits / 8] >> (i * main_bits % 8) & ((1 << main_bits) - 1);
-        if (upper_bits) code |= upper[i * upper_bits / 8] >> (i * upper_bits % 8) << main_bits;
-        *integers++ = (int8_t)(s->kind == TQKV__GRID ? code : s->centroids[code & 63]);
-    }
+    uint8_t codes[TQKV_MAX_HEAD_DIM];
+    tqkv__unpack(s, row, first, n, codes);
+    for (int i = 0; i < n; i++) integers[i] = s->kind == TQKV__GRID ? (int8_t)codes[i] : s->centroids[codes[i]];
 }
 
 /* Returns what multiplies integers against the value whose bits are `largest`: step * value / T. NaN if it is not
@@ -3830,9 +3826,7 @@ static float tqkv__integer_scale(uint32_t largest)
 
 static float tqkv__to_integers(const float *x, int n, float step, int16_t *to)
 {
-    uint32_t largest = 0;
-    for (int i = 0; i < n; i++)
-        if ((tqkv__bits(x[i]) & 0x7fffffffu) > largest) largest = tqkv__bits(x[i]) & 0x7fffffffu;
+    const uint32_t largest = tqkv__largest_bits(x, (size_t)n);
     const float scale = tqkv__integer_scale(largest);
     for (int i = 0; i < n; i++) to[i] = (int16_t)(scale > 0.0f ? tqkv__round(tqkv__rounded(x[i] * scale)) : 0.0f);
     return tqkv__integer_unit(largest, step);
@@ -3850,12 +3844,8 @@ static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, 
    values reach an eighth of the largest, as in one Gaussian row of 400. */
 static bool tqkv__round_rest(float *query, int n)
 {
-    uint32_t largest = 0;
+    const uint32_t largest = tqkv__largest_bits(query, (size_t)n);
     int high = 0;
-    for (int d = 0; d < n; d++) {
-        const uint32_t size = tqkv__bits(query[d]) & 0x7fffffffu;
-        if (size > largest) largest = size;
-    }
     if (largest >= 0x7f800000u || tqkv__float(largest) <= TQKV__INTEGER_LEAST) return false;
     const uint32_t eighth = largest - (3u << 23);
     for (int d = 0; d < n; d++) high += (tqkv__bits(query[d]) & 0x7fffffffu) >= eighth;
@@ -7718,25 +7708,25 @@ static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream 
     return tqkv__check_beside(codes, s);
 }
 
-/* Returns the first position that a query reads from the halves of the newest, 0 where these are codes. A query whose
-   own position does not matter stands at the end. */
+/* Returns where a query's newest positions begin. One whose own position does not matter stands at the end. */
+static int64_t tqkv__newest_of(const tqkv_attention *call, int query)
+{
+    const bool at_end = call->non_causal && !call->window;
+    const int64_t back = (int64_t)call->last.n + (at_end ? 0 : call->n_queries - 1 - query);
+    const int64_t from = back < 0 ? call->end : call->end - back;
+    return from > call->last.from ? from : call->last.from;
+}
+
+/* Returns the first position that a query reads from the halves of the newest, 0 where these are codes. */
 static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
 {
-    const tqkv_attention *call = &a->call;
-    const bool at_end = call->non_causal && !call->window;
-    if (!a->exact[1][0] && !a->exact[1][1]) return 0;
-    const int64_t from = call->end - call->last.n - (at_end ? 0 : call->n_queries - 1 - query);
-    return from > call->last.from ? from : call->last.from;
+    return a->exact[1][0] || a->exact[1][1] ? tqkv__newest_of(&a->call, query) : 0;
 }
 
 /* Returns the oldest position that some query reads from the halves of the newest. */
 static int64_t tqkv__exact_oldest(const tqkv_attention *call, int64_t first)
 {
-    const bool at_end = call->non_causal && !call->window;
-    const int64_t back = (int64_t)call->last.n + (at_end ? 0 : call->n_queries - 1);
-    int64_t from = back < 0 ? call->end : call->end - back;
-    if (from < call->last.from) from = call->last.from;
-    if (from < first) from = first;
+    const int64_t newest = tqkv__newest_of(call, 0), from = newest > first ? newest : first;
     return from < call->end ? from : call->end;
 }
 
@@ -9661,17 +9651,6 @@ static tqkv_result tqkv__check_outputs(const tqkv__request *requests, int n_requ
     return overlap ? TQKV__INVALID("the output of an item overlaps an array of another") : TQKV_OK;
 }
 
-/* Opens and checks one item, with the hooks of the first. Adds its request if it has queries. */
-static tqkv_result tqkv__open_item(const tqkv_attention *items, int i, const void *q, void *out, tqkv__attention *a,
-                                   tqkv__request *requests, int *n_requests)
-{
-    tqkv_attention item = items[i];
-    item.parallel = items[0].parallel;
-    item.allocator = items[0].allocator;
-    const tqkv_result r = tqkv__attention_open(&item, a);
-    return r == TQKV_OK && a->call.n_queries ? tqkv__cut_whole(a, q, out, &requests[(*n_requests)++]) : r;
-}
-
 TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items, const void *const *q, void *const *out)
 {
     size_t size;
@@ -9687,8 +9666,13 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
     if (!opened) return TQKV_OUT_OF_MEMORY;
     tqkv__request *requests = (tqkv__request *)(void *)(opened + n_items);
     tqkv_result r = TQKV_OK;
-    for (int i = 0; r == TQKV_OK && i < n_items; i++)
-        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], requests, &n_requests);
+    for (int i = 0; r == TQKV_OK && i < n_items; i++) {
+        tqkv_attention item = items[i];
+        item.parallel = items[0].parallel;
+        item.allocator = items[0].allocator;
+        r = tqkv__attention_open(&item, &opened[i]);
+        if (r == TQKV_OK && item.n_queries) r = tqkv__cut_whole(&opened[i], q[i], out[i], &requests[n_requests++]);
+    }
     if (r == TQKV_OK && n_requests) r = tqkv__check_outputs(requests, n_requests, &allocator);
     if (r == TQKV_OK && n_requests) r = tqkv__run_job(requests, n_requests);
     allocator.free(allocator.user, opened, size);

@@ -192,17 +192,6 @@ static tqkv_result tqkv__check_outputs(const tqkv__request *requests, int n_requ
     return overlap ? TQKV__INVALID("the output of an item overlaps an array of another") : TQKV_OK;
 }
 
-/* Opens and checks one item, with the hooks of the first. Adds its request if it has queries. */
-static tqkv_result tqkv__open_item(const tqkv_attention *items, int i, const void *q, void *out, tqkv__attention *a,
-                                   tqkv__request *requests, int *n_requests)
-{
-    tqkv_attention item = items[i];
-    item.parallel = items[0].parallel;
-    item.allocator = items[0].allocator;
-    const tqkv_result r = tqkv__attention_open(&item, a);
-    return r == TQKV_OK && a->call.n_queries ? tqkv__cut_whole(a, q, out, &requests[(*n_requests)++]) : r;
-}
-
 TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items, const void *const *q, void *const *out)
 {
     size_t size;
@@ -218,8 +207,13 @@ TQKV_API tqkv_result tqkv_attend_batch(const tqkv_attention *items, int n_items,
     if (!opened) return TQKV_OUT_OF_MEMORY;
     tqkv__request *requests = (tqkv__request *)(void *)(opened + n_items);
     tqkv_result r = TQKV_OK;
-    for (int i = 0; r == TQKV_OK && i < n_items; i++)
-        r = tqkv__open_item(items, i, q[i], out[i], &opened[i], requests, &n_requests);
+    for (int i = 0; r == TQKV_OK && i < n_items; i++) {
+        tqkv_attention item = items[i];
+        item.parallel = items[0].parallel;
+        item.allocator = items[0].allocator;
+        r = tqkv__attention_open(&item, &opened[i]);
+        if (r == TQKV_OK && item.n_queries) r = tqkv__cut_whole(&opened[i], q[i], out[i], &requests[n_requests++]);
+    }
     if (r == TQKV_OK && n_requests) r = tqkv__check_outputs(requests, n_requests, &allocator);
     if (r == TQKV_OK && n_requests) r = tqkv__run_job(requests, n_requests);
     allocator.free(allocator.user, opened, size);

@@ -189,25 +189,25 @@ static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream 
     return tqkv__check_beside(codes, s);
 }
 
-/* Returns the first position that a query reads from the halves of the newest, 0 where these are codes. A query whose
-   own position does not matter stands at the end. */
+/* Returns where a query's newest positions begin. One whose own position does not matter stands at the end. */
+static int64_t tqkv__newest_of(const tqkv_attention *call, int query)
+{
+    const bool at_end = call->non_causal && !call->window;
+    const int64_t back = (int64_t)call->last.n + (at_end ? 0 : call->n_queries - 1 - query);
+    const int64_t from = back < 0 ? call->end : call->end - back;
+    return from > call->last.from ? from : call->last.from;
+}
+
+/* Returns the first position that a query reads from the halves of the newest, 0 where these are codes. */
 static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
 {
-    const tqkv_attention *call = &a->call;
-    const bool at_end = call->non_causal && !call->window;
-    if (!a->exact[1][0] && !a->exact[1][1]) return 0;
-    const int64_t from = call->end - call->last.n - (at_end ? 0 : call->n_queries - 1 - query);
-    return from > call->last.from ? from : call->last.from;
+    return a->exact[1][0] || a->exact[1][1] ? tqkv__newest_of(&a->call, query) : 0;
 }
 
 /* Returns the oldest position that some query reads from the halves of the newest. */
 static int64_t tqkv__exact_oldest(const tqkv_attention *call, int64_t first)
 {
-    const bool at_end = call->non_causal && !call->window;
-    const int64_t back = (int64_t)call->last.n + (at_end ? 0 : call->n_queries - 1);
-    int64_t from = back < 0 ? call->end : call->end - back;
-    if (from < call->last.from) from = call->last.from;
-    if (from < first) from = first;
+    const int64_t newest = tqkv__newest_of(call, 0), from = newest > first ? newest : first;
     return from < call->end ? from : call->end;
 }
 

@@ -47,13 +47,9 @@ static void tqkv__fill_integers(tqkv__stream *s)
 
 static void tqkv__integers_at(const tqkv__stream *s, const uint8_t *row, int first, int n, int8_t *integers)
 {
-    const int main_bits = s->main_bits, upper_bits = s->upper_bits;
-    const uint8_t *upper = row + s->head_dim * main_bits / 8;
-    for (int i = first; i < first + n; i++) {
-        int code = row[i * main_bits / 8] >> (i * main_bits % 8) & ((1 << main_bits) - 1);
-        if (upper_bits) code |= upper[i * upper_bits / 8] >> (i * upper_bits % 8) << main_bits;
-        *integers++ = (int8_t)(s->kind == TQKV__GRID ? code : s->centroids[code & 63]);
-    }
+    uint8_t codes[TQKV_MAX_HEAD_DIM];
+    tqkv__unpack(s, row, first, n, codes);
+    for (int i = 0; i < n; i++) integers[i] = s->kind == TQKV__GRID ? (int8_t)codes[i] : s->centroids[codes[i]];
 }
 
 /* Returns what multiplies integers against the value whose bits are `largest`: step * value / T. NaN if it is not
@@ -75,9 +71,7 @@ static float tqkv__integer_scale(uint32_t largest)
 
 static float tqkv__to_integers(const float *x, int n, float step, int16_t *to)
 {
-    uint32_t largest = 0;
-    for (int i = 0; i < n; i++)
-        if ((tqkv__bits(x[i]) & 0x7fffffffu) > largest) largest = tqkv__bits(x[i]) & 0x7fffffffu;
+    const uint32_t largest = tqkv__largest_bits(x, (size_t)n);
     const float scale = tqkv__integer_scale(largest);
     for (int i = 0; i < n; i++) to[i] = (int16_t)(scale > 0.0f ? tqkv__round(tqkv__rounded(x[i] * scale)) : 0.0f);
     return tqkv__integer_unit(largest, step);
@@ -95,12 +89,8 @@ static void tqkv__round_query_scalar(const tqkv__stream *s, const float *query, 
    values reach an eighth of the largest, as in one Gaussian row of 400. */
 static bool tqkv__round_rest(float *query, int n)
 {
-    uint32_t largest = 0;
+    const uint32_t largest = tqkv__largest_bits(query, (size_t)n);
     int high = 0;
-    for (int d = 0; d < n; d++) {
-        const uint32_t size = tqkv__bits(query[d]) & 0x7fffffffu;
-        if (size > largest) largest = size;
-    }
     if (largest >= 0x7f800000u || tqkv__float(largest) <= TQKV__INTEGER_LEAST) return false;
     const uint32_t eighth = largest - (3u << 23);
     for (int d = 0; d < n; d++) high += (tqkv__bits(query[d]) & 0x7fffffffu) >= eighth;

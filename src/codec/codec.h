@@ -190,16 +190,16 @@ static void tqkv__pack(const tqkv__stream *s, const uint8_t *codes, uint8_t *row
     }
 }
 
-/* Unpacks row: [row_bytes] -> codes: [head_dim]. Every byte is valid: bits above a code are ignored. */
-static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, uint8_t *codes)
+/* Unpacks n codes of a row from number `first` on. Every byte is valid: bits above a code are ignored. codes: [n] */
+static void tqkv__unpack(const tqkv__stream *s, const uint8_t *row, int first, int n, uint8_t *codes)
 {
     const int main_bits = s->main_bits, upper_bits = s->upper_bits;
     const int main_mask = (1 << main_bits) - 1, code_mask = s->book_bits ? (1 << s->book_bits) - 1 : main_mask;
     const uint8_t *upper = row + s->head_dim * main_bits / 8;
-    for (int i = 0; i < s->head_dim; i++) {
+    for (int i = first; i < first + n; i++) {
         int code = (row[i * main_bits / 8] >> (i * main_bits % 8)) & main_mask;
         if (upper_bits) code |= upper[i * upper_bits / 8] >> (i * upper_bits % 8) << main_bits;
-        codes[i] = (uint8_t)(code & code_mask);
+        *codes++ = (uint8_t)(code & code_mask);
     }
 }
 
@@ -344,7 +344,7 @@ static TQKV__NOINLINE void tqkv__decode_row(const tqkv__stream *s, const uint8_t
             dst[i] = tqkv__float_from_half((uint16_t)(row[2 * i] | row[2 * i + 1] << 8));
         return;
     }
-    tqkv__unpack(s, row, codes);
+    tqkv__unpack(s, row, 0, s->head_dim, codes);
     for (int b = 0; b < s->norms_per_row; b++) {
         const float factor = tqkv__factor(s, norms[b]);
         for (int i = b * s->norm_dim; i < (b + 1) * s->norm_dim; i++)
