@@ -150,29 +150,34 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     return TQKV_OK;
 }
 
-/* The fields of a desc, and where a cache has them: those that a snapshot holds, then others. */
+/* The fields of a desc, and where a cache has them: those that a snapshot holds as numbers, with the number of their field
+   in its header, and otherwise; then those that it does not hold. */
 // clang-format off
+#define TQKV__CACHE_NUMBERS(row)                                                                                       \
+    row(head_dim,      keys.head_dim,     1, int)         row(value_dim,    values.head_dim,  2, int)                  \
+    row(tail_dim,      tail.head_dim,     3, int)         row(n_kv_heads,   keys.n_kv_heads,  4, int)                  \
+    row(n_heads,       attention.n_heads, 5, int)         row(capacity,     keys.capacity,    6, int)                  \
+    row(key_format,    keys.format,       7, tqkv_format) row(value_format, values.format,    8, tqkv_format)          \
+    row(tail_format,   tail.format,       9, tqkv_format) row(window,       attention.window, 12, int)                 \
+    row(calibrate,     calibrate,        15, int)         row(exact_first,  asked_first,      16, int)                 \
+    row(exact_last,    asked_last,       17, int)         row(pairs,        pairs,            22, tqkv_pairs)          \
+    row(rotary_dim,    keys.rotary_dim,  23, int)
 #define TQKV__CACHE_SHAPE(row)                                                                                         \
-    row(head_dim,     keys.head_dim)       row(value_dim,  values.head_dim)                                            \
-    row(n_kv_heads,   keys.n_kv_heads)     row(n_heads,    attention.n_heads)                                          \
-    row(capacity,     keys.capacity)       row(ring,       keys.ring)                                                  \
-    row(key_format,   keys.format)         row(value_format, values.format)                                            \
-    row(window,       attention.window)    row(scale,      attention.scale)     row(softcap,  attention.softcap)       \
-    row(shared,       shared)              row(tail_dim,   tail.head_dim)       row(tail_format, tail.format)          \
-    row(exact_first,  asked_first)         row(exact_last, asked_last)          row(calibrate, calibrate)              \
-    row(pairs,        pairs)               row(rotary_dim, keys.rotary_dim)
+    row(ring,         keys.ring,)          row(shared,     shared,)                                                    \
+    row(scale,        attention.scale,)    row(softcap,    attention.softcap,)
 #define TQKV__CACHE_USE(row)                                                                                           \
-    row(type,         keys.type)           row(sinks,      attention.sinks)     row(metal,    metal)                   \
-    row(parallel,     attention.parallel)  row(allocator,  attention.allocator)                                        \
-    row(matrix_group, matrix_group)        row(non_causal, attention.non_causal)                                       \
-    row(tag,          tag)
+    row(type,         keys.type,)          row(sinks,      attention.sinks,)     row(metal,    metal,)                 \
+    row(parallel,     attention.parallel,) row(allocator,  attention.allocator,)                                       \
+    row(matrix_group, matrix_group,)       row(non_causal, attention.non_causal,)                                      \
+    row(tag,          tag,)
 // clang-format on
 
 static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
 {
-#define TQKV__FIELD_OF(field, member) desc.field = c->member;
+#define TQKV__FIELD_OF(field, member, ...) desc.field = c->member;
     tqkv_cache_desc desc;
     memset(&desc, 0, sizeof desc);
+    TQKV__CACHE_NUMBERS(TQKV__FIELD_OF)
     TQKV__CACHE_SHAPE(TQKV__FIELD_OF)
     TQKV__CACHE_USE(TQKV__FIELD_OF)
     desc.strides.k = c->keys.strides;
@@ -218,11 +223,12 @@ static tqkv_result tqkv__check_same_given(const tqkv_cache_desc *desc, const tqk
 
 static tqkv_result tqkv__check_match(const tqkv_cache_desc *wanted, const tqkv_cache_desc *found)
 {
-#define TQKV__FIELD_MATCHES(field, member) \
+#define TQKV__FIELD_MATCHES(field, ...) \
     if (meant.field != 0 && meant.field != found->field) \
         return TQKV__INVALID("desc: " #field " is neither 0 nor that of the cache or snapshot");
     tqkv_cache_desc meant = *wanted;
     if (meant.softcap < 0.0f && found->softcap == 0.0f) meant.softcap = 0.0f; /* off in both */
+    TQKV__CACHE_NUMBERS(TQKV__FIELD_MATCHES)
     TQKV__CACHE_SHAPE(TQKV__FIELD_MATCHES)
     if (meant.tag && found->tag && meant.tag != found->tag)
         return TQKV__INVALID("desc: tag is neither 0 nor that of the cache or snapshot: another model's");

@@ -210,34 +210,15 @@ static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
 
 static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
 {
-    const tqkv_store *keys = &c->keys;
-    const tqkv_attention *a = &c->attention;
-    const uint32_t flags = (keys->ring ? 1u : 0u) | (c->shared ? 2u : 0u) | (c->learning ? 4u : 0u) |
-                           tqkv__streams_with(c, false) << 8 | tqkv__streams_with(c, true) << 16;
-    const uint32_t fields[TQKV__HEADER_FIELDS] = {TQKV__CODES_VERSION,
-                                                  (uint32_t)keys->head_dim,
-                                                  (uint32_t)c->values.head_dim,
-                                                  (uint32_t)c->tail.head_dim,
-                                                  (uint32_t)keys->n_kv_heads,
-                                                  (uint32_t)a->n_heads,
-                                                  (uint32_t)keys->capacity,
-                                                  (uint32_t)keys->format,
-                                                  (uint32_t)c->values.format,
-                                                  (uint32_t)c->tail.format,
-                                                  0,
-                                                  flags,
-                                                  (uint32_t)a->window,
-                                                  tqkv__bits(a->scale),
-                                                  tqkv__bits(a->softcap),
-                                                  (uint32_t)c->calibrate,
-                                                  (uint32_t)c->asked_first,
-                                                  (uint32_t)c->asked_last,
-                                                  (uint32_t)tqkv__range_of(c, TQKV__FIRST_KEYS).to,
-                                                  c->learning ? 0 : (uint32_t)c->raw_below,
-                                                  c->learning ? (uint32_t)c->learn_from : 0,
-                                                  0,
-                                                  (uint32_t)c->pairs,
-                                                  (uint32_t)keys->rotary_dim};
+#define TQKV__FIELD_TO_HEADER(field, member, number, type) fields[number] = (uint32_t)c->member;
+    uint32_t fields[TQKV__HEADER_FIELDS] = {TQKV__CODES_VERSION};
+    TQKV__CACHE_NUMBERS(TQKV__FIELD_TO_HEADER)
+    fields[11] = (c->keys.ring ? 1u : 0u) | (c->shared ? 2u : 0u) | (c->learning ? 4u : 0u) |
+                 tqkv__streams_with(c, false) << 8 | tqkv__streams_with(c, true) << 16;
+    fields[13] = tqkv__bits(c->attention.scale);
+    fields[14] = tqkv__bits(c->attention.softcap);
+    fields[18] = (uint32_t)tqkv__range_of(c, TQKV__FIRST_KEYS).to;
+    fields[c->learning ? 20 : 19] = (uint32_t)(c->learning ? c->learn_from : c->raw_below);
     tqkv__put_name(tqkv__magic, TQKV__HEADER_SIZE, header);
     tqkv__put(header + 16, 8, c->tag);
     for (int i = 0; i < TQKV__HEADER_FIELDS; i++) tqkv__put(header + 24 + 4 * i, 4, fields[i]);
@@ -271,31 +252,18 @@ typedef struct tqkv__header {
 /* Takes the shape that a header's fields describe; false if no cache has it. */
 static bool tqkv__parse_shape(const uint32_t fields[TQKV__HEADER_FIELDS], tqkv_cache_desc *d)
 {
+#define TQKV__FIELD_FROM_HEADER(field, member, number, type) d->field = (type)fields[number];
     for (int i = 1; i < TQKV__HEADER_FIELDS; i++)
         if (fields[i] > (uint32_t)INT_MAX && i != 13 && i != 14) return false; /* scale and softcap are floats */
     for (int i = 7; i < 10; i++) /* formats; in C++ the enum takes 4 bits */
         if (fields[i] > 15 || (!tqkv__format_known((tqkv_format)fields[i]) && (i < 9 || fields[i]))) return false;
     if (fields[10] || fields[21] || !fields[2] || !fields[5] || !fields[3] != !fields[9] || fields[22] > 2)
         return false;
-    d->head_dim = (int)fields[1];
-    d->value_dim = (int)fields[2];
-    d->tail_dim = (int)fields[3];
-    d->n_kv_heads = (int)fields[4];
-    d->n_heads = (int)fields[5];
-    d->capacity = (int)fields[6];
-    d->key_format = (tqkv_format)fields[7];
-    d->value_format = (tqkv_format)fields[8];
-    d->tail_format = (tqkv_format)fields[9];
+    TQKV__CACHE_NUMBERS(TQKV__FIELD_FROM_HEADER)
     d->ring = fields[11] & 1;
     d->shared = fields[11] & 2;
-    d->window = (int)fields[12];
     d->scale = tqkv__float(fields[13]);
     d->softcap = tqkv__float(fields[14]);
-    d->calibrate = (int)fields[15];
-    d->exact_first = (int)fields[16];
-    d->exact_last = (int)fields[17];
-    d->pairs = (tqkv_pairs)fields[22];
-    d->rotary_dim = (int)fields[23];
     if (fields[14] >> 31 || d->scale == 0.0f) return false; /* no cache has a negative softcap */
     return !d->shared || (d->value_format == d->key_format && d->value_dim == d->head_dim);
 }
