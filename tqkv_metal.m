@@ -720,11 +720,6 @@ static tqkv_result tqkv__plan_check_pages(const tqkv_store *shape, int64_t first
     return r == TQKV_OK && written ? tqkv__check_written(&table, n, first) : r;
 }
 
-static void tqkv__plan_bind_flag(tqkv_metal_dispatch *d, int index, tqkv_metal_buffer at)
-{
-    tqkv__plan_bind(d, "not_finite", index, at, at.buffer ? sizeof(uint32_t) : 0, true);
-}
-
 /* Returns the buffer `bytes` further on. An offset that would wrap becomes one beyond the end of any buffer. */
 static tqkv_metal_buffer tqkv__buffer_after(tqkv_metal_buffer at, size_t bytes)
 {
@@ -818,15 +813,6 @@ static void tqkv__plan_encode_memory(tqkv_metal_dispatch *d, int index, int head
     if (d->memory_each[index] < rows) d->memory_each[index] = rows;
 }
 
-/* Checks where the tokens go. */
-static tqkv_result tqkv__plan_mapping(const tqkv_store *shape, const tqkv__mapping *mapping, tqkv__stream *s)
-{
-    const int n = mapping->n_tokens;
-    tqkv_result r = tqkv__plan_positions(s);
-    if (r == TQKV_OK) r = tqkv__check_positions(s, n, mapping->position, -1);
-    return r == TQKV_OK ? tqkv__plan_check_pages(shape, mapping->position, n, true) : r;
-}
-
 /* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; the others where e says. */
 static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e,
                                      const tqkv_metal_store *store, tqkv_metal_buffer src, const tqkv__mapping *mapping,
@@ -835,7 +821,9 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
     size_t all, kept;
     const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slot_list = s->capacity, n_tokens = mapping->n_tokens;
     tqkv_result r = tqkv__plan_extent(s, n_tokens, &all);
-    if (r == TQKV_OK) r = tqkv__plan_mapping(&store->shape, mapping, s);
+    if (r == TQKV_OK) r = tqkv__plan_positions(s);
+    if (r == TQKV_OK) r = tqkv__check_positions(s, n_tokens, mapping->position, -1);
+    if (r == TQKV_OK) r = tqkv__plan_check_pages(&store->shape, mapping->position, n_tokens, true);
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
     r = tqkv__plan_extent(s, n_tokens - skipped, &kept);
@@ -897,7 +885,7 @@ static tqkv_result tqkv__add_encode(const tqkv_metal_store *const stores[2], con
     if (r != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, n > 1 ? TQKV_METAL_ENCODE_KV : TQKV_METAL_ENCODE, head_dim, other);
-    tqkv__plan_bind_flag(d, 4 * n, not_finite);
+    tqkv__plan_bind(d, "not_finite", 4 * n, not_finite, not_finite.buffer ? sizeof(uint32_t) : 0, true);
     d->grid[2] = (size_t)n;
     for (int i = 0; i < n && r == TQKV_OK; i++)
         r = tqkv__plan_stream(d, &rows[n - 1 + i], stores[i], sources[i], mapping, &s[i]);
@@ -926,7 +914,7 @@ static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buf
     if (r != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
-    tqkv__plan_bind_flag(d, 3, not_finite);
+    tqkv__plan_bind(d, "not_finite", 3, not_finite, not_finite.buffer ? sizeof(uint32_t) : 0, true);
     r = tqkv__plan_extent(&s, n_tokens, &bytes);
     if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, s.capacity, n_tokens, 0, false);
     if (r != TQKV_OK) return r;
@@ -1020,20 +1008,18 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_
     return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, to, plan));
 }
 
-/* How a cache tells which of its rows are new. */
+/* How a cache tells which of its rows are new; zeros: all rows count. */
 typedef struct tqkv__judged_rows {
     tqkv_metal_buffer values, is_new; /* halves; room for a byte a KV head and position */
-    tqkv_strides strides;             /* of the values */
-    size_t values_size;
-    int value_dim, n_exact, least_rest, least_new;
+    size_t values_size, is_new_size;
+    tqkv__calibrate_args args; /* from value_dim on */
 } tqkv__judged_rows;
 
 static void tqkv__plan_calibrate_args(tqkv_metal_dispatch *d, const tqkv__stream *s, int n_tokens, int n_heads,
                                       int n_queries, const tqkv__tied *tied, const tqkv__judged_rows *judged)
 {
     const uint32_t dim = (uint32_t)s->head_dim;
-    tqkv__calibrate_args args;
-    memset(&args, 0, sizeof args);
+    tqkv__calibrate_args args = judged->args;
     args.head_dim = s->head_dim;
     args.n_tokens = n_tokens;
     args.n_queries = n_queries;
@@ -1045,24 +1031,15 @@ static void tqkv__plan_calibrate_args(tqkv_metal_dispatch *d, const tqkv__stream
     args.head_stride = (uint32_t)s->strides.head;
     args.query_token_stride = (uint32_t)n_heads * dim;
     args.query_head_stride = dim;
-    if (judged) {
-        args.value_dim = judged->value_dim;
-        args.n_exact = judged->n_exact;
-        args.least_rest = judged->least_rest;
-        args.least_new = judged->least_new;
-        args.value_token_stride = (uint32_t)judged->strides.token;
-        args.value_head_stride = (uint32_t)judged->strides.head;
-    }
     tqkv__plan_args(d, &args, sizeof args);
 }
 
-/* Adds the kernel that learns; judged: NULL, all rows count. */
+/* Adds the kernel that learns. */
 static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
                                          tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
                                          const tqkv__judged_rows *judged, const tqkv_metal_buffer results[2],
                                          tqkv_metal_plan *plan)
 {
-    const tqkv_metal_buffer nowhere = {NULL, 0};
     tqkv__stream s;
     tqkv__tied tied;
     size_t bytes, q_bytes;
@@ -1087,9 +1064,8 @@ static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_met
     tqkv__plan_bind_rows(d, "q", 2, q, TQKV_FC_VALUE_TYPE, s.type, q_bytes / sizeof(float) * value, false);
     tqkv__plan_bind(d, "center", 3, results[0], size, true);
     tqkv__plan_bind(d, "channel_scale", 4, results[1], size, true);
-    tqkv__plan_bind(d, "values", 5, judged ? judged->values : nowhere, judged ? judged->values_size : 0, false);
-    tqkv__plan_bind(d, "is_new", 6, judged ? judged->is_new : nowhere,
-                    judged ? (size_t)s.n_kv_heads * (size_t)n_tokens : 0, true);
+    tqkv__plan_bind(d, "values", 5, judged->values, judged->values_size, false);
+    tqkv__plan_bind(d, "is_new", 6, judged->is_new, judged->is_new_size, true);
     d->memory[0] = 2 * (size_t)s.head_dim * sizeof(float);
     d->grid[0] = (size_t)s.n_kv_heads;
     d->n_simdgroups = (s.head_dim + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
@@ -1102,9 +1078,11 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *sha
                                                      tqkv_metal_plan *plan)
 {
     const tqkv_metal_buffer results[2] = {center, channel_scale};
+    tqkv__judged_rows all;
+    memset(&all, 0, sizeof all);
     if (!tqkv__open_plan(plan, "calibrate")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(
-        plan, tqkv__add_calibration(shape, src, n_tokens, q, n_heads, n_queries, pairs, NULL, results, plan));
+        plan, tqkv__add_calibration(shape, src, n_tokens, q, n_heads, n_queries, pairs, &all, results, plan));
 }
 
 /* >>plan-split: how the threadgroups share attention. */
@@ -3058,14 +3036,17 @@ static tqkv_result tqkv__add_learning(const tqkv__cache_plan *p)
     tqkv_metal_store keys = tqkv__target_of_rows(p, &rows, TQKV__KEYS);
     const tqkv_metal_buffer results[2] = {keys.center, keys.channel_scale};
     tqkv__judged_rows judged;
+    memset(&judged, 0, sizeof judged);
     judged.values = rows.at[side];
     judged.values_size = p->c->raw[side].codes_size;
     judged.is_new = tqkv__buffer_within(p, p->c->is_new);
-    judged.strides = rows.strides[side];
-    judged.value_dim = p->c->raw[side].head_dim;
-    judged.n_exact = p->c->exact_first < rows.n_tokens ? p->c->exact_first : rows.n_tokens;
-    judged.least_rest = TQKV__LEAST_POSITIONS;
-    judged.least_new = tqkv__least_new(p->c);
+    judged.is_new_size = (size_t)keys.shape.n_kv_heads * (size_t)rows.n_tokens;
+    judged.args.value_dim = p->c->raw[side].head_dim;
+    judged.args.n_exact = p->c->exact_first < rows.n_tokens ? p->c->exact_first : rows.n_tokens;
+    judged.args.least_rest = TQKV__LEAST_POSITIONS;
+    judged.args.least_new = tqkv__least_new(p->c);
+    judged.args.value_token_stride = (uint32_t)rows.strides[side].token;
+    judged.args.value_head_stride = (uint32_t)rows.strides[side].head;
     return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, p->c->pairs, &judged, results,
                                  p->plan);
 }
@@ -3121,7 +3102,8 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens, int n_r
     return TQKV_OK;
 }
 
-/* Returns the caller's rows, from the cache's end on. Those of a tail come as v, or behind all of the keys'. */
+/* Returns the caller's rows, from the cache's end on, if it has room for them. Those of a tail come as v, or behind all
+   of the keys'. */
 static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_strides *layout, tqkv_metal_buffer k,
                                    tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                    tqkv__rows_in_buffers *rows)
@@ -3130,6 +3112,11 @@ static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_strides
     tqkv__stream keys;
     size_t bytes;
     tqkv_store shape = c->keys;
+    shape.strides = own.k;
+    if (n_tokens < 0) return TQKV__INVALID("n_tokens is negative");
+    tqkv_result r = tqkv__stream_shape(&shape, &keys);
+    if (r == TQKV_OK) r = tqkv__check_positions(&keys, n_tokens, c->attention.end, -1);
+    if (r != TQKV_OK) return r;
     memset(rows, 0, sizeof *rows);
     rows->at[TQKV__KEYS] = k;
     rows->at[TQKV__VALUES] = rows->at[TQKV__TAIL] = v;
@@ -3140,22 +3127,10 @@ static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_strides
     rows->position = c->attention.end;
     rows->not_finite = not_finite;
     if (c->shared || !c->tail.head_dim) return TQKV_OK;
-    shape.strides = own.k;
-    tqkv_result r = tqkv__stream_shape(&shape, &keys);
-    if (r == TQKV_OK) r = tqkv__plan_extent(&keys, n_tokens, &bytes);
-    if (r != TQKV_OK) return r;
+    if ((r = tqkv__plan_extent(&keys, n_tokens, &bytes)) != TQKV_OK) return r;
     rows->at[TQKV__TAIL] = tqkv__buffer_after(k, bytes);
     memset(&rows->strides[TQKV__TAIL], 0, sizeof rows->strides[TQKV__TAIL]);
     return TQKV_OK;
-}
-
-/* Whether the cache has room for them. */
-static tqkv_result tqkv__check_room(const tqkv_cache *c, int n_tokens)
-{
-    tqkv__stream s;
-    if (n_tokens < 0) return TQKV__INVALID("n_tokens is negative");
-    const tqkv_result r = tqkv__stream_shape(&c->keys, &s);
-    return r == TQKV_OK ? tqkv__check_positions(&s, n_tokens, c->attention.end, -1) : r;
 }
 
 TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
@@ -3168,7 +3143,6 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqk
     if (!tqkv__open_plan(plan, "cache_append")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c) return tqkv__close_plan(plan, TQKV__INVALID("the cache is NULL"));
     tqkv_result r = tqkv__check_on_gpu(c, n_tokens, 0);
-    if (r == TQKV_OK) r = tqkv__check_room(c, n_tokens);
     if (r == TQKV_OK) r = tqkv__open_rows(c, layout, k, v, n_tokens, not_finite, &rows);
     if (r == TQKV_OK) r = c->learning ? tqkv__add_raw(&p, &rows) : tqkv__add_coded(&p, &rows);
     return tqkv__close_plan(plan, r);
@@ -3185,70 +3159,46 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
     return r;
 }
 
-/* The attention of a cache over its stores, with the lists and the tree of `some`. */
+/* The attention of a view of a cache, in the order of the streams. */
 typedef struct tqkv__cache_call {
     tqkv_metal_attention attention;
-    tqkv_metal_store stores[TQKV__CACHE_STORES];
+    tqkv_metal_store stores[TQKV__STREAMS];
 } tqkv__cache_call;
 
-static const tqkv_metal_store *tqkv__store_of_call(const tqkv_cache *c, const tqkv__cache_call *call, int i)
-{
-    return tqkv__store_of(c, i) ? &call->stores[i] : NULL;
-}
-
-/* Takes the lists and the tree of queries from number `first` on. */
+/* Takes the lists and the tree of queries from number `first` on; some: or NULL */
 static void tqkv__take_some_buffers(const tqkv_metal_attention *some, int first, tqkv_metal_attention *a)
 {
-    const tqkv_attention *call = &some->attention;
-    const size_t heads = (size_t)(call->list.heads > 0 ? call->list.heads : 1),
-                 skipped = (size_t)first * heads * (size_t)(call->list.length > 0 ? call->list.length : 0);
+    if (!some) return;
+    const tqkv_list *list = &some->attention.list;
+    const size_t heads = (size_t)(list->heads > 0 ? list->heads : 1),
+                 skipped = (size_t)first * heads * (size_t)(list->length > 0 ? list->length : 0);
     a->tree = some->tree;
     a->list = some->list;
     if (skipped) a->list = tqkv__buffer_after(some->list, skipped * sizeof(int32_t));
-    a->attention.tree = call->tree;
-    a->attention.list.rows = call->list.rows ? call->list.rows + skipped : NULL;
-    a->attention.list.length = call->list.length;
-    a->attention.list.heads = call->list.heads;
-    a->attention.list.block = call->list.block;
-    a->attention.list.newest = call->list.newest;
+    a->attention.tree = some->attention.tree;
+    a->attention.list = *list;
+    if (list->rows) a->attention.list.rows += skipped;
 }
 
-/* Opens a call of one query, over the cache's streams (0), or over what is raw of them (TQKV__RAW). */
-static void tqkv__open_cache_call(const tqkv__cache_plan *p, const tqkv_attention *view, int first,
-                                  tqkv__cache_call *call)
+static void tqkv__open_cache_call(const tqkv__cache_plan *p, const tqkv_attention *view, tqkv__cache_call *call)
 {
     tqkv_metal_attention *a = &call->attention;
+    const tqkv_store *const shapes[TQKV__STREAMS] = {view->keys,       view->values,       view->tail,
+                                                     view->first.keys, view->first.values, view->first.tail,
+                                                     view->last.keys,  view->last.values};
+    const tqkv_metal_store **const stores[TQKV__STREAMS] = {&a->keys,       &a->values,       &a->tail,
+                                                            &a->first.keys, &a->first.values, &a->first.tail,
+                                                            &a->last.keys,  &a->last.values};
     memset(call, 0, sizeof *call);
-    for (int i = 0; i < TQKV__CACHE_STORES; i++)
-        if (tqkv__store_of(p->c, i)) call->stores[i] = tqkv__store_in_buffer(p, tqkv__store_of(p->c, i));
+    for (int i = 0; i < TQKV__STREAMS; i++) {
+        if (!shapes[i]) continue;
+        call->stores[i] = tqkv__store_in_buffer(p, shapes[i]);
+        *stores[i] = &call->stores[i];
+    }
     a->attention = *view;
     if (!a->attention.kv_len) a->attention.end = 0; /* nothing is resident; kv_len alone would be its default */
-    a->keys = &call->stores[first + TQKV__KEYS];
-    a->values = &call->stores[first + (p->c->shared ? TQKV__KEYS : TQKV__VALUES)];
-    a->tail = tqkv__store_of_call(p->c, call, first + TQKV__TAIL);
     a->matrix_group = p->c->matrix_group;
     if (p->c->attention.sinks) a->sinks = tqkv__buffer_within(p, p->c->attention.sinks);
-}
-
-/* Opens a call over codes and what is kept besides. */
-static void tqkv__open_coded_call(const tqkv__cache_plan *p, tqkv__cache_call *call)
-{
-    const tqkv_attention view = tqkv__view_codes(p->c);
-    const int values = p->c->shared ? TQKV__KEYS : TQKV__VALUES;
-    tqkv_metal_attention *a = &call->attention;
-    tqkv__open_cache_call(p, &view, 0, call);
-    a->first.keys = tqkv__store_of_call(p->c, call, TQKV__FIRST_KEYS);
-    a->first.tail = tqkv__store_of_call(p->c, call, TQKV__FIRST_TAIL);
-    a->first.values = tqkv__store_of_call(p->c, call, TQKV__FIRST_KEYS + values);
-    a->last.keys = tqkv__store_of_call(p->c, call, TQKV__LAST_KEYS);
-    a->last.values = tqkv__store_of_call(p->c, call, TQKV__LAST_KEYS + values);
-}
-
-/* Opens a call over what is raw: of n_queries queries, the last of which stands before `end`. */
-static void tqkv__open_raw_call(const tqkv__cache_plan *p, int64_t end, int n_queries, tqkv__cache_call *call)
-{
-    const tqkv_attention view = tqkv__raw_attention(p->c, end, n_queries);
-    tqkv__open_cache_call(p, &view, TQKV__RAW, call);
 }
 
 /* Finds the scratch of both kinds of queries; they may run at the same time. coded: the bytes of those that read
@@ -3257,18 +3207,19 @@ static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_
                                           size_t *coded, size_t *bytes)
 {
     const tqkv__cache_plan p = {c, {NULL, 0}, NULL};
+    const tqkv_attention codes = tqkv__view_codes(c), halves = tqkv__raw_attention(c, 0, n_queries);
     tqkv__cache_call call;
     size_t raw = 0;
-    tqkv__open_coded_call(&p, &call);
-    if (some) tqkv__take_some_buffers(some, 0, &call.attention);
+    tqkv__open_cache_call(&p, &codes, &call);
+    tqkv__take_some_buffers(some, 0, &call.attention);
     call.attention.attention.n_queries = n_queries;
     call.attention.attention.first.n = c->exact_first; /* as many as there will ever be */
     call.attention.attention.last.n = c->exact_last;
     tqkv_result r = tqkv__plan_scratch_within(&call.attention, TQKV__MOST_SUMS, coded);
     *coded = (*coded + 15) / 16 * 16;
     if (r == TQKV_OK && c->raw_below && c->raw[0].codes && c->metal) {
-        tqkv__open_raw_call(&p, 0, n_queries, &call);
-        if (some) tqkv__take_some_buffers(some, 0, &call.attention);
+        tqkv__open_cache_call(&p, &halves, &call);
+        tqkv__take_some_buffers(some, 0, &call.attention);
         r = tqkv__plan_scratch_within(&call.attention, TQKV__MOST_SUMS, &raw);
     }
     if (r != TQKV_OK) return r;
@@ -3281,72 +3232,63 @@ static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_
 typedef struct tqkv__queries_in_buffers {
     const tqkv_metal_attention *some; /* or NULL */
     tqkv_metal_buffer q, scratch, out;
-    tqkv_cache_strides layout;
+    tqkv_strides q_strides, out_strides;
     int n_queries;
 } tqkv__queries_in_buffers;
 
-/* Adds the attention of n queries from number `first` on. */
-static tqkv_result tqkv__add_cache_call(const tqkv__queries_in_buffers *from, int first, int n, tqkv__cache_call *call,
-                                        tqkv_metal_plan *plan)
+/* Adds the attention of n queries from number `first` on to a view of the cache. */
+static tqkv_result tqkv__add_cache_call(const tqkv__cache_plan *p, const tqkv__queries_in_buffers *from, int first,
+                                        int n, tqkv_attention view)
 {
-    tqkv_metal_attention *a = &call->attention;
-    const int n_heads = a->attention.n_heads,
-              key_dim = a->keys->shape.head_dim + (a->tail ? a->tail->shape.head_dim : 0);
-    const tqkv_strides of_q = tqkv__strides_of(from->layout.q, n_heads, key_dim),
-                       of_out = tqkv__strides_of(from->layout.out, n_heads, a->values->shape.head_dim);
-    const size_t skipped = (size_t)first;
-    if (from->some) tqkv__take_some_buffers(from->some, first, a);
-    a->attention.n_queries = n;
-    a->attention.query_strides = from->layout.q;
-    a->attention.output_strides = from->layout.out;
+    tqkv__cache_call call;
     tqkv_metal_buffer q = from->q, out = from->out;
+    view.n_queries = n;
+    view.query_strides = from->q_strides;
+    view.output_strides = from->out_strides;
+    tqkv__open_cache_call(p, &view, &call);
+    tqkv__take_some_buffers(from->some, first, &call.attention);
     if (first) {
-        q = tqkv__buffer_after(q, skipped * of_q.token * tqkv__type_size(a->attention.query_type));
-        out = tqkv__buffer_after(out, skipped * of_out.token * tqkv__type_size(a->attention.output_type));
+        q = tqkv__buffer_after(q, (size_t)first * from->q_strides.token * tqkv__type_size(view.query_type));
+        out = tqkv__buffer_after(out, (size_t)first * from->out_strides.token * tqkv__type_size(view.output_type));
     }
     tqkv__attend_buffers b = tqkv__buffers_of_call(q, from->scratch, out);
-    return tqkv__add_attention(a, 0, 0, &b, plan);
+    return tqkv__add_attention(&call.attention, 0, 0, &b, p->plan);
 }
 
-/* Checks the rows of all queries together: a dispatch shows its own alone. */
-static tqkv_result tqkv__check_cut_rows(const tqkv__cache_plan *p, const tqkv__queries_in_buffers *from)
+/* Checks the rows of all queries together, because a dispatch shows its own alone, and finds their strides. */
+static tqkv_result tqkv__check_cut_rows(const tqkv__cache_plan *p, tqkv__queries_in_buffers *from)
 {
-    const tqkv_attention *a = &p->c->attention;
-    const int n = from->n_queries, key_dim = p->c->keys.head_dim + p->c->tail.head_dim, value_dim = a->values->head_dim;
-    const tqkv_strides of_q = tqkv__strides_of(from->layout.q, a->n_heads, key_dim),
-                       of_out = tqkv__strides_of(from->layout.out, a->n_heads, value_dim);
-    const tqkv_metal_binding cache = {"memory", 0, p->memory, p->c->size, 1, false};
-    tqkv_metal_binding q = {"q", 0, from->q, 0, 1, false}, out = {"out", 0, from->out, 0, 1, true};
-    if (!tqkv__rows_extent(of_q, n, a->n_heads, key_dim, tqkv__type_size(a->query_type), &q.size) ||
-        !tqkv__rows_extent(of_out, n, a->n_heads, value_dim, tqkv__type_size(a->output_type), &out.size))
-        return TQKV__INVALID("q or out: rows of more than SIZE_MAX bytes");
-    if (!tqkv__rows_distinct(of_out, n, a->n_heads, value_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
+    tqkv__attention a;
+    tqkv_attention whole = p->c->attention;
+    whole.n_queries = from->n_queries;
+    whole.query_strides = from->q_strides;
+    whole.output_strides = from->out_strides;
+    const tqkv_result r = tqkv__attention_shape(&whole, &a);
+    if (r != TQKV_OK) return r;
+    from->q_strides = a.call.query_strides;
+    from->out_strides = a.call.output_strides;
+    const tqkv_metal_binding cache = {"memory", 0, p->memory, p->c->size, 1, false},
+                             q = {"q", 0, from->q, a.q_size, 1, false},
+                             out = {"out", 0, from->out, a.out_size, 1, true};
     if (!out.at.buffer || (!tqkv__bindings_overlap(&q, &out) && !tqkv__bindings_overlap(&cache, &out))) return TQKV_OK;
     return TQKV__INVALID("out overlaps q or the cache");
 }
 
 /* Attends for all queries. The first n_raw queries stand where rows are read raw. With a tree, which counts from the
    first query of a call, all the others' call has them, too, and theirs comes after it. */
-static tqkv_result tqkv__add_cut_call(const tqkv__cache_plan *p, const tqkv__queries_in_buffers *from, int n_raw)
+static tqkv_result tqkv__add_cut_call(const tqkv__cache_plan *p, tqkv__queries_in_buffers *from, int n_raw)
 {
-    tqkv__cache_call call;
-    tqkv__queries_in_buffers raw = *from;
     size_t coded = 0, bytes;
     const int n = from->n_queries;
     const bool whole = n_raw && n_raw < n && from->some && from->some->tree.buffer;
+    const int first = whole ? 0 : n_raw; /* that reads codes */
     tqkv_result r = tqkv__check_cut_rows(p, from);
-    if (r != TQKV_OK) return r;
-    if (n_raw < n) {
-        const int first = whole ? 0 : n_raw;
-        tqkv__open_coded_call(p, &call);
-        r = tqkv__add_cache_call(from, first, n - first, &call, p->plan);
-        if (r == TQKV_OK && n_raw) r = tqkv__scratch_of_cache(p->c, from->some, n, &coded, &bytes);
-    }
+    if (r == TQKV_OK && n_raw < n) r = tqkv__add_cache_call(p, from, first, n - first, tqkv__view_codes(p->c));
+    if (r == TQKV_OK && n_raw && n_raw < n) r = tqkv__scratch_of_cache(p->c, from->some, n, &coded, &bytes);
     if (r != TQKV_OK || !n_raw) return r;
     const int before = p->plan->n;
-    raw.scratch = tqkv__buffer_after(from->scratch, coded);
-    tqkv__open_raw_call(p, p->c->attention.end - (n - n_raw), n_raw, &call);
-    r = tqkv__add_cache_call(&raw, 0, n_raw, &call, p->plan);
+    from->scratch = tqkv__buffer_after(from->scratch, coded);
+    r = tqkv__add_cache_call(p, from, 0, n_raw, tqkv__raw_attention(p->c, p->c->attention.end - (n - n_raw), n_raw));
     if (r == TQKV_OK && whole) p->plan->d[before].barrier = from->out.buffer;
     return r;
 }
@@ -3365,7 +3307,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqk
     size_t coded = 0;
     tqkv_result r = tqkv__check_on_gpu(c, 0, n_raw);
     if (r != TQKV_OK) return tqkv__close_plan(plan, r);
-    const tqkv__queries_in_buffers from = {some, q, scratch, out, tqkv__layout_of_call(c, layout), n_queries};
+    const tqkv_cache_strides own = tqkv__layout_of_call(c, layout);
+    tqkv__queries_in_buffers from = {some, q, scratch, out, own.q, own.out, n_queries};
     r = tqkv__add_cut_call(&p, &from, n_raw);
     if (r == TQKV_OK && !scratch.buffer) r = tqkv__scratch_of_cache(c, some, n_queries, &coded, &plan->scratch_size);
     return tqkv__close_plan(plan, r);

@@ -163,14 +163,17 @@ static tqkv_result tqkv__add_learning(const tqkv__cache_plan *p)
     tqkv_metal_store keys = tqkv__target_of_rows(p, &rows, TQKV__KEYS);
     const tqkv_metal_buffer results[2] = {keys.center, keys.channel_scale};
     tqkv__judged_rows judged;
+    memset(&judged, 0, sizeof judged);
     judged.values = rows.at[side];
     judged.values_size = p->c->raw[side].codes_size;
     judged.is_new = tqkv__buffer_within(p, p->c->is_new);
-    judged.strides = rows.strides[side];
-    judged.value_dim = p->c->raw[side].head_dim;
-    judged.n_exact = p->c->exact_first < rows.n_tokens ? p->c->exact_first : rows.n_tokens;
-    judged.least_rest = TQKV__LEAST_POSITIONS;
-    judged.least_new = tqkv__least_new(p->c);
+    judged.is_new_size = (size_t)keys.shape.n_kv_heads * (size_t)rows.n_tokens;
+    judged.args.value_dim = p->c->raw[side].head_dim;
+    judged.args.n_exact = p->c->exact_first < rows.n_tokens ? p->c->exact_first : rows.n_tokens;
+    judged.args.least_rest = TQKV__LEAST_POSITIONS;
+    judged.args.least_new = tqkv__least_new(p->c);
+    judged.args.value_token_stride = (uint32_t)rows.strides[side].token;
+    judged.args.value_head_stride = (uint32_t)rows.strides[side].head;
     return tqkv__add_calibration(&keys, rows.at[TQKV__KEYS], rows.n_tokens, none, 0, 0, p->c->pairs, &judged, results,
                                  p->plan);
 }
@@ -226,7 +229,8 @@ static tqkv_result tqkv__check_on_gpu(const tqkv_cache *c, int n_tokens, int n_r
     return TQKV_OK;
 }
 
-/* Returns the caller's rows, from the cache's end on. Those of a tail come as v, or behind all of the keys'. */
+/* Returns the caller's rows, from the cache's end on, if it has room for them. Those of a tail come as v, or behind all
+   of the keys'. */
 static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_strides *layout, tqkv_metal_buffer k,
                                    tqkv_metal_buffer v, int n_tokens, tqkv_metal_buffer not_finite,
                                    tqkv__rows_in_buffers *rows)
@@ -235,6 +239,11 @@ static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_strides
     tqkv__stream keys;
     size_t bytes;
     tqkv_store shape = c->keys;
+    shape.strides = own.k;
+    if (n_tokens < 0) return TQKV__INVALID("n_tokens is negative");
+    tqkv_result r = tqkv__stream_shape(&shape, &keys);
+    if (r == TQKV_OK) r = tqkv__check_positions(&keys, n_tokens, c->attention.end, -1);
+    if (r != TQKV_OK) return r;
     memset(rows, 0, sizeof *rows);
     rows->at[TQKV__KEYS] = k;
     rows->at[TQKV__VALUES] = rows->at[TQKV__TAIL] = v;
@@ -245,22 +254,10 @@ static tqkv_result tqkv__open_rows(const tqkv_cache *c, const tqkv_cache_strides
     rows->position = c->attention.end;
     rows->not_finite = not_finite;
     if (c->shared || !c->tail.head_dim) return TQKV_OK;
-    shape.strides = own.k;
-    tqkv_result r = tqkv__stream_shape(&shape, &keys);
-    if (r == TQKV_OK) r = tqkv__plan_extent(&keys, n_tokens, &bytes);
-    if (r != TQKV_OK) return r;
+    if ((r = tqkv__plan_extent(&keys, n_tokens, &bytes)) != TQKV_OK) return r;
     rows->at[TQKV__TAIL] = tqkv__buffer_after(k, bytes);
     memset(&rows->strides[TQKV__TAIL], 0, sizeof rows->strides[TQKV__TAIL]);
     return TQKV_OK;
-}
-
-/* Whether the cache has room for them. */
-static tqkv_result tqkv__check_room(const tqkv_cache *c, int n_tokens)
-{
-    tqkv__stream s;
-    if (n_tokens < 0) return TQKV__INVALID("n_tokens is negative");
-    const tqkv_result r = tqkv__stream_shape(&c->keys, &s);
-    return r == TQKV_OK ? tqkv__check_positions(&s, n_tokens, c->attention.end, -1) : r;
 }
 
 TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqkv_metal_buffer memory,
@@ -273,7 +270,6 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_append(const tqkv_cache *c, tqk
     if (!tqkv__open_plan(plan, "cache_append")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!c) return tqkv__close_plan(plan, TQKV__INVALID("the cache is NULL"));
     tqkv_result r = tqkv__check_on_gpu(c, n_tokens, 0);
-    if (r == TQKV_OK) r = tqkv__check_room(c, n_tokens);
     if (r == TQKV_OK) r = tqkv__open_rows(c, layout, k, v, n_tokens, not_finite, &rows);
     if (r == TQKV_OK) r = c->learning ? tqkv__add_raw(&p, &rows) : tqkv__add_coded(&p, &rows);
     return tqkv__close_plan(plan, r);
@@ -290,70 +286,46 @@ TQKV_METAL_API tqkv_result tqkv_metal_cache_failed(tqkv_cache *c, int64_t end)
     return r;
 }
 
-/* The attention of a cache over its stores, with the lists and the tree of `some`. */
+/* The attention of a view of a cache, in the order of the streams. */
 typedef struct tqkv__cache_call {
     tqkv_metal_attention attention;
-    tqkv_metal_store stores[TQKV__CACHE_STORES];
+    tqkv_metal_store stores[TQKV__STREAMS];
 } tqkv__cache_call;
 
-static const tqkv_metal_store *tqkv__store_of_call(const tqkv_cache *c, const tqkv__cache_call *call, int i)
-{
-    return tqkv__store_of(c, i) ? &call->stores[i] : NULL;
-}
-
-/* Takes the lists and the tree of queries from number `first` on. */
+/* Takes the lists and the tree of queries from number `first` on; some: or NULL */
 static void tqkv__take_some_buffers(const tqkv_metal_attention *some, int first, tqkv_metal_attention *a)
 {
-    const tqkv_attention *call = &some->attention;
-    const size_t heads = (size_t)(call->list.heads > 0 ? call->list.heads : 1),
-                 skipped = (size_t)first * heads * (size_t)(call->list.length > 0 ? call->list.length : 0);
+    if (!some) return;
+    const tqkv_list *list = &some->attention.list;
+    const size_t heads = (size_t)(list->heads > 0 ? list->heads : 1),
+                 skipped = (size_t)first * heads * (size_t)(list->length > 0 ? list->length : 0);
     a->tree = some->tree;
     a->list = some->list;
     if (skipped) a->list = tqkv__buffer_after(some->list, skipped * sizeof(int32_t));
-    a->attention.tree = call->tree;
-    a->attention.list.rows = call->list.rows ? call->list.rows + skipped : NULL;
-    a->attention.list.length = call->list.length;
-    a->attention.list.heads = call->list.heads;
-    a->attention.list.block = call->list.block;
-    a->attention.list.newest = call->list.newest;
+    a->attention.tree = some->attention.tree;
+    a->attention.list = *list;
+    if (list->rows) a->attention.list.rows += skipped;
 }
 
-/* Opens a call of one query, over the cache's streams (0), or over what is raw of them (TQKV__RAW). */
-static void tqkv__open_cache_call(const tqkv__cache_plan *p, const tqkv_attention *view, int first,
-                                  tqkv__cache_call *call)
+static void tqkv__open_cache_call(const tqkv__cache_plan *p, const tqkv_attention *view, tqkv__cache_call *call)
 {
     tqkv_metal_attention *a = &call->attention;
+    const tqkv_store *const shapes[TQKV__STREAMS] = {view->keys,       view->values,       view->tail,
+                                                     view->first.keys, view->first.values, view->first.tail,
+                                                     view->last.keys,  view->last.values};
+    const tqkv_metal_store **const stores[TQKV__STREAMS] = {&a->keys,       &a->values,       &a->tail,
+                                                            &a->first.keys, &a->first.values, &a->first.tail,
+                                                            &a->last.keys,  &a->last.values};
     memset(call, 0, sizeof *call);
-    for (int i = 0; i < TQKV__CACHE_STORES; i++)
-        if (tqkv__store_of(p->c, i)) call->stores[i] = tqkv__store_in_buffer(p, tqkv__store_of(p->c, i));
+    for (int i = 0; i < TQKV__STREAMS; i++) {
+        if (!shapes[i]) continue;
+        call->stores[i] = tqkv__store_in_buffer(p, shapes[i]);
+        *stores[i] = &call->stores[i];
+    }
     a->attention = *view;
     if (!a->attention.kv_len) a->attention.end = 0; /* nothing is resident; kv_len alone would be its default */
-    a->keys = &call->stores[first + TQKV__KEYS];
-    a->values = &call->stores[first + (p->c->shared ? TQKV__KEYS : TQKV__VALUES)];
-    a->tail = tqkv__store_of_call(p->c, call, first + TQKV__TAIL);
     a->matrix_group = p->c->matrix_group;
     if (p->c->attention.sinks) a->sinks = tqkv__buffer_within(p, p->c->attention.sinks);
-}
-
-/* Opens a call over codes and what is kept besides. */
-static void tqkv__open_coded_call(const tqkv__cache_plan *p, tqkv__cache_call *call)
-{
-    const tqkv_attention view = tqkv__view_codes(p->c);
-    const int values = p->c->shared ? TQKV__KEYS : TQKV__VALUES;
-    tqkv_metal_attention *a = &call->attention;
-    tqkv__open_cache_call(p, &view, 0, call);
-    a->first.keys = tqkv__store_of_call(p->c, call, TQKV__FIRST_KEYS);
-    a->first.tail = tqkv__store_of_call(p->c, call, TQKV__FIRST_TAIL);
-    a->first.values = tqkv__store_of_call(p->c, call, TQKV__FIRST_KEYS + values);
-    a->last.keys = tqkv__store_of_call(p->c, call, TQKV__LAST_KEYS);
-    a->last.values = tqkv__store_of_call(p->c, call, TQKV__LAST_KEYS + values);
-}
-
-/* Opens a call over what is raw: of n_queries queries, the last of which stands before `end`. */
-static void tqkv__open_raw_call(const tqkv__cache_plan *p, int64_t end, int n_queries, tqkv__cache_call *call)
-{
-    const tqkv_attention view = tqkv__raw_attention(p->c, end, n_queries);
-    tqkv__open_cache_call(p, &view, TQKV__RAW, call);
 }
 
 /* Finds the scratch of both kinds of queries; they may run at the same time. coded: the bytes of those that read
@@ -362,18 +334,19 @@ static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_
                                           size_t *coded, size_t *bytes)
 {
     const tqkv__cache_plan p = {c, {NULL, 0}, NULL};
+    const tqkv_attention codes = tqkv__view_codes(c), halves = tqkv__raw_attention(c, 0, n_queries);
     tqkv__cache_call call;
     size_t raw = 0;
-    tqkv__open_coded_call(&p, &call);
-    if (some) tqkv__take_some_buffers(some, 0, &call.attention);
+    tqkv__open_cache_call(&p, &codes, &call);
+    tqkv__take_some_buffers(some, 0, &call.attention);
     call.attention.attention.n_queries = n_queries;
     call.attention.attention.first.n = c->exact_first; /* as many as there will ever be */
     call.attention.attention.last.n = c->exact_last;
     tqkv_result r = tqkv__plan_scratch_within(&call.attention, TQKV__MOST_SUMS, coded);
     *coded = (*coded + 15) / 16 * 16;
     if (r == TQKV_OK && c->raw_below && c->raw[0].codes && c->metal) {
-        tqkv__open_raw_call(&p, 0, n_queries, &call);
-        if (some) tqkv__take_some_buffers(some, 0, &call.attention);
+        tqkv__open_cache_call(&p, &halves, &call);
+        tqkv__take_some_buffers(some, 0, &call.attention);
         r = tqkv__plan_scratch_within(&call.attention, TQKV__MOST_SUMS, &raw);
     }
     if (r != TQKV_OK) return r;
@@ -386,72 +359,63 @@ static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_
 typedef struct tqkv__queries_in_buffers {
     const tqkv_metal_attention *some; /* or NULL */
     tqkv_metal_buffer q, scratch, out;
-    tqkv_cache_strides layout;
+    tqkv_strides q_strides, out_strides;
     int n_queries;
 } tqkv__queries_in_buffers;
 
-/* Adds the attention of n queries from number `first` on. */
-static tqkv_result tqkv__add_cache_call(const tqkv__queries_in_buffers *from, int first, int n, tqkv__cache_call *call,
-                                        tqkv_metal_plan *plan)
+/* Adds the attention of n queries from number `first` on to a view of the cache. */
+static tqkv_result tqkv__add_cache_call(const tqkv__cache_plan *p, const tqkv__queries_in_buffers *from, int first,
+                                        int n, tqkv_attention view)
 {
-    tqkv_metal_attention *a = &call->attention;
-    const int n_heads = a->attention.n_heads,
-              key_dim = a->keys->shape.head_dim + (a->tail ? a->tail->shape.head_dim : 0);
-    const tqkv_strides of_q = tqkv__strides_of(from->layout.q, n_heads, key_dim),
-                       of_out = tqkv__strides_of(from->layout.out, n_heads, a->values->shape.head_dim);
-    const size_t skipped = (size_t)first;
-    if (from->some) tqkv__take_some_buffers(from->some, first, a);
-    a->attention.n_queries = n;
-    a->attention.query_strides = from->layout.q;
-    a->attention.output_strides = from->layout.out;
+    tqkv__cache_call call;
     tqkv_metal_buffer q = from->q, out = from->out;
+    view.n_queries = n;
+    view.query_strides = from->q_strides;
+    view.output_strides = from->out_strides;
+    tqkv__open_cache_call(p, &view, &call);
+    tqkv__take_some_buffers(from->some, first, &call.attention);
     if (first) {
-        q = tqkv__buffer_after(q, skipped * of_q.token * tqkv__type_size(a->attention.query_type));
-        out = tqkv__buffer_after(out, skipped * of_out.token * tqkv__type_size(a->attention.output_type));
+        q = tqkv__buffer_after(q, (size_t)first * from->q_strides.token * tqkv__type_size(view.query_type));
+        out = tqkv__buffer_after(out, (size_t)first * from->out_strides.token * tqkv__type_size(view.output_type));
     }
     tqkv__attend_buffers b = tqkv__buffers_of_call(q, from->scratch, out);
-    return tqkv__add_attention(a, 0, 0, &b, plan);
+    return tqkv__add_attention(&call.attention, 0, 0, &b, p->plan);
 }
 
-/* Checks the rows of all queries together: a dispatch shows its own alone. */
-static tqkv_result tqkv__check_cut_rows(const tqkv__cache_plan *p, const tqkv__queries_in_buffers *from)
+/* Checks the rows of all queries together, because a dispatch shows its own alone, and finds their strides. */
+static tqkv_result tqkv__check_cut_rows(const tqkv__cache_plan *p, tqkv__queries_in_buffers *from)
 {
-    const tqkv_attention *a = &p->c->attention;
-    const int n = from->n_queries, key_dim = p->c->keys.head_dim + p->c->tail.head_dim, value_dim = a->values->head_dim;
-    const tqkv_strides of_q = tqkv__strides_of(from->layout.q, a->n_heads, key_dim),
-                       of_out = tqkv__strides_of(from->layout.out, a->n_heads, value_dim);
-    const tqkv_metal_binding cache = {"memory", 0, p->memory, p->c->size, 1, false};
-    tqkv_metal_binding q = {"q", 0, from->q, 0, 1, false}, out = {"out", 0, from->out, 0, 1, true};
-    if (!tqkv__rows_extent(of_q, n, a->n_heads, key_dim, tqkv__type_size(a->query_type), &q.size) ||
-        !tqkv__rows_extent(of_out, n, a->n_heads, value_dim, tqkv__type_size(a->output_type), &out.size))
-        return TQKV__INVALID("q or out: rows of more than SIZE_MAX bytes");
-    if (!tqkv__rows_distinct(of_out, n, a->n_heads, value_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
+    tqkv__attention a;
+    tqkv_attention whole = p->c->attention;
+    whole.n_queries = from->n_queries;
+    whole.query_strides = from->q_strides;
+    whole.output_strides = from->out_strides;
+    const tqkv_result r = tqkv__attention_shape(&whole, &a);
+    if (r != TQKV_OK) return r;
+    from->q_strides = a.call.query_strides;
+    from->out_strides = a.call.output_strides;
+    const tqkv_metal_binding cache = {"memory", 0, p->memory, p->c->size, 1, false},
+                             q = {"q", 0, from->q, a.q_size, 1, false},
+                             out = {"out", 0, from->out, a.out_size, 1, true};
     if (!out.at.buffer || (!tqkv__bindings_overlap(&q, &out) && !tqkv__bindings_overlap(&cache, &out))) return TQKV_OK;
     return TQKV__INVALID("out overlaps q or the cache");
 }
 
 /* Attends for all queries. The first n_raw queries stand where rows are read raw. With a tree, which counts from the
    first query of a call, all the others' call has them, too, and theirs comes after it. */
-static tqkv_result tqkv__add_cut_call(const tqkv__cache_plan *p, const tqkv__queries_in_buffers *from, int n_raw)
+static tqkv_result tqkv__add_cut_call(const tqkv__cache_plan *p, tqkv__queries_in_buffers *from, int n_raw)
 {
-    tqkv__cache_call call;
-    tqkv__queries_in_buffers raw = *from;
     size_t coded = 0, bytes;
     const int n = from->n_queries;
     const bool whole = n_raw && n_raw < n && from->some && from->some->tree.buffer;
+    const int first = whole ? 0 : n_raw; /* that reads codes */
     tqkv_result r = tqkv__check_cut_rows(p, from);
-    if (r != TQKV_OK) return r;
-    if (n_raw < n) {
-        const int first = whole ? 0 : n_raw;
-        tqkv__open_coded_call(p, &call);
-        r = tqkv__add_cache_call(from, first, n - first, &call, p->plan);
-        if (r == TQKV_OK && n_raw) r = tqkv__scratch_of_cache(p->c, from->some, n, &coded, &bytes);
-    }
+    if (r == TQKV_OK && n_raw < n) r = tqkv__add_cache_call(p, from, first, n - first, tqkv__view_codes(p->c));
+    if (r == TQKV_OK && n_raw && n_raw < n) r = tqkv__scratch_of_cache(p->c, from->some, n, &coded, &bytes);
     if (r != TQKV_OK || !n_raw) return r;
     const int before = p->plan->n;
-    raw.scratch = tqkv__buffer_after(from->scratch, coded);
-    tqkv__open_raw_call(p, p->c->attention.end - (n - n_raw), n_raw, &call);
-    r = tqkv__add_cache_call(&raw, 0, n_raw, &call, p->plan);
+    from->scratch = tqkv__buffer_after(from->scratch, coded);
+    r = tqkv__add_cache_call(p, from, 0, n_raw, tqkv__raw_attention(p->c, p->c->attention.end - (n - n_raw), n_raw));
     if (r == TQKV_OK && whole) p->plan->d[before].barrier = from->out.buffer;
     return r;
 }
@@ -470,7 +434,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqk
     size_t coded = 0;
     tqkv_result r = tqkv__check_on_gpu(c, 0, n_raw);
     if (r != TQKV_OK) return tqkv__close_plan(plan, r);
-    const tqkv__queries_in_buffers from = {some, q, scratch, out, tqkv__layout_of_call(c, layout), n_queries};
+    const tqkv_cache_strides own = tqkv__layout_of_call(c, layout);
+    tqkv__queries_in_buffers from = {some, q, scratch, out, own.q, own.out, n_queries};
     r = tqkv__add_cut_call(&p, &from, n_raw);
     if (r == TQKV_OK && !scratch.buffer) r = tqkv__scratch_of_cache(c, some, n_queries, &coded, &plan->scratch_size);
     return tqkv__close_plan(plan, r);

@@ -272,11 +272,6 @@ static tqkv_result tqkv__plan_check_pages(const tqkv_store *shape, int64_t first
     return r == TQKV_OK && written ? tqkv__check_written(&table, n, first) : r;
 }
 
-static void tqkv__plan_bind_flag(tqkv_metal_dispatch *d, int index, tqkv_metal_buffer at)
-{
-    tqkv__plan_bind(d, "not_finite", index, at, at.buffer ? sizeof(uint32_t) : 0, true);
-}
-
 /* Returns the buffer `bytes` further on. An offset that would wrap becomes one beyond the end of any buffer. */
 static tqkv_metal_buffer tqkv__buffer_after(tqkv_metal_buffer at, size_t bytes)
 {
@@ -370,15 +365,6 @@ static void tqkv__plan_encode_memory(tqkv_metal_dispatch *d, int index, int head
     if (d->memory_each[index] < rows) d->memory_each[index] = rows;
 }
 
-/* Checks where the tokens go. */
-static tqkv_result tqkv__plan_mapping(const tqkv_store *shape, const tqkv__mapping *mapping, tqkv__stream *s)
-{
-    const int n = mapping->n_tokens;
-    tqkv_result r = tqkv__plan_positions(s);
-    if (r == TQKV_OK) r = tqkv__check_positions(s, n, mapping->position, -1);
-    return r == TQKV_OK ? tqkv__plan_check_pages(shape, mapping->position, n, true) : r;
-}
-
 /* Adds a stream to encode: arguments at index 0 or 4, then source, codes and norms; the others where e says. */
 static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_stream *e,
                                      const tqkv_metal_store *store, tqkv_metal_buffer src, const tqkv__mapping *mapping,
@@ -387,7 +373,9 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
     size_t all, kept;
     const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slot_list = s->capacity, n_tokens = mapping->n_tokens;
     tqkv_result r = tqkv__plan_extent(s, n_tokens, &all);
-    if (r == TQKV_OK) r = tqkv__plan_mapping(&store->shape, mapping, s);
+    if (r == TQKV_OK) r = tqkv__plan_positions(s);
+    if (r == TQKV_OK) r = tqkv__check_positions(s, n_tokens, mapping->position, -1);
+    if (r == TQKV_OK) r = tqkv__plan_check_pages(&store->shape, mapping->position, n_tokens, true);
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
     r = tqkv__plan_extent(s, n_tokens - skipped, &kept);
@@ -449,7 +437,7 @@ static tqkv_result tqkv__add_encode(const tqkv_metal_store *const stores[2], con
     if (r != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, n > 1 ? TQKV_METAL_ENCODE_KV : TQKV_METAL_ENCODE, head_dim, other);
-    tqkv__plan_bind_flag(d, 4 * n, not_finite);
+    tqkv__plan_bind(d, "not_finite", 4 * n, not_finite, not_finite.buffer ? sizeof(uint32_t) : 0, true);
     d->grid[2] = (size_t)n;
     for (int i = 0; i < n && r == TQKV_OK; i++)
         r = tqkv__plan_stream(d, &rows[n - 1 + i], stores[i], sources[i], mapping, &s[i]);
@@ -478,7 +466,7 @@ static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buf
     if (r != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
-    tqkv__plan_bind_flag(d, 3, not_finite);
+    tqkv__plan_bind(d, "not_finite", 3, not_finite, not_finite.buffer ? sizeof(uint32_t) : 0, true);
     r = tqkv__plan_extent(&s, n_tokens, &bytes);
     if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, s.capacity, n_tokens, 0, false);
     if (r != TQKV_OK) return r;
@@ -572,20 +560,18 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_
     return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, to, plan));
 }
 
-/* How a cache tells which of its rows are new. */
+/* How a cache tells which of its rows are new; zeros: all rows count. */
 typedef struct tqkv__judged_rows {
     tqkv_metal_buffer values, is_new; /* halves; room for a byte a KV head and position */
-    tqkv_strides strides;             /* of the values */
-    size_t values_size;
-    int value_dim, n_exact, least_rest, least_new;
+    size_t values_size, is_new_size;
+    tqkv__calibrate_args args; /* from value_dim on */
 } tqkv__judged_rows;
 
 static void tqkv__plan_calibrate_args(tqkv_metal_dispatch *d, const tqkv__stream *s, int n_tokens, int n_heads,
                                       int n_queries, const tqkv__tied *tied, const tqkv__judged_rows *judged)
 {
     const uint32_t dim = (uint32_t)s->head_dim;
-    tqkv__calibrate_args args;
-    memset(&args, 0, sizeof args);
+    tqkv__calibrate_args args = judged->args;
     args.head_dim = s->head_dim;
     args.n_tokens = n_tokens;
     args.n_queries = n_queries;
@@ -597,24 +583,15 @@ static void tqkv__plan_calibrate_args(tqkv_metal_dispatch *d, const tqkv__stream
     args.head_stride = (uint32_t)s->strides.head;
     args.query_token_stride = (uint32_t)n_heads * dim;
     args.query_head_stride = dim;
-    if (judged) {
-        args.value_dim = judged->value_dim;
-        args.n_exact = judged->n_exact;
-        args.least_rest = judged->least_rest;
-        args.least_new = judged->least_new;
-        args.value_token_stride = (uint32_t)judged->strides.token;
-        args.value_head_stride = (uint32_t)judged->strides.head;
-    }
     tqkv__plan_args(d, &args, sizeof args);
 }
 
-/* Adds the kernel that learns; judged: NULL, all rows count. */
+/* Adds the kernel that learns. */
 static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_metal_buffer src, int n_tokens,
                                          tqkv_metal_buffer q, int n_heads, int n_queries, tqkv_pairs pairs,
                                          const tqkv__judged_rows *judged, const tqkv_metal_buffer results[2],
                                          tqkv_metal_plan *plan)
 {
-    const tqkv_metal_buffer nowhere = {NULL, 0};
     tqkv__stream s;
     tqkv__tied tied;
     size_t bytes, q_bytes;
@@ -639,9 +616,8 @@ static tqkv_result tqkv__add_calibration(const tqkv_metal_store *shape, tqkv_met
     tqkv__plan_bind_rows(d, "q", 2, q, TQKV_FC_VALUE_TYPE, s.type, q_bytes / sizeof(float) * value, false);
     tqkv__plan_bind(d, "center", 3, results[0], size, true);
     tqkv__plan_bind(d, "channel_scale", 4, results[1], size, true);
-    tqkv__plan_bind(d, "values", 5, judged ? judged->values : nowhere, judged ? judged->values_size : 0, false);
-    tqkv__plan_bind(d, "is_new", 6, judged ? judged->is_new : nowhere,
-                    judged ? (size_t)s.n_kv_heads * (size_t)n_tokens : 0, true);
+    tqkv__plan_bind(d, "values", 5, judged->values, judged->values_size, false);
+    tqkv__plan_bind(d, "is_new", 6, judged->is_new, judged->is_new_size, true);
     d->memory[0] = 2 * (size_t)s.head_dim * sizeof(float);
     d->grid[0] = (size_t)s.n_kv_heads;
     d->n_simdgroups = (s.head_dim + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
@@ -654,7 +630,9 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_calibrate(const tqkv_metal_store *sha
                                                      tqkv_metal_plan *plan)
 {
     const tqkv_metal_buffer results[2] = {center, channel_scale};
+    tqkv__judged_rows all;
+    memset(&all, 0, sizeof all);
     if (!tqkv__open_plan(plan, "calibrate")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(
-        plan, tqkv__add_calibration(shape, src, n_tokens, q, n_heads, n_queries, pairs, NULL, results, plan));
+        plan, tqkv__add_calibration(shape, src, n_tokens, q, n_heads, n_queries, pairs, &all, results, plan));
 }
