@@ -1705,34 +1705,6 @@ static inline const tqkv__size *tqkv__size_of(int head_dim)
 }
 static bool tqkv__head_dim_known(int head_dim) { return tqkv__size_of(head_dim)->order != 0; }
 
-static int tqkv__norm_dim(int kind, int head_dim)
-{
-    return kind == TQKV__GRID ? tqkv__size_of(head_dim)->grid : TQKV__NORM_DIM(kind, head_dim);
-}
-
-/* Bytes of the codes of one row; 0 for an unsupported format or head_dim. */
-static size_t tqkv__row_bytes(tqkv_format f, int head_dim)
-{
-    const tqkv__format *row = tqkv__format_of(f);
-    return tqkv__head_dim_known(head_dim) ? (size_t)(head_dim * (row->main_bits + row->upper_bits) / 8) : 0;
-}
-
-/* Norms of one row; 0 for F16 and for an unsupported format or head_dim. */
-static int tqkv__norms_per_row(tqkv_format f, int head_dim)
-{
-    const int kind = tqkv__format_of(f)->kind;
-    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || kind == TQKV__HALF) return 0;
-    return head_dim / tqkv__norm_dim(kind, head_dim);
-}
-
-/* The scaled value where a format saturates; 0 for an unknown one. */
-static float tqkv__last_boundary(tqkv_format f)
-{
-    const int kind = tqkv__format_of(f)->kind, bits = tqkv__format_of(f)->book_bits;
-    if (kind == TQKV__BOOK) return TQKV__BOUNDARIES(bits)[(1 << bits) - 2];
-    return kind == TQKV__HALF ? 65504.0f : kind == TQKV__GRID ? 127.5f : 0.0f;
-}
-
 #define TQKV__PANEL 256
 
 /* A store with its defaults resolved and its sizes derived. */
@@ -1851,9 +1823,9 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->ring = store->ring;
     s->rotated = store->rotation ? store->rotation == TQKV_ROTATION_ON : s->kind != TQKV__HALF;
     s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
-    s->row_bytes = tqkv__row_bytes(store->format, store->head_dim);
-    s->norms_per_row = tqkv__norms_per_row(store->format, store->head_dim);
-    s->norm_dim = tqkv__norm_dim(s->kind, s->head_dim);
+    s->row_bytes = (size_t)(s->head_dim * (s->main_bits + s->upper_bits) / 8);
+    s->norm_dim = s->kind == TQKV__GRID ? tqkv__size_of(s->head_dim)->grid : TQKV__NORM_DIM(s->kind, s->head_dim);
+    s->norms_per_row = s->kind == TQKV__HALF ? 0 : s->head_dim / s->norm_dim;
     int panels = (s->norm_dim + TQKV__PANEL - 1) / TQKV__PANEL;
     while (s->norm_dim % panels) panels++;
     s->panel_dim = s->norm_dim / panels;
@@ -2028,7 +2000,7 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *store)
 static bool tqkv__basis_known(tqkv_basis basis) { return basis == TQKV_ORIGINAL || basis == TQKV_ROTATED; }
 
 /* Checks the entries of the positions [first, end), which the table has. lowest: -1 where such a page is left out */
-static tqkv_result tqkv__check_pages_from(const tqkv__stream *s, int64_t first, int64_t end, int lowest)
+static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64_t end, int lowest)
 {
     if (!s->pages || first >= end) return TQKV_OK;
     for (int64_t i = first / s->page_size; i <= (end - 1) / s->page_size; i++)
@@ -2036,11 +2008,6 @@ static tqkv_result tqkv__check_pages_from(const tqkv__stream *s, int64_t first, 
             return TQKV__REFUSE(OUT_OF_RANGE,
                                 "pages: the entry of a position that is seen or written lies outside the pool");
     return TQKV_OK;
-}
-
-static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64_t end)
-{
-    return tqkv__check_pages_from(s, first, end, 0);
 }
 
 /* Whether no number of ids, [n], occurs twice or among others, [n_others] or NULL; negative ones do not count. Marks
@@ -2074,7 +2041,7 @@ static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t p
     if (!s->ring && position + n > tqkv__room(s))
         return TQKV__REFUSE(OUT_OF_RANGE,
                             "positions beyond the capacity, of a full cache say, or beyond the page table");
-    return tqkv__check_pages_from(s, position, position + n, lowest);
+    return tqkv__check_pages(s, position, position + n, lowest);
 }
 
 /* Refuses a table that names a page twice among those to write; follows tqkv__check_positions. */
@@ -3280,7 +3247,9 @@ typedef struct tqkv__moments {
 static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__row *row, tqkv__moments *m)
 {
     float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
-    const float last = tqkv__last_boundary(s->format);
+    const float last = s->kind == TQKV__BOOK   ? s->boundaries[(1 << s->book_bits) - 2]
+                       : s->kind == TQKV__HALF ? 65504.0f
+                                               : 127.5f; /* where the format saturates */
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     codec->widen(s->type, row->src, row->center, row->inverses, s->head_dim, x);
     codec->scale_row(s, x, norms);
@@ -3731,11 +3700,11 @@ typedef struct tqkv__attention {
     const tqkv__kernels *kernels; /* those of the set, or of a narrower one */
     int matrix_group;             /* on a GPU; 0 = the default */
     /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
-       exact[][side] is set; side: TQKV__KEYS or TQKV__VALUES. exact_from: for the last query, on a GPU for all. See
-       tqkv__region_at. */
-    int64_t exact_below, exact_from;
+       exact[][side] is set; side: TQKV__KEYS or TQKV__VALUES. See tqkv__region_at. */
+    int64_t exact_below;
     bool newest_halves; /* on a GPU: this is the region that queries read from halves of the newest */
     bool exact[2][2];
+    bool small_pages, odd_rings; /* pages, or rings, may end within a tile, whose rows are then gathered */
     int64_t kept; /* positions below are seen, resident or not, from ends[0] and first_tail, apart from the others */
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;
@@ -7737,7 +7706,7 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
     const tqkv_store *const stores[2][2] = {{call->first.keys, call->first.values},
                                             {call->last.keys, call->last.values}};
     const int64_t below = call->first.n < call->end ? call->first.n : call->end;
-    const int64_t newest = call->end - call->last.n, oldest = tqkv__exact_oldest(call, a->first);
+    const int64_t oldest = tqkv__exact_oldest(call, a->first);
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
         const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
         if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__take_kept */
@@ -7749,10 +7718,7 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
         if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? oldest : 0, last ? call->end : below, s);
         if (r != TQKV_OK) return r;
         a->exact[last][side] = true;
-        if (last)
-            a->exact_from = newest > call->last.from ? newest : call->last.from;
-        else
-            a->exact_below = below;
+        if (!last) a->exact_below = below;
     }
     return TQKV_OK;
 }
@@ -7955,6 +7921,11 @@ static tqkv_result tqkv__attention_ends(tqkv__attention *a)
     tqkv_result r = TQKV_OK;
     if (a->call.first.n || a->call.last.n) r = tqkv__take_ends(a, tqkv__stream_open);
     if (r == TQKV_OK && a->call.first.n) r = tqkv__take_kept(a, tqkv__stream_open);
+    for (int i = 0; i < TQKV__STREAMS; i++) {
+        const tqkv__stream *s = tqkv__stream_read(a, i);
+        a->small_pages = a->small_pages || (s && s->page_size % TQKV__TILE);
+        a->odd_rings = a->odd_rings || (s && s->ring && s->capacity % TQKV__TILE);
+    }
     return r == TQKV_OK ? tqkv__check_window(a) : r;
 }
 
@@ -8128,7 +8099,7 @@ static tqkv_result tqkv__check_listed(const tqkv__attention *a, int i, tqkv__ran
     for (int64_t rank = l->seen.from; r == TQKV_OK && rank < l->seen.to; rank++) {
         const int64_t position = tqkv__position_of(l, rank);
         if (position < range.from || position >= range.to || tqkv__hidden_ranks(a, query, l, rank, 1)) continue;
-        r = tqkv__check_pages(s, position, position + 1);
+        r = tqkv__check_pages(s, position, position + 1, 0);
         range.from = (position / s->page_size + 1) * s->page_size; /* its page has been checked */
     }
     return r;
@@ -8150,7 +8121,7 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < TQKV__STREAMS; i++) {
         const tqkv__range all = {first, end}, range = tqkv__positions_read(a, i, all, 0);
-        if (tqkv__stream_read(a, i)) r = tqkv__check_pages(tqkv__stream_read(a, i), range.from, range.to);
+        if (tqkv__stream_read(a, i)) r = tqkv__check_pages(tqkv__stream_read(a, i), range.from, range.to, 0);
     }
     return r;
 }
@@ -8160,7 +8131,7 @@ static tqkv_result tqkv__check_kept(const tqkv__attention *a)
     const tqkv__range kept = {0, a->kept}, seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, kept);
     tqkv_result r = TQKV_OK;
     for (int i = TQKV__FIRST_KEYS; r == TQKV_OK && a->kept && i <= TQKV__FIRST_TAIL; i++)
-        if (tqkv__has_stream(a, i)) r = tqkv__check_pages(TQKV__STREAM_AT(a, i), seen.from, seen.to);
+        if (tqkv__has_stream(a, i)) r = tqkv__check_pages(TQKV__STREAM_AT(a, i), seen.from, seen.to, 0);
     return r;
 }
 
@@ -8181,26 +8152,6 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 /* >>tile: tiles, and the sums of a tile, of a piece and of a stretch */
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
-
-/* Whether pages end within tiles: rows are then gathered where they do not lie together. */
-static bool tqkv__small_pages(const tqkv__attention *a)
-{
-    for (int i = 0; i < TQKV__STREAMS; i++) {
-        const tqkv__stream *s = tqkv__stream_read(a, i);
-        if (s && s->page_size % TQKV__TILE) return true;
-    }
-    return false;
-}
-
-/* Whether a ring may wrap within a tile, which is then gathered. */
-static bool tqkv__odd_rings(const tqkv__attention *a)
-{
-    for (int i = 0; i < TQKV__STREAMS; i++) {
-        const tqkv__stream *s = tqkv__stream_read(a, i);
-        if (s && s->ring && s->capacity % TQKV__TILE) return true;
-    }
-    return false;
-}
 
 static int tqkv__tile_room(const tqkv__stream *s, int64_t position)
 {
@@ -8438,7 +8389,6 @@ typedef struct tqkv__work {
     int64_t exact[2];                 /* tqkv__exact_at of the first and the last row's query */
     tqkv__range passes[TQKV__PASSES]; /* of ranks, in a stretch */
     tqkv__range common[TQKV__PASSES]; /* what all rows see of these, without a list */
-    bool small_pages, odd_rings;      /* pages, or rings, may end within a tile */
     const tqkv__attention *gathered;  /* streams in scratch, for rows that do not lie together */
     tqkv__ranks ranks[3];             /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
@@ -8683,7 +8633,7 @@ static size_t tqkv__gathered_size(const tqkv__stream *s)
 static size_t tqkv__gathered_floats(const tqkv__attention *a)
 {
     size_t size = 64;
-    if (!a->call.list.rows && !tqkv__small_pages(a) && !tqkv__odd_rings(a)) return 0;
+    if (!a->call.list.rows && !a->small_pages && !a->odd_rings) return 0;
     for (int i = 0; i < TQKV__STREAMS; i++)
         if (tqkv__stream_read(a, i)) size += tqkv__gathered_size(tqkv__stream_read(a, i));
     return size / sizeof(float);
@@ -8785,7 +8735,7 @@ static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, 
 {
     const tqkv__attention *a = w->a;
     const tqkv__list *l = tqkv__list_in_pass(w, pass);
-    const bool scattered = w->small_pages || w->odd_rings;
+    const bool scattered = a->small_pages || a->odd_rings;
     int64_t n = TQKV__TILE - rank % TQKV__TILE;
     if (n > end - rank) n = end - rank;
     const int64_t position = tqkv__position_of(l, rank), last = tqkv__position_of(l, rank + n - 1);
@@ -8873,7 +8823,7 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
         if (position >= region.end) region = tqkv__region_at(a, position, pass);
         n = tqkv__tile_length(a, &region, position, seen.to);
         const bool wraps =
-            w->odd_rings && (tqkv__wraps(region.keys, position, n) || tqkv__wraps(region.values, position, n) ||
+            a->odd_rings && (tqkv__wraps(region.keys, position, n) || tqkv__wraps(region.values, position, n) ||
                              (a->call.tail && tqkv__wraps(region.tail, position, n)));
         tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, pass, position) : tqkv__next_tile(w, position, (int)n);
         if (!wraps) tile->region = region;
@@ -9200,7 +9150,7 @@ static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, in
     tqkv__clear_sums(sums, (size_t)n_rows, request->a->value_dim);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
         memset(w->tiles[i].scores + n_rows * TQKV__TILE, 0, TQKV__TILE * sizeof(float));
-    if (w->list || w->small_pages)
+    if (w->list || w->a->small_pages)
         tqkv__attend_ranks(w, range);
     else
         for (int pass = 0; pass < TQKV__PASSES; pass++) tqkv__attend_rows(w, pass, range);
@@ -9243,11 +9193,9 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     w.tiles = (tqkv__tile *)(void *)scratch;
     w.piece = tqkv__sums_at(next, rows, a->value_dim);
     w.list = a->call.list.rows ? &list : NULL;
-    w.small_pages = tqkv__small_pages(a);
-    w.odd_rings = tqkv__odd_rings(a);
     w.gathered = &gathered;
     if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, request->slice);
-    if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next + floats, &gathered);
+    if (w.list || a->small_pages || a->odd_rings) tqkv__open_gathered(a, next + floats, &gathered);
     next += floats + tqkv__gathered_floats(a);
     w.kept = request->kept;
     w.exact[0] = tqkv__exact_at(a, item.first_row / a->group);
@@ -10018,7 +9966,7 @@ TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, f
     if (r == TQKV_OK && !x.a.call.n_queries) return r;
     if (r == TQKV_OK) r = tqkv__index_array(&x, scores, &arrays.size[0]);
     if (r == TQKV_OK) r = tqkv__check_attend(&x.a, q, &arrays);
-    if (r == TQKV_OK) r = tqkv__check_pages(&x.a.keys, x.a.first, tqkv__index_end(&x, x.a.call.n_queries - 1));
+    if (r == TQKV_OK) r = tqkv__check_pages(&x.a.keys, x.a.first, tqkv__index_end(&x, x.a.call.n_queries - 1), 0);
     if (r != TQKV_OK) return r;
     if ((uintptr_t)index->weights % sizeof(float)) return TQKV__INVALID("weights: not aligned as floats");
     if (tqkv__overlap(index->weights, x.a.n_rows * sizeof(float), scores, arrays.size[0]))
@@ -10188,12 +10136,11 @@ struct tqkv_cache {
     tqkv_pairs pairs; /* as in the desc */
     int calibrate;
     uint64_t tag;
-    bool learns;       /* when it is empty it begins to learn; see >>cache-calibrate */
     bool learning;     /* positions are in `raw` alone */
     int learn_from;    /* so many positions */
     int64_t raw_below; /* queries at positions below it read `raw`; INT64_MAX while the cache learns */
     int64_t raw_end;   /* the rows there, when it has learned */
-    tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
+    tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros if it never learns */
     uint8_t *is_new; /* [learn_from]: whether a position is new; on a GPU for each KV head, where the kernel needs it */
     void *raw_memory; /* that holds them, or NULL: on a GPU they lie in the cache's memory, as long as that */
     size_t raw_size;
@@ -10646,7 +10593,7 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
 static void tqkv__copy_newest(const tqkv_cache *c, int side, int64_t from, const tqkv_store *to)
 {
     const tqkv_store *old = &c->ends[1][side];
-    const size_t size = tqkv__row_bytes(TQKV_F16, old->head_dim);
+    const size_t size = 2 * (size_t)old->head_dim;
     for (int h = 0; h < old->n_kv_heads; h++)
         for (int64_t p = from; p < c->attention.end; p++) {
             const size_t source = (size_t)h * (size_t)old->capacity + (size_t)(p % old->capacity);
@@ -10870,7 +10817,7 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
         return TQKV__INVALID("calibrate: a ring learns from no more than a quarter of its capacity, or 16 positions");
     c->calibrate = desc->calibrate;
     if (tqkv__gives_channels(desc)) return TQKV_OK;
-    c->learns = c->learning = true;
+    c->learning = true;
     c->raw_below = INT64_MAX;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
@@ -11303,7 +11250,7 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
         return TQKV__REFUSE(OUT_OF_RANGE, "end: negative, behind the cache's end, or gone from its ring");
     if (end < c->attention.end) c->learnt_at = -1;
-    if (tqkv__takes_learnt(c, end) || (end == 0 && c->learns && !c->learning)) tqkv__unlearn(c);
+    if (tqkv__takes_learnt(c, end) || (end == 0 && c->raw[0].head_dim && !c->learning)) tqkv__unlearn(c);
     if (c->raw_end > end) c->raw_end = end;
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;

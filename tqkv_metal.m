@@ -716,7 +716,7 @@ static tqkv_result tqkv__plan_check_pages(const tqkv_store *shape, int64_t first
     table.pages = shape->pages;
     table.page_size = shape->page_size;
     table.capacity = shape->capacity;
-    const tqkv_result r = tqkv__check_pages_from(&table, first, first + n, written ? -1 : 0);
+    const tqkv_result r = tqkv__check_pages(&table, first, first + n, written ? -1 : 0);
     return r == TQKV_OK && written ? tqkv__check_written(&table, n, first) : r;
 }
 
@@ -2214,20 +2214,25 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_atten
 /* Whether one of two stores has an array of channels alone: the numbers are in buffers, and are not compared. */
 static bool tqkv__channels_differ(tqkv_metal_buffer a, tqkv_metal_buffer b) { return !a.buffer != !b.buffer; }
 
+/* Adds the kernel that finishes a slice or, with another attention, adds it to that one's. */
 static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_metal_attention *src,
-                                   tqkv__attend_buffers *b, tqkv_metal_buffer src_out, tqkv_metal_plan *plan)
+                                   tqkv_metal_buffer src_out, tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                   tqkv__attend_buffers *b, tqkv_metal_plan *plan)
 {
     tqkv__plan_call call;
     tqkv__attention a, other;
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
-    if (r == TQKV_OK) r = tqkv__plan_shape(src, &call, &other);
-    if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &other);
+    if (r == TQKV_OK && src) r = tqkv__plan_shape(src, &call, &other);
+    if (r == TQKV_OK && src) r = tqkv__check_slices_match(&a, &other);
     if (r != TQKV_OK) return r;
-    if (tqkv__channels_differ(from->values->channel_scale, src->values->channel_scale) ||
-        tqkv__channels_differ(from->values->center, src->values->center))
+    if (src && (tqkv__channels_differ(from->values->channel_scale, src->values->channel_scale) ||
+                tqkv__channels_differ(from->values->center, src->values->center)))
         return TQKV__INVALID("slices of values with and without a scale of their channels, or a centre");
     b->of = *from;
-    memset(&b->of.sinks, 0, sizeof b->of.sinks); /* which finish reads */
+    if (src) memset(&b->of.sinks, 0, sizeof b->of.sinks); /* which finish reads */
+    b->slice.from = true;
+    b->slice.src_max = src_max;
+    b->slice.src_sum = src_sum;
     if (a.call.n_queries) tqkv__plan_slice(tqkv__add_dispatch(plan), &a, b, src_out);
     return TQKV_OK;
 }
@@ -2240,28 +2245,17 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attenti
 {
     tqkv__attend_buffers b = tqkv__buffers_of_slice(src_out, src_out, out, max, sum);
     if (!tqkv__open_plan(plan, "attend_merge")) return TQKV__INVALID(TQKV__NO_PLAN);
-    b.slice.from = true;
-    b.slice.src_max = src_max;
-    b.slice.src_sum = src_sum;
-    return tqkv__close_plan(plan, tqkv__add_merge(from, src, &b, src_out, plan));
+    if (!src) return tqkv__close_plan(plan, TQKV__INVALID("the attention of the other slice is NULL"));
+    return tqkv__close_plan(plan, tqkv__add_merge(from, src, src_out, src_max, src_sum, &b, plan));
 }
 
 TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *from, tqkv_metal_buffer src_out,
                                                          tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
                                                          tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
-    tqkv__plan_call call;
-    tqkv__attention a;
     tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
     if (!tqkv__open_plan(plan, "attend_finish")) return TQKV__INVALID(TQKV__NO_PLAN);
-    const tqkv_result r = tqkv__plan_shape(from, &call, &a);
-    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
-    b.of = *from;
-    b.slice.from = true;
-    b.slice.src_max = src_max;
-    b.slice.src_sum = src_sum;
-    if (a.call.n_queries) tqkv__plan_slice(tqkv__add_dispatch(plan), &a, &b, src_out);
-    return tqkv__close_plan(plan, TQKV_OK);
+    return tqkv__close_plan(plan, tqkv__add_merge(from, NULL, src_out, src_max, src_sum, &b, plan));
 }
 
 /* >>plan-batch: batches. Each item is planned as a call of its own, and the plans are joined. */
@@ -2767,7 +2761,7 @@ static tqkv_result tqkv__add_scores(const tqkv_metal_index *from, tqkv_metal_buf
     if (!x.a.call.n_queries) return TQKV_OK;
     if (from->keys->shape.pages) {
         const int64_t end = tqkv__index_end(&x, x.a.call.n_queries - 1);
-        if ((r = tqkv__check_pages(&x.a.keys, x.a.first, end)) != TQKV_OK) return r;
+        if ((r = tqkv__check_pages(&x.a.keys, x.a.first, end, 0)) != TQKV_OK) return r;
     }
     if ((r = tqkv__plan_positions(&x.a.keys)) != TQKV_OK) return r;
     if ((r = tqkv__check_strides(x.a.call.query_strides)) != TQKV_OK) return r;

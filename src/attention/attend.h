@@ -53,11 +53,11 @@ typedef struct tqkv__attention {
     const tqkv__kernels *kernels; /* those of the set, or of a narrower one */
     int matrix_group;             /* on a GPU; 0 = the default */
     /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
-       exact[][side] is set; side: TQKV__KEYS or TQKV__VALUES. exact_from: for the last query, on a GPU for all. See
-       tqkv__region_at. */
-    int64_t exact_below, exact_from;
+       exact[][side] is set; side: TQKV__KEYS or TQKV__VALUES. See tqkv__region_at. */
+    int64_t exact_below;
     bool newest_halves; /* on a GPU: this is the region that queries read from halves of the newest */
     bool exact[2][2];
+    bool small_pages, odd_rings; /* pages, or rings, may end within a tile, whose rows are then gathered */
     int64_t kept; /* positions below are seen, resident or not, from ends[0] and first_tail, apart from the others */
     tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
 } tqkv__attention;

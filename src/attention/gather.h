@@ -11,7 +11,7 @@ static size_t tqkv__gathered_size(const tqkv__stream *s)
 static size_t tqkv__gathered_floats(const tqkv__attention *a)
 {
     size_t size = 64;
-    if (!a->call.list.rows && !tqkv__small_pages(a) && !tqkv__odd_rings(a)) return 0;
+    if (!a->call.list.rows && !a->small_pages && !a->odd_rings) return 0;
     for (int i = 0; i < TQKV__STREAMS; i++)
         if (tqkv__stream_read(a, i)) size += tqkv__gathered_size(tqkv__stream_read(a, i));
     return size / sizeof(float);
@@ -113,7 +113,7 @@ static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, 
 {
     const tqkv__attention *a = w->a;
     const tqkv__list *l = tqkv__list_in_pass(w, pass);
-    const bool scattered = w->small_pages || w->odd_rings;
+    const bool scattered = a->small_pages || a->odd_rings;
     int64_t n = TQKV__TILE - rank % TQKV__TILE;
     if (n > end - rank) n = end - rank;
     const int64_t position = tqkv__position_of(l, rank), last = tqkv__position_of(l, rank + n - 1);
@@ -201,7 +201,7 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
         if (position >= region.end) region = tqkv__region_at(a, position, pass);
         n = tqkv__tile_length(a, &region, position, seen.to);
         const bool wraps =
-            w->odd_rings && (tqkv__wraps(region.keys, position, n) || tqkv__wraps(region.values, position, n) ||
+            a->odd_rings && (tqkv__wraps(region.keys, position, n) || tqkv__wraps(region.values, position, n) ||
                              (a->call.tail && tqkv__wraps(region.tail, position, n)));
         tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, pass, position) : tqkv__next_tile(w, position, (int)n);
         if (!wraps) tile->region = region;

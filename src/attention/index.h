@@ -245,7 +245,7 @@ TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, f
     if (r == TQKV_OK && !x.a.call.n_queries) return r;
     if (r == TQKV_OK) r = tqkv__index_array(&x, scores, &arrays.size[0]);
     if (r == TQKV_OK) r = tqkv__check_attend(&x.a, q, &arrays);
-    if (r == TQKV_OK) r = tqkv__check_pages(&x.a.keys, x.a.first, tqkv__index_end(&x, x.a.call.n_queries - 1));
+    if (r == TQKV_OK) r = tqkv__check_pages(&x.a.keys, x.a.first, tqkv__index_end(&x, x.a.call.n_queries - 1), 0);
     if (r != TQKV_OK) return r;
     if ((uintptr_t)index->weights % sizeof(float)) return TQKV__INVALID("weights: not aligned as floats");
     if (tqkv__overlap(index->weights, x.a.n_rows * sizeof(float), scores, arrays.size[0]))

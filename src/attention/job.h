@@ -71,7 +71,7 @@ static void tqkv__attend_stretch(const tqkv__request *request, tqkv__work *w, in
     tqkv__clear_sums(sums, (size_t)n_rows, request->a->value_dim);
     for (int i = 0; i < 2; i++) /* value_tile reads whole vectors behind the last row: no NaN or Inf of old scratch */
         memset(w->tiles[i].scores + n_rows * TQKV__TILE, 0, TQKV__TILE * sizeof(float));
-    if (w->list || w->small_pages)
+    if (w->list || w->a->small_pages)
         tqkv__attend_ranks(w, range);
     else
         for (int pass = 0; pass < TQKV__PASSES; pass++) tqkv__attend_rows(w, pass, range);
@@ -114,11 +114,9 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     w.tiles = (tqkv__tile *)(void *)scratch;
     w.piece = tqkv__sums_at(next, rows, a->value_dim);
     w.list = a->call.list.rows ? &list : NULL;
-    w.small_pages = tqkv__small_pages(a);
-    w.odd_rings = tqkv__odd_rings(a);
     w.gathered = &gathered;
     if (w.list) list = tqkv__open_list(a, item.first_row / a->group, item.kv_head, request->slice);
-    if (w.list || w.small_pages || w.odd_rings) tqkv__open_gathered(a, next + floats, &gathered);
+    if (w.list || a->small_pages || a->odd_rings) tqkv__open_gathered(a, next + floats, &gathered);
     next += floats + tqkv__gathered_floats(a);
     w.kept = request->kept;
     w.exact[0] = tqkv__exact_at(a, item.first_row / a->group);

@@ -218,7 +218,7 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
     const tqkv_store *const stores[2][2] = {{call->first.keys, call->first.values},
                                             {call->last.keys, call->last.values}};
     const int64_t below = call->first.n < call->end ? call->first.n : call->end;
-    const int64_t newest = call->end - call->last.n, oldest = tqkv__exact_oldest(call, a->first);
+    const int64_t oldest = tqkv__exact_oldest(call, a->first);
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
         const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
         if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__take_kept */
@@ -230,10 +230,7 @@ static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const
         if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? oldest : 0, last ? call->end : below, s);
         if (r != TQKV_OK) return r;
         a->exact[last][side] = true;
-        if (last)
-            a->exact_from = newest > call->last.from ? newest : call->last.from;
-        else
-            a->exact_below = below;
+        if (!last) a->exact_below = below;
     }
     return TQKV_OK;
 }
@@ -436,6 +433,11 @@ static tqkv_result tqkv__attention_ends(tqkv__attention *a)
     tqkv_result r = TQKV_OK;
     if (a->call.first.n || a->call.last.n) r = tqkv__take_ends(a, tqkv__stream_open);
     if (r == TQKV_OK && a->call.first.n) r = tqkv__take_kept(a, tqkv__stream_open);
+    for (int i = 0; i < TQKV__STREAMS; i++) {
+        const tqkv__stream *s = tqkv__stream_read(a, i);
+        a->small_pages = a->small_pages || (s && s->page_size % TQKV__TILE);
+        a->odd_rings = a->odd_rings || (s && s->ring && s->capacity % TQKV__TILE);
+    }
     return r == TQKV_OK ? tqkv__check_window(a) : r;
 }
 

@@ -2,26 +2,6 @@
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 
-/* Whether pages end within tiles: rows are then gathered where they do not lie together. */
-static bool tqkv__small_pages(const tqkv__attention *a)
-{
-    for (int i = 0; i < TQKV__STREAMS; i++) {
-        const tqkv__stream *s = tqkv__stream_read(a, i);
-        if (s && s->page_size % TQKV__TILE) return true;
-    }
-    return false;
-}
-
-/* Whether a ring may wrap within a tile, which is then gathered. */
-static bool tqkv__odd_rings(const tqkv__attention *a)
-{
-    for (int i = 0; i < TQKV__STREAMS; i++) {
-        const tqkv__stream *s = tqkv__stream_read(a, i);
-        if (s && s->ring && s->capacity % TQKV__TILE) return true;
-    }
-    return false;
-}
-
 static int tqkv__tile_room(const tqkv__stream *s, int64_t position)
 {
     return s->page_size % TQKV__TILE || s->ring ? TQKV__TILE : tqkv__slots_left(s, position);

@@ -162,7 +162,7 @@ static tqkv_result tqkv__check_listed(const tqkv__attention *a, int i, tqkv__ran
     for (int64_t rank = l->seen.from; r == TQKV_OK && rank < l->seen.to; rank++) {
         const int64_t position = tqkv__position_of(l, rank);
         if (position < range.from || position >= range.to || tqkv__hidden_ranks(a, query, l, rank, 1)) continue;
-        r = tqkv__check_pages(s, position, position + 1);
+        r = tqkv__check_pages(s, position, position + 1, 0);
         range.from = (position / s->page_size + 1) * s->page_size; /* its page has been checked */
     }
     return r;
@@ -184,7 +184,7 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
     tqkv_result r = TQKV_OK;
     for (int i = 0; r == TQKV_OK && i < TQKV__STREAMS; i++) {
         const tqkv__range all = {first, end}, range = tqkv__positions_read(a, i, all, 0);
-        if (tqkv__stream_read(a, i)) r = tqkv__check_pages(tqkv__stream_read(a, i), range.from, range.to);
+        if (tqkv__stream_read(a, i)) r = tqkv__check_pages(tqkv__stream_read(a, i), range.from, range.to, 0);
     }
     return r;
 }
@@ -194,7 +194,7 @@ static tqkv_result tqkv__check_kept(const tqkv__attention *a)
     const tqkv__range kept = {0, a->kept}, seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, kept);
     tqkv_result r = TQKV_OK;
     for (int i = TQKV__FIRST_KEYS; r == TQKV_OK && a->kept && i <= TQKV__FIRST_TAIL; i++)
-        if (tqkv__has_stream(a, i)) r = tqkv__check_pages(TQKV__STREAM_AT(a, i), seen.from, seen.to);
+        if (tqkv__has_stream(a, i)) r = tqkv__check_pages(TQKV__STREAM_AT(a, i), seen.from, seen.to, 0);
     return r;
 }
 

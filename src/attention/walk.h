@@ -15,7 +15,6 @@ typedef struct tqkv__work {
     int64_t exact[2];                 /* tqkv__exact_at of the first and the last row's query */
     tqkv__range passes[TQKV__PASSES]; /* of ranks, in a stretch */
     tqkv__range common[TQKV__PASSES]; /* what all rows see of these, without a list */
-    bool small_pages, odd_rings;      /* pages, or rings, may end within a tile */
     const tqkv__attention *gathered;  /* streams in scratch, for rows that do not lie together */
     tqkv__ranks ranks[3];             /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;

@@ -75,34 +75,6 @@ static inline const tqkv__size *tqkv__size_of(int head_dim)
 }
 static bool tqkv__head_dim_known(int head_dim) { return tqkv__size_of(head_dim)->order != 0; }
 
-static int tqkv__norm_dim(int kind, int head_dim)
-{
-    return kind == TQKV__GRID ? tqkv__size_of(head_dim)->grid : TQKV__NORM_DIM(kind, head_dim);
-}
-
-/* Bytes of the codes of one row; 0 for an unsupported format or head_dim. */
-static size_t tqkv__row_bytes(tqkv_format f, int head_dim)
-{
-    const tqkv__format *row = tqkv__format_of(f);
-    return tqkv__head_dim_known(head_dim) ? (size_t)(head_dim * (row->main_bits + row->upper_bits) / 8) : 0;
-}
-
-/* Norms of one row; 0 for F16 and for an unsupported format or head_dim. */
-static int tqkv__norms_per_row(tqkv_format f, int head_dim)
-{
-    const int kind = tqkv__format_of(f)->kind;
-    if (!tqkv__format_known(f) || !tqkv__head_dim_known(head_dim) || kind == TQKV__HALF) return 0;
-    return head_dim / tqkv__norm_dim(kind, head_dim);
-}
-
-/* The scaled value where a format saturates; 0 for an unknown one. */
-static float tqkv__last_boundary(tqkv_format f)
-{
-    const int kind = tqkv__format_of(f)->kind, bits = tqkv__format_of(f)->book_bits;
-    if (kind == TQKV__BOOK) return TQKV__BOUNDARIES(bits)[(1 << bits) - 2];
-    return kind == TQKV__HALF ? 65504.0f : kind == TQKV__GRID ? 127.5f : 0.0f;
-}
-
 #define TQKV__PANEL 256
 
 /* A store with its defaults resolved and its sizes derived. */
@@ -221,9 +193,9 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     s->ring = store->ring;
     s->rotated = store->rotation ? store->rotation == TQKV_ROTATION_ON : s->kind != TQKV__HALF;
     s->block_scale = store->block_scale > 0.0f ? store->block_scale : 1.0f;
-    s->row_bytes = tqkv__row_bytes(store->format, store->head_dim);
-    s->norms_per_row = tqkv__norms_per_row(store->format, store->head_dim);
-    s->norm_dim = tqkv__norm_dim(s->kind, s->head_dim);
+    s->row_bytes = (size_t)(s->head_dim * (s->main_bits + s->upper_bits) / 8);
+    s->norm_dim = s->kind == TQKV__GRID ? tqkv__size_of(s->head_dim)->grid : TQKV__NORM_DIM(s->kind, s->head_dim);
+    s->norms_per_row = s->kind == TQKV__HALF ? 0 : s->head_dim / s->norm_dim;
     int panels = (s->norm_dim + TQKV__PANEL - 1) / TQKV__PANEL;
     while (s->norm_dim % panels) panels++;
     s->panel_dim = s->norm_dim / panels;
@@ -398,7 +370,7 @@ TQKV_API size_t tqkv_norms_size(const tqkv_store *store)
 static bool tqkv__basis_known(tqkv_basis basis) { return basis == TQKV_ORIGINAL || basis == TQKV_ROTATED; }
 
 /* Checks the entries of the positions [first, end), which the table has. lowest: -1 where such a page is left out */
-static tqkv_result tqkv__check_pages_from(const tqkv__stream *s, int64_t first, int64_t end, int lowest)
+static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64_t end, int lowest)
 {
     if (!s->pages || first >= end) return TQKV_OK;
     for (int64_t i = first / s->page_size; i <= (end - 1) / s->page_size; i++)
@@ -406,11 +378,6 @@ static tqkv_result tqkv__check_pages_from(const tqkv__stream *s, int64_t first, 
             return TQKV__REFUSE(OUT_OF_RANGE,
                                 "pages: the entry of a position that is seen or written lies outside the pool");
     return TQKV_OK;
-}
-
-static tqkv_result tqkv__check_pages(const tqkv__stream *s, int64_t first, int64_t end)
-{
-    return tqkv__check_pages_from(s, first, end, 0);
 }
 
 /* Whether no number of ids, [n], occurs twice or among others, [n_others] or NULL; negative ones do not count. Marks
@@ -444,7 +411,7 @@ static tqkv_result tqkv__check_positions(const tqkv__stream *s, int n, int64_t p
     if (!s->ring && position + n > tqkv__room(s))
         return TQKV__REFUSE(OUT_OF_RANGE,
                             "positions beyond the capacity, of a full cache say, or beyond the page table");
-    return tqkv__check_pages_from(s, position, position + n, lowest);
+    return tqkv__check_pages(s, position, position + n, lowest);
 }
 
 /* Refuses a table that names a page twice among those to write; follows tqkv__check_positions. */

@@ -22,12 +22,11 @@ struct tqkv_cache {
     tqkv_pairs pairs; /* as in the desc */
     int calibrate;
     uint64_t tag;
-    bool learns;       /* when it is empty it begins to learn; see >>cache-calibrate */
     bool learning;     /* positions are in `raw` alone */
     int learn_from;    /* so many positions */
     int64_t raw_below; /* queries at positions below it read `raw`; INT64_MAX while the cache learns */
     int64_t raw_end;   /* the rows there, when it has learned */
-    tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros without */
+    tqkv_store raw[3]; /* rows as they came of keys and values, as halves, and of the tail; zeros if it never learns */
     uint8_t *is_new; /* [learn_from]: whether a position is new; on a GPU for each KV head, where the kernel needs it */
     void *raw_memory; /* that holds them, or NULL: on a GPU they lie in the cache's memory, as long as that */
     size_t raw_size;
@@ -480,7 +479,7 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
 static void tqkv__copy_newest(const tqkv_cache *c, int side, int64_t from, const tqkv_store *to)
 {
     const tqkv_store *old = &c->ends[1][side];
-    const size_t size = tqkv__row_bytes(TQKV_F16, old->head_dim);
+    const size_t size = 2 * (size_t)old->head_dim;
     for (int h = 0; h < old->n_kv_heads; h++)
         for (int64_t p = from; p < c->attention.end; p++) {
             const size_t source = (size_t)h * (size_t)old->capacity + (size_t)(p % old->capacity);

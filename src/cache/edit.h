@@ -38,7 +38,7 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     if (end < 0 || end > c->attention.end || (end < c->first && end != 0))
         return TQKV__REFUSE(OUT_OF_RANGE, "end: negative, behind the cache's end, or gone from its ring");
     if (end < c->attention.end) c->learnt_at = -1;
-    if (tqkv__takes_learnt(c, end) || (end == 0 && c->learns && !c->learning)) tqkv__unlearn(c);
+    if (tqkv__takes_learnt(c, end) || (end == 0 && c->raw[0].head_dim && !c->learning)) tqkv__unlearn(c);
     if (c->raw_end > end) c->raw_end = end;
     if (end == 0) c->first = 0;
     if (c->exact_below > end) c->exact_below = end;

@@ -10,7 +10,9 @@ typedef struct tqkv__moments {
 static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__row *row, tqkv__moments *m)
 {
     float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
-    const float last = tqkv__last_boundary(s->format);
+    const float last = s->kind == TQKV__BOOK   ? s->boundaries[(1 << s->book_bits) - 2]
+                       : s->kind == TQKV__HALF ? 65504.0f
+                                               : 127.5f; /* where the format saturates */
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     codec->widen(s->type, row->src, row->center, row->inverses, s->head_dim, x);
     codec->scale_row(s, x, norms);

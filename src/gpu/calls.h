@@ -116,20 +116,25 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_atten
 /* Whether one of two stores has an array of channels alone: the numbers are in buffers, and are not compared. */
 static bool tqkv__channels_differ(tqkv_metal_buffer a, tqkv_metal_buffer b) { return !a.buffer != !b.buffer; }
 
+/* Adds the kernel that finishes a slice or, with another attention, adds it to that one's. */
 static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_metal_attention *src,
-                                   tqkv__attend_buffers *b, tqkv_metal_buffer src_out, tqkv_metal_plan *plan)
+                                   tqkv_metal_buffer src_out, tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
+                                   tqkv__attend_buffers *b, tqkv_metal_plan *plan)
 {
     tqkv__plan_call call;
     tqkv__attention a, other;
     tqkv_result r = tqkv__plan_shape(from, &call, &a);
-    if (r == TQKV_OK) r = tqkv__plan_shape(src, &call, &other);
-    if (r == TQKV_OK) r = tqkv__check_slices_match(&a, &other);
+    if (r == TQKV_OK && src) r = tqkv__plan_shape(src, &call, &other);
+    if (r == TQKV_OK && src) r = tqkv__check_slices_match(&a, &other);
     if (r != TQKV_OK) return r;
-    if (tqkv__channels_differ(from->values->channel_scale, src->values->channel_scale) ||
-        tqkv__channels_differ(from->values->center, src->values->center))
+    if (src && (tqkv__channels_differ(from->values->channel_scale, src->values->channel_scale) ||
+                tqkv__channels_differ(from->values->center, src->values->center)))
         return TQKV__INVALID("slices of values with and without a scale of their channels, or a centre");
     b->of = *from;
-    memset(&b->of.sinks, 0, sizeof b->of.sinks); /* which finish reads */
+    if (src) memset(&b->of.sinks, 0, sizeof b->of.sinks); /* which finish reads */
+    b->slice.from = true;
+    b->slice.src_max = src_max;
+    b->slice.src_sum = src_sum;
     if (a.call.n_queries) tqkv__plan_slice(tqkv__add_dispatch(plan), &a, b, src_out);
     return TQKV_OK;
 }
@@ -142,26 +147,15 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attenti
 {
     tqkv__attend_buffers b = tqkv__buffers_of_slice(src_out, src_out, out, max, sum);
     if (!tqkv__open_plan(plan, "attend_merge")) return TQKV__INVALID(TQKV__NO_PLAN);
-    b.slice.from = true;
-    b.slice.src_max = src_max;
-    b.slice.src_sum = src_sum;
-    return tqkv__close_plan(plan, tqkv__add_merge(from, src, &b, src_out, plan));
+    if (!src) return tqkv__close_plan(plan, TQKV__INVALID("the attention of the other slice is NULL"));
+    return tqkv__close_plan(plan, tqkv__add_merge(from, src, src_out, src_max, src_sum, &b, plan));
 }
 
 TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *from, tqkv_metal_buffer src_out,
                                                          tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
                                                          tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
-    tqkv__plan_call call;
-    tqkv__attention a;
     tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
     if (!tqkv__open_plan(plan, "attend_finish")) return TQKV__INVALID(TQKV__NO_PLAN);
-    const tqkv_result r = tqkv__plan_shape(from, &call, &a);
-    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
-    b.of = *from;
-    b.slice.from = true;
-    b.slice.src_max = src_max;
-    b.slice.src_sum = src_sum;
-    if (a.call.n_queries) tqkv__plan_slice(tqkv__add_dispatch(plan), &a, &b, src_out);
-    return tqkv__close_plan(plan, TQKV_OK);
+    return tqkv__close_plan(plan, tqkv__add_merge(from, NULL, src_out, src_max, src_sum, &b, plan));
 }

@@ -268,7 +268,7 @@ static tqkv_result tqkv__plan_check_pages(const tqkv_store *shape, int64_t first
     table.pages = shape->pages;
     table.page_size = shape->page_size;
     table.capacity = shape->capacity;
-    const tqkv_result r = tqkv__check_pages_from(&table, first, first + n, written ? -1 : 0);
+    const tqkv_result r = tqkv__check_pages(&table, first, first + n, written ? -1 : 0);
     return r == TQKV_OK && written ? tqkv__check_written(&table, n, first) : r;
 }
 
