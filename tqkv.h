@@ -4483,40 +4483,27 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_rows)(int head_dim, float *ro
     }
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, const void *in, int head_dim, bool flip,
-                                                               float *out)
+/* Rotates: out = R(in)/sqrt(D), after flipping signs if asked, but for mix_rows; floats in and out may be the same. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip,
+                                                         float *out)
 {
-    const int n = tqkv__size_of(head_dim)->subrow; /* 4 to 64 */
-    if (n == 4 && TQKV__LANES > 4)
+    const bool whole = !TQKV__HAS_MATRIX(head_dim);
+    int h = tqkv__size_of(head_dim)->subrow; /* 4 to 64, or all of the row */
+    if (whole && h > TQKV__LANES * TQKV__WIDTH) h = TQKV__LANES * TQKV__WIDTH;
+    if (h == 4 && TQKV__LANES > 4)
         TQKV__(hadamard_subrows)(1, 4, type, in, head_dim, flip, out);
-    else if (n == TQKV__LANES)
+    else if (h == TQKV__LANES)
         TQKV__(hadamard_subrows)(1, TQKV__LANES, type, in, head_dim, flip, out);
-    else if (n == 2 * TQKV__LANES)
+    else if (h == 2 * TQKV__LANES)
         TQKV__(hadamard_subrows)(2, 2 * TQKV__LANES, type, in, head_dim, flip, out);
-    else if (n == 4 * TQKV__LANES)
+    else if (h == 4 * TQKV__LANES)
         TQKV__(hadamard_subrows)(4, 4 * TQKV__LANES, type, in, head_dim, flip, out);
-    else if (n == 8 * TQKV__LANES)
+    else if (h == 8 * TQKV__LANES)
         TQKV__(hadamard_subrows)(8, 8 * TQKV__LANES, type, in, head_dim, flip, out);
     else if (TQKV__LANES < 8)
         TQKV__(hadamard_subrows)(16, 16 * TQKV__LANES, type, in, head_dim, flip, out);
-}
-
-/* Rotates: out = R(in)/sqrt(D), after flipping signs if asked, but for mix_rows; floats in and out may be the same. */
-TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip, float *out)
-{
-    int h = head_dim < TQKV__LANES * TQKV__WIDTH ? head_dim : TQKV__LANES * TQKV__WIDTH;
-    if (TQKV__HAS_MATRIX(head_dim)) {
-        TQKV__(rotate_subrows)(type, in, head_dim, flip, out);
-        return;
-    }
-    if (h == 4 * TQKV__LANES)
-        TQKV__(hadamard_subrows)(4, 4 * TQKV__LANES, type, in, head_dim, flip, out);
-    else if (h == 8 * TQKV__LANES && TQKV__WIDTH > 8)
-        TQKV__(hadamard_subrows)(8, 8 * TQKV__LANES, type, in, head_dim, flip, out);
-    else
-        TQKV__(hadamard_subrows)(TQKV__WIDTH, TQKV__WIDTH * TQKV__LANES, type, in, head_dim, flip, out);
-    for (; h * 4 <= head_dim; h *= 4) TQKV__(hadamard_across)(4, h, head_dim, out);
-    if (h < head_dim) TQKV__(hadamard_across)(2, h, head_dim, out);
+    for (; whole && h * 4 <= head_dim; h *= 4) TQKV__(hadamard_across)(4, h, head_dim, out);
+    if (whole && h < head_dim) TQKV__(hadamard_across)(2, h, head_dim, out);
 }
 
 TQKV__TARGET static void TQKV__(rotate)(float *x, int head_dim)
@@ -4943,6 +4930,11 @@ static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME, TQKV__LANES, &TQKV__(codec
 /* >>k-halves: keys and values that are multiplied as floats, see >>plain. Halves are read where they lie; rows of TQ8
    become floats first. */
 
+/* Calls a loop for 1, 2 or `most` rows, which is a constant there. */
+#define TQKV__WITH_ROWS(rows, most, loop, ...) \
+    ((rows) == 1 ? loop(1, __VA_ARGS__) : (rows) == 2 ? loop(2, __VA_ARGS__) : loop(most, __VA_ARGS__))
+#define TQKV__ROWS_OF(left, most) ((left) >= (most) ? (most) : (left) >= 2 ? 2 : 1)
+
 #ifndef TQKV__DECODED /* true: another set of the same name has these */
 
 /* Query rows that share a key, and a value: enough sums in progress to hide their latency, and few enough for the
@@ -5028,13 +5020,9 @@ TQKV__OP void TQKV__S(score_all)(const bool halves, int dim, const uint8_t *code
                                  ptrdiff_t ahead, const float *q, int n_rows, bool add, float *scores)
 {
     for (int left = n_rows, now; left > 0; left -= now, q += now * dim, scores += now * TQKV__TILE) {
-        now = left >= TQKV__HALF_KEY_ROWS ? TQKV__HALF_KEY_ROWS : left >= 2 ? 2 : 1;
-        if (now == 1)
-            TQKV__S(score_half_rows)(1, halves, dim, codes, stride, n, ahead, q, add, scores);
-        else if (now == 2)
-            TQKV__S(score_half_rows)(2, halves, dim, codes, stride, n, ahead, q, add, scores);
-        else
-            TQKV__S(score_half_rows)(TQKV__HALF_KEY_ROWS, halves, dim, codes, stride, n, ahead, q, add, scores);
+        now = TQKV__ROWS_OF(left, TQKV__HALF_KEY_ROWS);
+        TQKV__WITH_ROWS(now, TQKV__HALF_KEY_ROWS, TQKV__S(score_half_rows), halves, dim, codes, stride, n, ahead, q,
+                        add, scores);
         ahead = 0;
     }
 }
@@ -5120,13 +5108,9 @@ TQKV__OP void TQKV__S(add_to_all)(const bool halves, int dim, const uint8_t *cod
                                   ptrdiff_t ahead, const float *weights, int n_rows, float *out)
 {
     for (int left = n_rows, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * dim) {
-        now = left >= TQKV__HALF_ROWS ? TQKV__HALF_ROWS : left >= 2 ? 2 : 1;
-        if (now == 1)
-            TQKV__S(add_half_rows)(1, halves, dim, codes, stride, n, ahead, weights, out);
-        else if (now == 2)
-            TQKV__S(add_half_rows)(2, halves, dim, codes, stride, n, ahead, weights, out);
-        else
-            TQKV__S(add_half_rows)(TQKV__HALF_ROWS, halves, dim, codes, stride, n, ahead, weights, out);
+        now = TQKV__ROWS_OF(left, TQKV__HALF_ROWS);
+        TQKV__WITH_ROWS(now, TQKV__HALF_ROWS, TQKV__S(add_half_rows), halves, dim, codes, stride, n, ahead, weights,
+                        out);
         ahead = 0;
     }
 }
@@ -5581,13 +5565,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
                                                              int n_rows)
 {
     for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
-        rows = left >= TQKV__MANY_ROWS ? TQKV__MANY_ROWS : left >= 2 ? 2 : 1;
-        if (rows == 1)
-            TQKV__I(score_lanes_of)(1, &p, dim, j, tile);
-        else if (rows == 2)
-            TQKV__I(score_lanes_of)(2, &p, dim, j, tile);
-        else
-            TQKV__I(score_lanes_of)(TQKV__MANY_ROWS, &p, dim, j, tile);
+        rows = TQKV__ROWS_OF(left, TQKV__MANY_ROWS);
+        TQKV__WITH_ROWS(rows, TQKV__MANY_ROWS, TQKV__I(score_lanes_of), &p, dim, j, tile);
     }
 }
 
@@ -5662,7 +5641,7 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
 
 /* Adds: results[row][d] += (sum_j rows[row][d] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
    on, straight from the codes or from lanes in tile. format, rows and sixteens are constants. */
-TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const int sixteens, const TQKV__S(panel) * a,
+TQKV__OP void TQKV__I(add_chunk)(const int rows, const tqkv_format format, const int sixteens, const TQKV__S(panel) * a,
                                  int d, const TQKV__I(product) * p, const int8_t *tile)
 {
     const int all = sixteens * TQKV__DIM_LANES, step = format == TQKV__READY ? a->n : 16;
@@ -5701,7 +5680,7 @@ TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const 
     TQKV__S(panel) a = *panel; /* results lie elsewhere */
     a.dim = end;
     for (int d = 0; d < end; d += 16 * TQKV__SIXTEENS(rows))
-        TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p, NULL);
+        TQKV__I(add_chunk)(rows, format, TQKV__SIXTEENS(rows), &a, d, p, NULL);
 }
 
 /* Finds the lanes of the dimensions [d, d + left) for all positions. tile: as add_chunk has it */
@@ -5722,21 +5701,17 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_values)(const TQKV__S(panel
         }
 }
 
-#define TQKV__ADD_LANES(rows) \
-    (whole ? TQKV__I(add_chunk)(TQKV__READY, rows, TQKV__MANY_SIXTEENS, &a, d, &p, tile) \
-           : TQKV__I(add_chunk)(TQKV__READY, rows, 1, &a, d, &p, tile))
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) * panel, TQKV__I(product) p, int d,
                                                            bool whole, const int8_t *tile, int n_rows)
 {
     const TQKV__S(panel) a = *panel;
     for (int rows; n_rows > 0; n_rows -= rows, TQKV__I(advance)(&p, rows)) {
-        rows = n_rows >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : n_rows >= 2 ? 2 : 1;
-        if (rows == 1)
-            TQKV__ADD_LANES(1);
-        else if (rows == 2)
-            TQKV__ADD_LANES(2);
+        rows = TQKV__ROWS_OF(n_rows, TQKV__FEW_ROWS);
+        if (whole)
+            TQKV__WITH_ROWS(rows, TQKV__FEW_ROWS, TQKV__I(add_chunk), TQKV__READY, TQKV__MANY_SIXTEENS, &a, d, &p,
+                            tile);
         else
-            TQKV__ADD_LANES(TQKV__FEW_ROWS);
+            TQKV__WITH_ROWS(rows, TQKV__FEW_ROWS, TQKV__I(add_chunk), TQKV__READY, 1, &a, d, &p, tile);
     }
 }
 
@@ -5793,7 +5768,7 @@ TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const 
                                 const TQKV__S(panel) * panel, int end, TQKV__I(product) p, int n_rows)
 {
     for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
-        rows = left >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : left >= 2 ? 2 : 1;
+        rows = TQKV__ROWS_OF(left, TQKV__FEW_ROWS);
         loop(panel, end, &p, rows);
     }
 }

@@ -1,6 +1,11 @@
 /* >>k-halves: keys and values that are multiplied as floats, see >>plain. Halves are read where they lie; rows of TQ8
    become floats first. */
 
+/* Calls a loop for 1, 2 or `most` rows, which is a constant there. */
+#define TQKV__WITH_ROWS(rows, most, loop, ...) \
+    ((rows) == 1 ? loop(1, __VA_ARGS__) : (rows) == 2 ? loop(2, __VA_ARGS__) : loop(most, __VA_ARGS__))
+#define TQKV__ROWS_OF(left, most) ((left) >= (most) ? (most) : (left) >= 2 ? 2 : 1)
+
 #ifndef TQKV__DECODED /* true: another set of the same name has these */
 
 /* Query rows that share a key, and a value: enough sums in progress to hide their latency, and few enough for the
@@ -86,13 +91,9 @@ TQKV__OP void TQKV__S(score_all)(const bool halves, int dim, const uint8_t *code
                                  ptrdiff_t ahead, const float *q, int n_rows, bool add, float *scores)
 {
     for (int left = n_rows, now; left > 0; left -= now, q += now * dim, scores += now * TQKV__TILE) {
-        now = left >= TQKV__HALF_KEY_ROWS ? TQKV__HALF_KEY_ROWS : left >= 2 ? 2 : 1;
-        if (now == 1)
-            TQKV__S(score_half_rows)(1, halves, dim, codes, stride, n, ahead, q, add, scores);
-        else if (now == 2)
-            TQKV__S(score_half_rows)(2, halves, dim, codes, stride, n, ahead, q, add, scores);
-        else
-            TQKV__S(score_half_rows)(TQKV__HALF_KEY_ROWS, halves, dim, codes, stride, n, ahead, q, add, scores);
+        now = TQKV__ROWS_OF(left, TQKV__HALF_KEY_ROWS);
+        TQKV__WITH_ROWS(now, TQKV__HALF_KEY_ROWS, TQKV__S(score_half_rows), halves, dim, codes, stride, n, ahead, q,
+                        add, scores);
         ahead = 0;
     }
 }
@@ -178,13 +179,9 @@ TQKV__OP void TQKV__S(add_to_all)(const bool halves, int dim, const uint8_t *cod
                                   ptrdiff_t ahead, const float *weights, int n_rows, float *out)
 {
     for (int left = n_rows, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * dim) {
-        now = left >= TQKV__HALF_ROWS ? TQKV__HALF_ROWS : left >= 2 ? 2 : 1;
-        if (now == 1)
-            TQKV__S(add_half_rows)(1, halves, dim, codes, stride, n, ahead, weights, out);
-        else if (now == 2)
-            TQKV__S(add_half_rows)(2, halves, dim, codes, stride, n, ahead, weights, out);
-        else
-            TQKV__S(add_half_rows)(TQKV__HALF_ROWS, halves, dim, codes, stride, n, ahead, weights, out);
+        now = TQKV__ROWS_OF(left, TQKV__HALF_ROWS);
+        TQKV__WITH_ROWS(now, TQKV__HALF_ROWS, TQKV__S(add_half_rows), halves, dim, codes, stride, n, ahead, weights,
+                        out);
         ahead = 0;
     }
 }

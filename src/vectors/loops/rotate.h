@@ -159,40 +159,27 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_rows)(int head_dim, float *ro
     }
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(rotate_subrows)(tqkv_type type, const void *in, int head_dim, bool flip,
-                                                               float *out)
+/* Rotates: out = R(in)/sqrt(D), after flipping signs if asked, but for mix_rows; floats in and out may be the same. */
+TQKV__TARGET static TQKV__NOINLINE void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip,
+                                                         float *out)
 {
-    const int n = tqkv__size_of(head_dim)->subrow; /* 4 to 64 */
-    if (n == 4 && TQKV__LANES > 4)
+    const bool whole = !TQKV__HAS_MATRIX(head_dim);
+    int h = tqkv__size_of(head_dim)->subrow; /* 4 to 64, or all of the row */
+    if (whole && h > TQKV__LANES * TQKV__WIDTH) h = TQKV__LANES * TQKV__WIDTH;
+    if (h == 4 && TQKV__LANES > 4)
         TQKV__(hadamard_subrows)(1, 4, type, in, head_dim, flip, out);
-    else if (n == TQKV__LANES)
+    else if (h == TQKV__LANES)
         TQKV__(hadamard_subrows)(1, TQKV__LANES, type, in, head_dim, flip, out);
-    else if (n == 2 * TQKV__LANES)
+    else if (h == 2 * TQKV__LANES)
         TQKV__(hadamard_subrows)(2, 2 * TQKV__LANES, type, in, head_dim, flip, out);
-    else if (n == 4 * TQKV__LANES)
+    else if (h == 4 * TQKV__LANES)
         TQKV__(hadamard_subrows)(4, 4 * TQKV__LANES, type, in, head_dim, flip, out);
-    else if (n == 8 * TQKV__LANES)
+    else if (h == 8 * TQKV__LANES)
         TQKV__(hadamard_subrows)(8, 8 * TQKV__LANES, type, in, head_dim, flip, out);
     else if (TQKV__LANES < 8)
         TQKV__(hadamard_subrows)(16, 16 * TQKV__LANES, type, in, head_dim, flip, out);
-}
-
-/* Rotates: out = R(in)/sqrt(D), after flipping signs if asked, but for mix_rows; floats in and out may be the same. */
-TQKV__TARGET static void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip, float *out)
-{
-    int h = head_dim < TQKV__LANES * TQKV__WIDTH ? head_dim : TQKV__LANES * TQKV__WIDTH;
-    if (TQKV__HAS_MATRIX(head_dim)) {
-        TQKV__(rotate_subrows)(type, in, head_dim, flip, out);
-        return;
-    }
-    if (h == 4 * TQKV__LANES)
-        TQKV__(hadamard_subrows)(4, 4 * TQKV__LANES, type, in, head_dim, flip, out);
-    else if (h == 8 * TQKV__LANES && TQKV__WIDTH > 8)
-        TQKV__(hadamard_subrows)(8, 8 * TQKV__LANES, type, in, head_dim, flip, out);
-    else
-        TQKV__(hadamard_subrows)(TQKV__WIDTH, TQKV__WIDTH * TQKV__LANES, type, in, head_dim, flip, out);
-    for (; h * 4 <= head_dim; h *= 4) TQKV__(hadamard_across)(4, h, head_dim, out);
-    if (h < head_dim) TQKV__(hadamard_across)(2, h, head_dim, out);
+    for (; whole && h * 4 <= head_dim; h *= 4) TQKV__(hadamard_across)(4, h, head_dim, out);
+    if (whole && h < head_dim) TQKV__(hadamard_across)(2, h, head_dim, out);
 }
 
 TQKV__TARGET static void TQKV__(rotate)(float *x, int head_dim)

@@ -418,13 +418,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
                                                              int n_rows)
 {
     for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
-        rows = left >= TQKV__MANY_ROWS ? TQKV__MANY_ROWS : left >= 2 ? 2 : 1;
-        if (rows == 1)
-            TQKV__I(score_lanes_of)(1, &p, dim, j, tile);
-        else if (rows == 2)
-            TQKV__I(score_lanes_of)(2, &p, dim, j, tile);
-        else
-            TQKV__I(score_lanes_of)(TQKV__MANY_ROWS, &p, dim, j, tile);
+        rows = TQKV__ROWS_OF(left, TQKV__MANY_ROWS);
+        TQKV__WITH_ROWS(rows, TQKV__MANY_ROWS, TQKV__I(score_lanes_of), &p, dim, j, tile);
     }
 }
 
@@ -499,7 +494,7 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
 
 /* Adds: results[row][d] += (sum_j rows[row][d] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
    on, straight from the codes or from lanes in tile. format, rows and sixteens are constants. */
-TQKV__OP void TQKV__I(add_chunk)(const tqkv_format format, const int rows, const int sixteens, const TQKV__S(panel) * a,
+TQKV__OP void TQKV__I(add_chunk)(const int rows, const tqkv_format format, const int sixteens, const TQKV__S(panel) * a,
                                  int d, const TQKV__I(product) * p, const int8_t *tile)
 {
     const int all = sixteens * TQKV__DIM_LANES, step = format == TQKV__READY ? a->n : 16;
@@ -538,7 +533,7 @@ TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const 
     TQKV__S(panel) a = *panel; /* results lie elsewhere */
     a.dim = end;
     for (int d = 0; d < end; d += 16 * TQKV__SIXTEENS(rows))
-        TQKV__I(add_chunk)(format, rows, TQKV__SIXTEENS(rows), &a, d, p, NULL);
+        TQKV__I(add_chunk)(rows, format, TQKV__SIXTEENS(rows), &a, d, p, NULL);
 }
 
 /* Finds the lanes of the dimensions [d, d + left) for all positions. tile: as add_chunk has it */
@@ -559,21 +554,17 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_values)(const TQKV__S(panel
         }
 }
 
-#define TQKV__ADD_LANES(rows) \
-    (whole ? TQKV__I(add_chunk)(TQKV__READY, rows, TQKV__MANY_SIXTEENS, &a, d, &p, tile) \
-           : TQKV__I(add_chunk)(TQKV__READY, rows, 1, &a, d, &p, tile))
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) * panel, TQKV__I(product) p, int d,
                                                            bool whole, const int8_t *tile, int n_rows)
 {
     const TQKV__S(panel) a = *panel;
     for (int rows; n_rows > 0; n_rows -= rows, TQKV__I(advance)(&p, rows)) {
-        rows = n_rows >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : n_rows >= 2 ? 2 : 1;
-        if (rows == 1)
-            TQKV__ADD_LANES(1);
-        else if (rows == 2)
-            TQKV__ADD_LANES(2);
+        rows = TQKV__ROWS_OF(n_rows, TQKV__FEW_ROWS);
+        if (whole)
+            TQKV__WITH_ROWS(rows, TQKV__FEW_ROWS, TQKV__I(add_chunk), TQKV__READY, TQKV__MANY_SIXTEENS, &a, d, &p,
+                            tile);
         else
-            TQKV__ADD_LANES(TQKV__FEW_ROWS);
+            TQKV__WITH_ROWS(rows, TQKV__FEW_ROWS, TQKV__I(add_chunk), TQKV__READY, 1, &a, d, &p, tile);
     }
 }
 
@@ -630,7 +621,7 @@ TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const 
                                 const TQKV__S(panel) * panel, int end, TQKV__I(product) p, int n_rows)
 {
     for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
-        rows = left >= TQKV__FEW_ROWS ? TQKV__FEW_ROWS : left >= 2 ? 2 : 1;
+        rows = TQKV__ROWS_OF(left, TQKV__FEW_ROWS);
         loop(panel, end, &p, rows);
     }
 }
