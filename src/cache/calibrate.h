@@ -206,7 +206,7 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
 
 /* -- Encoding what was raw -- */
 
-/* Encodes n raw positions of its stream to store i, or those that it holds of them at `end`: rows of the same format are
+/* Encodes n raw positions of its stream to store i, or what it holds of them at `end`. Rows of the same format are
    copied. */
 static void tqkv__settle_store(const tqkv_cache *c, int i, int64_t n, int64_t end)
 {

@@ -150,8 +150,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     return TQKV_OK;
 }
 
-/* The fields of a desc, and where a cache has them: those that a snapshot holds as numbers, with the number of their field
-   in its header, and otherwise; then those that it does not hold. */
+/* The fields of a desc, and where a cache has them: those that a snapshot holds as numbers, with the number of their
+   field in its header; what it holds otherwise; then what it does not hold. */
 // clang-format off
 #define TQKV__CACHE_NUMBERS(row)                                                                                       \
     row(head_dim,      keys.head_dim,     1, int)         row(value_dim,    values.head_dim,  2, int)                  \
