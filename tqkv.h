@@ -1835,16 +1835,15 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     return store->pages ? tqkv__table_shape(store, s) : TQKV_OK;
 }
 
-/* Whether a value of each channel, x: [n_kv_heads][head_dim], is finite, or a scale that is allowed; by the set in
-   use. */
+/* Whether a value of each channel, x: [n_kv_heads][head_dim], is finite, by the set in use. */
 static bool tqkv__channels_finite(const tqkv__stream *s, const float *x);
-static bool tqkv__channels_scale(const tqkv__stream *s, const float *x);
+static bool tqkv__scales_valid(const float *x, size_t n);
 
 static tqkv_result tqkv__stream_scale(const tqkv_store *store, tqkv__stream *s)
 {
     const float *scale = store->channel_scale;
     if ((uintptr_t)scale % sizeof(float)) return TQKV__INVALID("channel_scale: not aligned as floats");
-    if (scale && !tqkv__channels_scale(s, scale)) {
+    if (scale && !tqkv__scales_valid(scale, (size_t)s->n_kv_heads * (size_t)s->head_dim)) {
         if (!tqkv__channels_finite(s, scale)) return TQKV__REFUSE(NOT_FINITE, "channel_scale holds NaN or infinity");
         return TQKV__INVALID("channel_scale: not in [2^-32, 2^32]");
     }
@@ -2135,7 +2134,6 @@ struct tqkv__row;
 typedef struct tqkv__codec {
     bool (*rows_finite)(tqkv_type type, const void *x, size_t n); /* n: a multiple of head_dim */
     uint32_t (*largest_bits)(const float *x, size_t n);           /* likewise: of the largest magnitude */
-    bool (*scales_valid)(const float *x, size_t n);               /* likewise */
     void (*invert)(const float *scales, int n, float *inverses);  /* likewise: 1 / scale, rounded once */
     void (*widen)(tqkv_type type, const void *src, const float *center, const float *inverses, int n, float *row);
     void (*narrow)(tqkv_type type, const float *row, int n, void *dst);
@@ -2156,11 +2154,6 @@ static const tqkv__codec *tqkv__codec_for(int head_dim);
 static bool tqkv__channels_finite(const tqkv__stream *s, const float *x)
 {
     return tqkv__codec_for(s->head_dim)->rows_finite(TQKV_TYPE_F32, x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
-}
-
-static bool tqkv__channels_scale(const tqkv__stream *s, const float *x)
-{
-    return tqkv__codec_for(s->head_dim)->scales_valid(x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
 }
 
 /* Returns the inverses by which encoding multiplies the channels of the heads [first, first + n): those that the stream
@@ -2650,9 +2643,9 @@ static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, c
     for (int i = 0; i < n_rows; i++) tqkv__encode_row(s, &rows[i]);
 }
 
-static const tqkv__codec tqkv__codec_scalar = {
-    tqkv__values_finite, tqkv__largest_bits, tqkv__scales_valid, tqkv__invert,    tqkv__widen_row,
-    tqkv__narrow_row,    tqkv__rotate_row,   tqkv__unrotate_row, tqkv__scale_row, tqkv__encode_rows};
+static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__largest_bits, tqkv__invert,
+                                               tqkv__widen_row,     tqkv__narrow_row,   tqkv__rotate_row,
+                                               tqkv__unrotate_row,  tqkv__scale_row,    tqkv__encode_rows};
 
 static float tqkv__factor(const tqkv__stream *s, float norm)
 {
@@ -3352,11 +3345,6 @@ typedef struct tqkv__queries {
     int n, group;
 } tqkv__queries;
 
-/* Learnt of one head, [head_dim] each: mean, and mean squares of rows and of the queries that read them. */
-typedef struct tqkv__learnt {
-    float center[TQKV_MAX_HEAD_DIM], rows[TQKV_MAX_HEAD_DIM], queries[TQKV_MAX_HEAD_DIM];
-} tqkv__learnt;
-
 static TQKV__NOINLINE void tqkv__add_row(const float *x, bool squared, int n, float *sums)
 {
     for (int d = 0; d < n; d++) sums[d] = TQKV__AS_FLOAT(sums[d] + (squared ? tqkv__rounded(x[d] * x[d]) : x[d]));
@@ -3369,20 +3357,35 @@ static TQKV__NOINLINE void tqkv__divide_sums(float *sums, int head_dim, float va
     for (int d = 0; d < head_dim; d++) sums[d] = TQKV__AS_FLOAT(sums[d] / by);
 }
 
-/* Finds the mean over n rows, or that of the squares, of the differences from a centre, unless that is NULL: one float
-   a channel, rows in order. means: [head_dim] */
-static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, int first_head, int n_heads,
-                                const float *center, bool squared, float *means)
+/* Loads a row to learn from, less a centre or NULL: of the caller or, where src is NULL, of a store. row: [head_dim] */
+static void tqkv__load_learnt(const tqkv__stream *s, const void *src, int t, int head, const float *center, float *row)
+{
+    if (src) {
+        const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)head);
+        tqkv__codec_for(s->head_dim)->widen(s->type, at, center, NULL, s->head_dim, row);
+        return;
+    }
+    tqkv__read_row(s, head, t, row);
+    for (int d = 0; center && d < s->head_dim; d++) row[d] = TQKV__AS_FLOAT(row[d] - center[d]);
+}
+
+/* Finds the mean over rows of n positions, or that of the squares, of the differences from a centre, unless that is
+   NULL: one float a channel, rows in order. counted: [n], NULL: all; means: [head_dim] */
+static void tqkv__channel_means(const tqkv__stream *s, const void *src, const uint8_t *counted, int n, int first_head,
+                                int n_heads, const float *center, bool squared, float *means)
 {
     float row[TQKV_MAX_HEAD_DIM];
-    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    int n_counted = 0;
     memset(means, 0, (size_t)s->head_dim * sizeof(float));
-    for (int t = 0; t < n; t++)
+    for (int t = 0; t < n; t++) {
+        if (counted && !counted[t]) continue;
+        n_counted++;
         for (int h = first_head; h < first_head + n_heads; h++) {
-            codec->widen(s->type, tqkv__source_row(s, src, (size_t)t, (size_t)h), center, NULL, s->head_dim, row);
+            tqkv__load_learnt(s, src, t, h, center, row);
             tqkv__add_row(row, squared, s->head_dim, means);
         }
-    tqkv__divide_sums(means, s->head_dim, (float)n * (float)n_heads);
+    }
+    tqkv__divide_sums(means, s->head_dim, (float)n_counted * (float)n_heads);
 }
 
 /* Channels that share a scale in pairs: of the first `dim` ones */
@@ -3436,25 +3439,24 @@ static TQKV__NOINLINE void tqkv__scales_of(const float *s, const float *r, int h
     }
 }
 
-/* Finds centre and scale of a head; center, scale: [head_dim], either may be NULL. queries may be NULL. */
-static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const void *src, int n_tokens, int kv_head,
-                                                const tqkv__queries *queries, const tqkv__tied *tied, float *center,
-                                                float *scale)
+/* Finds centre and scale of a head from rows as tqkv__channel_means takes them. center, scale: [head_dim], either may
+   be NULL, and so may queries */
+static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const void *src, const uint8_t *counted,
+                                                int n_tokens, int kv_head, const tqkv__queries *queries,
+                                                const tqkv__tied *tied, float *center, float *scale)
 {
-    tqkv__learnt learnt;
-    const size_t size = (size_t)s->head_dim * sizeof(float);
-    tqkv__channel_means(s, src, n_tokens, kv_head, 1, NULL, false, learnt.center);
-    if (center) memcpy(center, learnt.center, size);
+    float mean[TQKV_MAX_HEAD_DIM], squares[TQKV_MAX_HEAD_DIM];
+    tqkv__channel_means(s, src, counted, n_tokens, kv_head, 1, NULL, false, mean);
+    if (center) memcpy(center, mean, (size_t)s->head_dim * sizeof(float));
     if (!scale) return;
-    tqkv__channel_means(s, src, n_tokens, kv_head, 1, learnt.center, true, learnt.rows);
-    tqkv__deviations(tied, s->head_dim, learnt.rows);
+    tqkv__channel_means(s, src, counted, n_tokens, kv_head, 1, mean, true, scale);
+    tqkv__deviations(tied, s->head_dim, scale);
     if (queries) {
-        tqkv__channel_means(&queries->rows, queries->q, queries->n, kv_head * queries->group, queries->group, NULL,
-                            true, learnt.queries);
-        tqkv__deviations(tied, s->head_dim, learnt.queries);
+        tqkv__channel_means(&queries->rows, queries->q, NULL, queries->n, kv_head * queries->group, queries->group,
+                            NULL, true, squares);
+        tqkv__deviations(tied, s->head_dim, squares);
     }
-    tqkv__scales_of(learnt.rows, queries ? learnt.queries : NULL, s->head_dim, learnt.rows);
-    memcpy(scale, learnt.rows, size);
+    tqkv__scales_of(scale, queries ? squares : NULL, s->head_dim, scale);
 }
 
 /* Takes queries of the stream's type, [n_queries][n_heads][head_dim], or none; *bytes: their size. */
@@ -3536,7 +3538,7 @@ TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, in
     if ((r = tqkv__check_calibration(&s, src, n_tokens, &queries, q_bytes, center, channel_scale)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     for (int h = 0; h < s.n_kv_heads; h++)
-        tqkv__calibrate_head(&s, src, n_tokens, h, q && n_queries ? &queries : NULL, &tied,
+        tqkv__calibrate_head(&s, src, NULL, n_tokens, h, q && n_queries ? &queries : NULL, &tied,
                              center ? center + (size_t)h * (size_t)s.head_dim : NULL,
                              channel_scale ? channel_scale + (size_t)h * (size_t)s.head_dim : NULL);
     tqkv__fp_restore(mode);
@@ -4241,21 +4243,7 @@ TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const fl
         TQKV__(widen_as)(TQKV_TYPE_F32, src, center, inverses, n, row);
 }
 
-/* These do what tqkv__scales_valid and tqkv__invert do, for whole rows. */
-TQKV__TARGET static bool TQKV__(scales_valid)(const float *x, size_t n)
-{
-    TQKV__(words) bad, bits;
-    uint32_t lanes[TQKV__LANES], all = 0;
-    memset(&bad, 0, sizeof bad);
-    for (size_t i = 0; i < n; i += TQKV__LANES) {
-        memcpy(&bits, x + i, sizeof bits);
-        bad |= (TQKV__(words))(bits - TQKV__LEAST_SCALE > TQKV__SCALES_RANGE);
-    }
-    memcpy(lanes, &bad, sizeof lanes);
-    for (int i = 0; i < TQKV__LANES; i++) all |= lanes[i];
-    return !all;
-}
-
+/* Does what tqkv__invert does, for whole rows. */
 TQKV__TARGET static void TQKV__(invert)(const float *scales, int n, float *inverses)
 {
     for (int i = 0; i < n; i += TQKV__LANES)
@@ -4914,9 +4902,9 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     TQKV__(encode_rows_by)(TQKV__(code_row), s, q, rows, n_rows);
 }
 
-static const tqkv__codec TQKV__(codec) = {
-    TQKV__(rows_finite), TQKV__(largest_of), TQKV__(scales_valid), TQKV__(invert),    TQKV__(widen),
-    TQKV__(narrow_row),  TQKV__(rotate),     TQKV__(unrotate),     TQKV__(scale_row), TQKV__(encode_rows)};
+static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(largest_of), TQKV__(invert),
+                                          TQKV__(widen),       TQKV__(narrow_row), TQKV__(rotate),
+                                          TQKV__(unrotate),    TQKV__(scale_row),  TQKV__(encode_rows)};
 #endif
 
 /* >>k-table: the functions of a set. */
@@ -6279,10 +6267,9 @@ static void tqkv__encode_rows_avx512(const tqkv__stream *s, const tqkv__quantise
     tqkv__encode_rows_by_avx2(wide ? tqkv__code_row_avx512 : tqkv__code_row_avx2, s, q, rows, n_rows);
 }
 
-static const tqkv__codec tqkv__codec_avx512 = {tqkv__rows_finite_avx2,  tqkv__largest_of_avx2, tqkv__scales_valid_avx2,
-                                               tqkv__invert_avx2,       tqkv__widen_avx2,      tqkv__narrow_row_avx2,
-                                               tqkv__rotate_avx2,       tqkv__unrotate_avx2,   tqkv__scale_row_avx2,
-                                               tqkv__encode_rows_avx512};
+static const tqkv__codec tqkv__codec_avx512 = {tqkv__rows_finite_avx2, tqkv__largest_of_avx2, tqkv__invert_avx2,
+                                               tqkv__widen_avx2,       tqkv__narrow_row_avx2, tqkv__rotate_avx2,
+                                               tqkv__unrotate_avx2,    tqkv__scale_row_avx2,  tqkv__encode_rows_avx512};
 
 #define TQKV__(name)   tqkv__##name##_avx512
 #define TQKV__ISA_NAME "avx512"
@@ -10889,22 +10876,6 @@ static int tqkv__count_new(const tqkv_cache *c, int first)
     return n;
 }
 
-/* Finds the mean over the new positions from `first` on, or that of the squares, of a head's raw halves less a centre
-   or NULL. */
-static void tqkv__raw_means(const tqkv_cache *c, const tqkv__stream *raw, int kv_head, int first, const float *center,
-                            bool squared, float *means)
-{
-    float row[TQKV_MAX_HEAD_DIM], less[TQKV_MAX_HEAD_DIM];
-    memset(means, 0, (size_t)raw->head_dim * sizeof(float));
-    for (int slot = first; slot < c->learn_from; slot++) {
-        if (!c->is_new[slot]) continue;
-        tqkv__read_row(raw, kv_head, slot, row);
-        if (center) tqkv__codec_for(raw->head_dim)->widen(TQKV_TYPE_F32, row, center, NULL, raw->head_dim, less);
-        tqkv__add_row(center ? less : row, squared, raw->head_dim, means);
-    }
-    tqkv__divide_sums(means, raw->head_dim, (float)tqkv__count_new(c, first));
-}
-
 /* Makes the scales of a head so large, all by one factor, that halves hold its raw rows however they are rotated. */
 static TQKV__NOINLINE void tqkv__limit_scales(const tqkv_cache *c, const tqkv__stream *raw, int kv_head,
                                               const float *center, float *largest, float *scale)
@@ -10936,16 +10907,13 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
     tqkv__judge_positions(c);
     const bool few = tqkv__count_new(c, 0) < tqkv__least_new(c);
     if (few) memset(c->is_new, true, (size_t)c->learn_from);
-    const int first = tqkv__count_new(c, c->exact_first) >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
+    if (tqkv__count_new(c, c->exact_first) >= TQKV__LEAST_POSITIONS) memset(c->is_new, false, (size_t)c->exact_first);
     const size_t dim = (size_t)raw.head_dim;
     const tqkv__tied tied = {c->pairs, c->keys.rotary_dim ? c->keys.rotary_dim : raw.head_dim};
     float *center = tqkv__channel_room(c, TQKV__KEYS, TQKV__CENTERS),
           *scale = tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES);
     for (size_t h = 0; h < (size_t)raw.n_kv_heads; h++, center += dim, scale += dim) {
-        tqkv__raw_means(c, &raw, (int)h, first, NULL, false, center);
-        tqkv__raw_means(c, &raw, (int)h, first, center, true, room);
-        tqkv__deviations(&tied, raw.head_dim, room);
-        tqkv__scales_of(room, NULL, raw.head_dim, scale);
+        tqkv__calibrate_head(&raw, NULL, c->is_new, c->learn_from, (int)h, NULL, &tied, center, scale);
         for (size_t d = 0; few && d < dim; d++) {
             const float g = scale[d] < TQKV__LARGEST_OF_FEW ? scale[d] : TQKV__LARGEST_OF_FEW;
             scale[d] = g > TQKV__LEAST_OF_FEW ? g : TQKV__LEAST_OF_FEW;

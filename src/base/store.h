@@ -205,16 +205,15 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
     return store->pages ? tqkv__table_shape(store, s) : TQKV_OK;
 }
 
-/* Whether a value of each channel, x: [n_kv_heads][head_dim], is finite, or a scale that is allowed; by the set in
-   use. */
+/* Whether a value of each channel, x: [n_kv_heads][head_dim], is finite, by the set in use. */
 static bool tqkv__channels_finite(const tqkv__stream *s, const float *x);
-static bool tqkv__channels_scale(const tqkv__stream *s, const float *x);
+static bool tqkv__scales_valid(const float *x, size_t n);
 
 static tqkv_result tqkv__stream_scale(const tqkv_store *store, tqkv__stream *s)
 {
     const float *scale = store->channel_scale;
     if ((uintptr_t)scale % sizeof(float)) return TQKV__INVALID("channel_scale: not aligned as floats");
-    if (scale && !tqkv__channels_scale(s, scale)) {
+    if (scale && !tqkv__scales_valid(scale, (size_t)s->n_kv_heads * (size_t)s->head_dim)) {
         if (!tqkv__channels_finite(s, scale)) return TQKV__REFUSE(NOT_FINITE, "channel_scale holds NaN or infinity");
         return TQKV__INVALID("channel_scale: not in [2^-32, 2^32]");
     }

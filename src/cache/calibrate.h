@@ -136,22 +136,6 @@ static int tqkv__count_new(const tqkv_cache *c, int first)
     return n;
 }
 
-/* Finds the mean over the new positions from `first` on, or that of the squares, of a head's raw halves less a centre
-   or NULL. */
-static void tqkv__raw_means(const tqkv_cache *c, const tqkv__stream *raw, int kv_head, int first, const float *center,
-                            bool squared, float *means)
-{
-    float row[TQKV_MAX_HEAD_DIM], less[TQKV_MAX_HEAD_DIM];
-    memset(means, 0, (size_t)raw->head_dim * sizeof(float));
-    for (int slot = first; slot < c->learn_from; slot++) {
-        if (!c->is_new[slot]) continue;
-        tqkv__read_row(raw, kv_head, slot, row);
-        if (center) tqkv__codec_for(raw->head_dim)->widen(TQKV_TYPE_F32, row, center, NULL, raw->head_dim, less);
-        tqkv__add_row(center ? less : row, squared, raw->head_dim, means);
-    }
-    tqkv__divide_sums(means, raw->head_dim, (float)tqkv__count_new(c, first));
-}
-
 /* Makes the scales of a head so large, all by one factor, that halves hold its raw rows however they are rotated. */
 static TQKV__NOINLINE void tqkv__limit_scales(const tqkv_cache *c, const tqkv__stream *raw, int kv_head,
                                               const float *center, float *largest, float *scale)
@@ -183,16 +167,13 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
     tqkv__judge_positions(c);
     const bool few = tqkv__count_new(c, 0) < tqkv__least_new(c);
     if (few) memset(c->is_new, true, (size_t)c->learn_from);
-    const int first = tqkv__count_new(c, c->exact_first) >= TQKV__LEAST_POSITIONS ? c->exact_first : 0;
+    if (tqkv__count_new(c, c->exact_first) >= TQKV__LEAST_POSITIONS) memset(c->is_new, false, (size_t)c->exact_first);
     const size_t dim = (size_t)raw.head_dim;
     const tqkv__tied tied = {c->pairs, c->keys.rotary_dim ? c->keys.rotary_dim : raw.head_dim};
     float *center = tqkv__channel_room(c, TQKV__KEYS, TQKV__CENTERS),
           *scale = tqkv__channel_room(c, TQKV__KEYS, TQKV__SCALES);
     for (size_t h = 0; h < (size_t)raw.n_kv_heads; h++, center += dim, scale += dim) {
-        tqkv__raw_means(c, &raw, (int)h, first, NULL, false, center);
-        tqkv__raw_means(c, &raw, (int)h, first, center, true, room);
-        tqkv__deviations(&tied, raw.head_dim, room);
-        tqkv__scales_of(room, NULL, raw.head_dim, scale);
+        tqkv__calibrate_head(&raw, NULL, c->is_new, c->learn_from, (int)h, NULL, &tied, center, scale);
         for (size_t d = 0; few && d < dim; d++) {
             const float g = scale[d] < TQKV__LARGEST_OF_FEW ? scale[d] : TQKV__LARGEST_OF_FEW;
             scale[d] = g > TQKV__LEAST_OF_FEW ? g : TQKV__LEAST_OF_FEW;

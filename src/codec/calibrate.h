@@ -12,11 +12,6 @@ typedef struct tqkv__queries {
     int n, group;
 } tqkv__queries;
 
-/* Learnt of one head, [head_dim] each: mean, and mean squares of rows and of the queries that read them. */
-typedef struct tqkv__learnt {
-    float center[TQKV_MAX_HEAD_DIM], rows[TQKV_MAX_HEAD_DIM], queries[TQKV_MAX_HEAD_DIM];
-} tqkv__learnt;
-
 static TQKV__NOINLINE void tqkv__add_row(const float *x, bool squared, int n, float *sums)
 {
     for (int d = 0; d < n; d++) sums[d] = TQKV__AS_FLOAT(sums[d] + (squared ? tqkv__rounded(x[d] * x[d]) : x[d]));
@@ -29,20 +24,35 @@ static TQKV__NOINLINE void tqkv__divide_sums(float *sums, int head_dim, float va
     for (int d = 0; d < head_dim; d++) sums[d] = TQKV__AS_FLOAT(sums[d] / by);
 }
 
-/* Finds the mean over n rows, or that of the squares, of the differences from a centre, unless that is NULL: one float
-   a channel, rows in order. means: [head_dim] */
-static void tqkv__channel_means(const tqkv__stream *s, const void *src, int n, int first_head, int n_heads,
-                                const float *center, bool squared, float *means)
+/* Loads a row to learn from, less a centre or NULL: of the caller or, where src is NULL, of a store. row: [head_dim] */
+static void tqkv__load_learnt(const tqkv__stream *s, const void *src, int t, int head, const float *center, float *row)
+{
+    if (src) {
+        const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)head);
+        tqkv__codec_for(s->head_dim)->widen(s->type, at, center, NULL, s->head_dim, row);
+        return;
+    }
+    tqkv__read_row(s, head, t, row);
+    for (int d = 0; center && d < s->head_dim; d++) row[d] = TQKV__AS_FLOAT(row[d] - center[d]);
+}
+
+/* Finds the mean over rows of n positions, or that of the squares, of the differences from a centre, unless that is
+   NULL: one float a channel, rows in order. counted: [n], NULL: all; means: [head_dim] */
+static void tqkv__channel_means(const tqkv__stream *s, const void *src, const uint8_t *counted, int n, int first_head,
+                                int n_heads, const float *center, bool squared, float *means)
 {
     float row[TQKV_MAX_HEAD_DIM];
-    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    int n_counted = 0;
     memset(means, 0, (size_t)s->head_dim * sizeof(float));
-    for (int t = 0; t < n; t++)
+    for (int t = 0; t < n; t++) {
+        if (counted && !counted[t]) continue;
+        n_counted++;
         for (int h = first_head; h < first_head + n_heads; h++) {
-            codec->widen(s->type, tqkv__source_row(s, src, (size_t)t, (size_t)h), center, NULL, s->head_dim, row);
+            tqkv__load_learnt(s, src, t, h, center, row);
             tqkv__add_row(row, squared, s->head_dim, means);
         }
-    tqkv__divide_sums(means, s->head_dim, (float)n * (float)n_heads);
+    }
+    tqkv__divide_sums(means, s->head_dim, (float)n_counted * (float)n_heads);
 }
 
 /* Channels that share a scale in pairs: of the first `dim` ones */
@@ -96,25 +106,24 @@ static TQKV__NOINLINE void tqkv__scales_of(const float *s, const float *r, int h
     }
 }
 
-/* Finds centre and scale of a head; center, scale: [head_dim], either may be NULL. queries may be NULL. */
-static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const void *src, int n_tokens, int kv_head,
-                                                const tqkv__queries *queries, const tqkv__tied *tied, float *center,
-                                                float *scale)
+/* Finds centre and scale of a head from rows as tqkv__channel_means takes them. center, scale: [head_dim], either may
+   be NULL, and so may queries */
+static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const void *src, const uint8_t *counted,
+                                                int n_tokens, int kv_head, const tqkv__queries *queries,
+                                                const tqkv__tied *tied, float *center, float *scale)
 {
-    tqkv__learnt learnt;
-    const size_t size = (size_t)s->head_dim * sizeof(float);
-    tqkv__channel_means(s, src, n_tokens, kv_head, 1, NULL, false, learnt.center);
-    if (center) memcpy(center, learnt.center, size);
+    float mean[TQKV_MAX_HEAD_DIM], squares[TQKV_MAX_HEAD_DIM];
+    tqkv__channel_means(s, src, counted, n_tokens, kv_head, 1, NULL, false, mean);
+    if (center) memcpy(center, mean, (size_t)s->head_dim * sizeof(float));
     if (!scale) return;
-    tqkv__channel_means(s, src, n_tokens, kv_head, 1, learnt.center, true, learnt.rows);
-    tqkv__deviations(tied, s->head_dim, learnt.rows);
+    tqkv__channel_means(s, src, counted, n_tokens, kv_head, 1, mean, true, scale);
+    tqkv__deviations(tied, s->head_dim, scale);
     if (queries) {
-        tqkv__channel_means(&queries->rows, queries->q, queries->n, kv_head * queries->group, queries->group, NULL,
-                            true, learnt.queries);
-        tqkv__deviations(tied, s->head_dim, learnt.queries);
+        tqkv__channel_means(&queries->rows, queries->q, NULL, queries->n, kv_head * queries->group, queries->group,
+                            NULL, true, squares);
+        tqkv__deviations(tied, s->head_dim, squares);
     }
-    tqkv__scales_of(learnt.rows, queries ? learnt.queries : NULL, s->head_dim, learnt.rows);
-    memcpy(scale, learnt.rows, size);
+    tqkv__scales_of(scale, queries ? squares : NULL, s->head_dim, scale);
 }
 
 /* Takes queries of the stream's type, [n_queries][n_heads][head_dim], or none; *bytes: their size. */
@@ -196,7 +205,7 @@ TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, in
     if ((r = tqkv__check_calibration(&s, src, n_tokens, &queries, q_bytes, center, channel_scale)) != TQKV_OK) return r;
     const uint64_t mode = tqkv__fp_exact();
     for (int h = 0; h < s.n_kv_heads; h++)
-        tqkv__calibrate_head(&s, src, n_tokens, h, q && n_queries ? &queries : NULL, &tied,
+        tqkv__calibrate_head(&s, src, NULL, n_tokens, h, q && n_queries ? &queries : NULL, &tied,
                              center ? center + (size_t)h * (size_t)s.head_dim : NULL,
                              channel_scale ? channel_scale + (size_t)h * (size_t)s.head_dim : NULL);
     tqkv__fp_restore(mode);

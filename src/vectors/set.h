@@ -8,7 +8,6 @@ struct tqkv__row;
 typedef struct tqkv__codec {
     bool (*rows_finite)(tqkv_type type, const void *x, size_t n); /* n: a multiple of head_dim */
     uint32_t (*largest_bits)(const float *x, size_t n);           /* likewise: of the largest magnitude */
-    bool (*scales_valid)(const float *x, size_t n);               /* likewise */
     void (*invert)(const float *scales, int n, float *inverses);  /* likewise: 1 / scale, rounded once */
     void (*widen)(tqkv_type type, const void *src, const float *center, const float *inverses, int n, float *row);
     void (*narrow)(tqkv_type type, const float *row, int n, void *dst);
@@ -29,11 +28,6 @@ static const tqkv__codec *tqkv__codec_for(int head_dim);
 static bool tqkv__channels_finite(const tqkv__stream *s, const float *x)
 {
     return tqkv__codec_for(s->head_dim)->rows_finite(TQKV_TYPE_F32, x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
-}
-
-static bool tqkv__channels_scale(const tqkv__stream *s, const float *x)
-{
-    return tqkv__codec_for(s->head_dim)->scales_valid(x, (size_t)s->n_kv_heads * (size_t)s->head_dim);
 }
 
 /* Returns the inverses by which encoding multiplies the channels of the heads [first, first + n): those that the stream

@@ -186,6 +186,6 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
     TQKV__(encode_rows_by)(TQKV__(code_row), s, q, rows, n_rows);
 }
 
-static const tqkv__codec TQKV__(codec) = {
-    TQKV__(rows_finite), TQKV__(largest_of), TQKV__(scales_valid), TQKV__(invert),    TQKV__(widen),
-    TQKV__(narrow_row),  TQKV__(rotate),     TQKV__(unrotate),     TQKV__(scale_row), TQKV__(encode_rows)};
+static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(largest_of), TQKV__(invert),
+                                          TQKV__(widen),       TQKV__(narrow_row), TQKV__(rotate),
+                                          TQKV__(unrotate),    TQKV__(scale_row),  TQKV__(encode_rows)};

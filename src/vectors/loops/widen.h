@@ -32,21 +32,7 @@ TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const fl
         TQKV__(widen_as)(TQKV_TYPE_F32, src, center, inverses, n, row);
 }
 
-/* These do what tqkv__scales_valid and tqkv__invert do, for whole rows. */
-TQKV__TARGET static bool TQKV__(scales_valid)(const float *x, size_t n)
-{
-    TQKV__(words) bad, bits;
-    uint32_t lanes[TQKV__LANES], all = 0;
-    memset(&bad, 0, sizeof bad);
-    for (size_t i = 0; i < n; i += TQKV__LANES) {
-        memcpy(&bits, x + i, sizeof bits);
-        bad |= (TQKV__(words))(bits - TQKV__LEAST_SCALE > TQKV__SCALES_RANGE);
-    }
-    memcpy(lanes, &bad, sizeof lanes);
-    for (int i = 0; i < TQKV__LANES; i++) all |= lanes[i];
-    return !all;
-}
-
+/* Does what tqkv__invert does, for whole rows. */
 TQKV__TARGET static void TQKV__(invert)(const float *scales, int n, float *inverses)
 {
     for (int i = 0; i < n; i += TQKV__LANES)
