@@ -122,9 +122,11 @@ static float tqkv__float_from_half(uint16_t half)
 #define TQKV__SCALES_RANGE 0x20000000u
 static bool tqkv__scales_valid(const float *x, size_t n)
 {
-    uint32_t bad = 0;
-    for (size_t i = 0; i < n; i++) bad |= tqkv__bits(x[i]) - TQKV__LEAST_SCALE > TQKV__SCALES_RANGE;
-    return !bad;
+    uint32_t bad[16] = {0}; /* lanes: n is a multiple of 16 */
+    for (; n; n -= 16, x += 16)
+        for (int k = 0; k < 16; k++) bad[k] |= tqkv__bits(x[k]) - TQKV__LEAST_SCALE > TQKV__SCALES_RANGE;
+    for (int k = 1; k < 16; k++) bad[0] |= bad[k];
+    return !bad[0];
 }
 
 /* Compilers may replace a division by a constant; see tqkv__norm_i8. */
