@@ -1742,11 +1742,6 @@ static tqkv_strides tqkv__strides_of(tqkv_strides strides, int n_heads, int dim)
     return strides;
 }
 
-static bool tqkv__without_gaps(tqkv_strides strides, int n_heads, int dim)
-{
-    return strides.head == (size_t)dim && strides.token == (size_t)n_heads * (size_t)dim;
-}
-
 /* Finds the bytes from the first of [n][n_heads] rows to the end of the last one; false on overflow. */
 static bool tqkv__rows_extent(tqkv_strides strides, int n, int n_heads, int dim, size_t value_size, size_t *bytes)
 {
@@ -2085,14 +2080,6 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
     return TQKV_OK;
 }
 
-static size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
-{
-    size_t bytes;
-    const tqkv_strides strides = tqkv__strides_of(s->strides, s->n_kv_heads, s->head_dim);
-    const size_t size = tqkv__type_size(s->type);
-    return tqkv__rows_extent(strides, n_tokens, s->n_kv_heads, s->head_dim, size, &bytes) ? bytes : 0;
-}
-
 static void *tqkv__malloc(void *user, size_t size)
 {
     (void)user;
@@ -2349,12 +2336,6 @@ static float tqkv__strided_dot(const float *x, const float *y, int n)
     return tqkv__sum_16(lanes);
 }
 
-static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, float *scales)
-{
-    for (int b = 0; b < s->norms_per_row; b++, y += s->norm_dim)
-        norms[b] = tqkv__norm_tq(s, tqkv__strided_dot(y, y, s->norm_dim), &scales[b]);
-}
-
 /* The stored norm makes the decoded row as long as the row was: norm * sqrt(D)/|c|, c being the codes' centroids; of
    several, norm * block_scale / RMS of c. sums: of the squares of c */
 static void tqkv__correct_norms(const tqkv__stream *s, const float *sums, float *norms)
@@ -2368,27 +2349,19 @@ static void tqkv__correct_norms(const tqkv__stream *s, const float *sums, float 
     }
 }
 
-static void tqkv__norms_i8(const tqkv__stream *s, const float *y, float *norms, float *scales)
-{
-    for (int b = 0; b < s->norms_per_row; b++, y += s->norm_dim) {
-        float largest = 0.0f;
-        for (int i = 0; i < s->norm_dim; i++) largest = fabsf(y[i]) > largest ? fabsf(y[i]) : largest;
-        norms[b] = tqkv__norm_i8(largest, &scales[b]);
-    }
-}
-
 /* Rotates a centred row, finds its norms and scales it, in place: all of encoding before the comparison with the
    boundaries. F16 is not scaled. row: [head_dim], norms: [norms_per_row]. */
 static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, float *row, float *norms)
 {
-    float scales[TQKV_MAX_HEAD_DIM / 128];
+    const int n = s->norm_dim;
     if (s->rotated) tqkv__rotate_row(row, s->head_dim);
-    if (s->kind == TQKV__HALF) return;
-    if (s->kind == TQKV__GRID)
-        tqkv__norms_i8(s, row, norms, scales);
-    else
-        tqkv__norms_tq(s, row, norms, scales);
-    for (int b = 0; b < s->norms_per_row; b++) tqkv__scale(row + b * s->norm_dim, s->norm_dim, scales[b]);
+    for (int b = 0; b < s->norms_per_row; b++, row += n) {
+        float scale, largest = 0.0f;
+        for (int i = 0; i < n; i++) largest = fabsf(row[i]) > largest ? fabsf(row[i]) : largest;
+        norms[b] = s->kind == TQKV__GRID ? tqkv__norm_i8(largest, &scale)
+                                         : tqkv__norm_tq(s, tqkv__strided_dot(row, row, n), &scale);
+        tqkv__scale(row, n, scale);
+    }
 }
 
 /* Returns the number of boundaries below v, by bisection; boundaries: [(1 << bits) - 1]. NaN gives 0. */
@@ -2703,15 +2676,15 @@ static TQKV__NOINLINE void tqkv__decode_in(const tqkv__stream *s, int kv_head, c
 
 /* >>encode: rows into a store and out of it; how they lie on the scale */
 
-/* Opens a store to encode at `position`. The checks that encode and append share, except for NaN and infinity. */
+/* Opens a store to encode at `position`; *bytes: of src, with gaps. The checks that encode and append share, except for
+   NaN and infinity. */
 static tqkv_result tqkv__encode_open(const tqkv_store *store, const void *src, int n_tokens, int64_t position,
-                                     tqkv__stream *s)
+                                     tqkv__stream *s, size_t *bytes)
 {
-    size_t bytes;
     tqkv_result r = tqkv__stream_open(store, s);
-    if (r == TQKV_OK) r = tqkv__check_rows(s, src, n_tokens, &bytes);
+    if (r == TQKV_OK) r = tqkv__check_rows(s, src, n_tokens, bytes);
     if (r != TQKV_OK) return r;
-    if (tqkv__encoding_overlaps(s, src, bytes))
+    if (tqkv__encoding_overlaps(s, src, *bytes))
         return TQKV__INVALID("src overlaps the store"); /* it may overlap the centre, which is only read */
     r = tqkv__check_positions(s, n_tokens, position, -1);
     return r == TQKV_OK ? tqkv__check_written(s, n_tokens, position) : r;
@@ -2722,7 +2695,8 @@ static bool tqkv__all_rows_finite(const tqkv__codec *codec, tqkv_type type, cons
                                   int n_heads, int dim)
 {
     const size_t size = tqkv__type_size(type), row = (size_t)dim, heads = (size_t)n_heads;
-    if (tqkv__without_gaps(strides, n_heads, dim)) return codec->rows_finite(type, p, (size_t)n * heads * row);
+    if (strides.head == row && strides.token == heads * row)
+        return codec->rows_finite(type, p, (size_t)n * heads * row);
     const size_t each = strides.head == row ? 1 : heads, length = heads / each * row; /* each: rows of a token */
     for (size_t t = 0; t < (size_t)n; t++)
         for (size_t h = 0; h < each; h++)
@@ -2948,7 +2922,8 @@ TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const void *src, int n
 {
     tqkv__stream s;
     tqkv__encode_job job;
-    tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s);
+    size_t bytes;
+    tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s, &bytes);
     if (r != TQKV_OK) return r;
     tqkv__encode_job_open(&job, &store->parallel, n_tokens, position);
     tqkv__add_stream(&job, &s, src);
@@ -3347,18 +3322,6 @@ typedef struct tqkv__queries {
     int n, group;
 } tqkv__queries;
 
-static TQKV__NOINLINE void tqkv__add_row(const float *x, bool squared, int n, float *sums)
-{
-    for (int d = 0; d < n; d++) sums[d] = TQKV__AS_FLOAT(sums[d] + (squared ? tqkv__rounded(x[d] * x[d]) : x[d]));
-}
-
-/* Divides sums of so many values, which gives the means; zeros of none. sums: [head_dim] */
-static TQKV__NOINLINE void tqkv__divide_sums(float *sums, int head_dim, float values)
-{
-    const volatile float by = values > 0.0f ? values : 1.0f; /* see tqkv__norm_i8 */
-    for (int d = 0; d < head_dim; d++) sums[d] = TQKV__AS_FLOAT(sums[d] / by);
-}
-
 /* Loads a row to learn from, less a centre or NULL: of the caller or, where src is NULL, of a store. row: [head_dim] */
 static void tqkv__load_learnt(const tqkv__stream *s, const void *src, int t, int head, const float *center, float *row)
 {
@@ -3372,9 +3335,10 @@ static void tqkv__load_learnt(const tqkv__stream *s, const void *src, int t, int
 }
 
 /* Finds the mean over rows of n positions, or that of the squares, of the differences from a centre, unless that is
-   NULL: one float a channel, rows in order. counted: [n], NULL: all; means: [head_dim] */
-static void tqkv__channel_means(const tqkv__stream *s, const void *src, const uint8_t *counted, int n, int first_head,
-                                int n_heads, const float *center, bool squared, float *means)
+   NULL: one float a channel, rows in order; zeros of none. counted: [n], NULL: all; means: [head_dim] */
+static TQKV__NOINLINE void tqkv__channel_means(const tqkv__stream *s, const void *src, const uint8_t *counted, int n,
+                                               int first_head, int n_heads, const float *center, bool squared,
+                                               float *means)
 {
     float row[TQKV_MAX_HEAD_DIM];
     int n_counted = 0;
@@ -3384,10 +3348,12 @@ static void tqkv__channel_means(const tqkv__stream *s, const void *src, const ui
         n_counted++;
         for (int h = first_head; h < first_head + n_heads; h++) {
             tqkv__load_learnt(s, src, t, h, center, row);
-            tqkv__add_row(row, squared, s->head_dim, means);
+            for (int d = 0; d < s->head_dim; d++)
+                means[d] = TQKV__AS_FLOAT(means[d] + (squared ? tqkv__rounded(row[d] * row[d]) : row[d]));
         }
     }
-    tqkv__divide_sums(means, s->head_dim, (float)n_counted * (float)n_heads);
+    const volatile float by = n_counted ? (float)n_counted * (float)n_heads : 1.0f; /* see tqkv__norm_i8 */
+    for (int d = 0; d < s->head_dim; d++) means[d] = TQKV__AS_FLOAT(means[d] / by);
 }
 
 /* Channels that share a scale in pairs: of the first `dim` ones */
@@ -7452,16 +7418,6 @@ TQKV_API tqkv_result tqkv_isa_force(const char *name)
 
 /* >>attention-code: opening a tqkv_attention: every default resolved, every field checked */
 
-static bool tqkv__sinks_valid(const float *sinks, int n_heads)
-{
-    if (sinks)
-        for (int h = 0; h < n_heads; h++) {
-            const float negated = -sinks[h]; /* -INFINITY is no sink; NaN and +INFINITY are refused */
-            if (!tqkv__all_finite(&sinks[h], 1) && !(negated > 0.0f)) return false;
-        }
-    return true;
-}
-
 /* Its offset is the alignment of a uint64_t in a struct: 4 on 32-bit x86, where it is 8 by itself. */
 struct tqkv__mask_gap {
     char before;
@@ -7474,8 +7430,12 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     if (a->tree && (a->n_queries > 64 || (uintptr_t)a->tree % offsetof(struct tqkv__mask_gap, mask)))
         return TQKV__INVALID("tree: more than 64 queries, or not aligned as uint64_t");
     if ((uintptr_t)a->sinks % sizeof(float)) return TQKV__INVALID("sinks: not aligned as floats");
-    if (tqkv__sinks_valid(a->sinks, a->n_heads)) return TQKV_OK;
-    return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
+    for (int h = 0; a->sinks && h < a->n_heads; h++) {
+        const float negated = -a->sinks[h]; /* -INFINITY is no sink */
+        if (!tqkv__all_finite(&a->sinks[h], 1) && !(negated > 0.0f))
+            return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
+    }
+    return TQKV_OK;
 }
 
 static void tqkv__take_kernels(tqkv__attention *a)
@@ -7833,14 +7793,6 @@ static tqkv_result tqkv__check_list(tqkv__attention *a)
     return r;
 }
 
-/* Returns the positions of a query's window that are not there any more. */
-static tqkv__range tqkv__gone_from_window(const tqkv__attention *a, int query)
-{
-    const int64_t oldest = a->call.end - a->call.n_queries + query - a->call.window + 1;
-    const tqkv__range gone = {oldest > a->kept ? oldest : a->kept, a->first};
-    return gone;
-}
-
 /* Whether a query's list, or its newest positions, have some of those that are gone. */
 static bool tqkv__list_meets(const tqkv__attention *a, int query, int kv_head, tqkv__range gone)
 {
@@ -7859,7 +7811,8 @@ static tqkv_result tqkv__check_window(const tqkv__attention *a)
     const tqkv_attention *call = &a->call;
     if (!call->window || !call->whole_window) return TQKV_OK;
     for (int i = 0; i < call->n_queries; i++) {
-        const tqkv__range gone = tqkv__gone_from_window(a, i);
+        const int64_t oldest = call->end - call->n_queries + i - call->window + 1;
+        const tqkv__range gone = {oldest > a->kept ? oldest : a->kept, a->first}; /* of the query's window */
         bool missed = gone.from < gone.to && !call->list.rows;
         for (int h = 0; h < call->list.heads && call->list.rows && gone.from < gone.to && !missed; h++)
             missed = tqkv__list_meets(a, i, h, gone);
@@ -7989,14 +7942,6 @@ static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__rang
     return range.to - n;
 }
 
-/* Returns the entries of a row, which ends before the first that is negative. */
-static int64_t tqkv__row_length(const int32_t *row, int length)
-{
-    int64_t n = 0;
-    while (n < length && row[n] >= 0) n++;
-    return n;
-}
-
 static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, tqkv__range range)
 {
     tqkv__list l;
@@ -8005,7 +7950,8 @@ static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_he
     int newest = a->call.list.newest;
     l.entries = l.row = tqkv__list_row(a, query, kv_head);
     l.shift = tqkv__list_shift(a->call.list.block);
-    int64_t n = tqkv__row_length(l.row, a->call.list.length);
+    int64_t n = 0;
+    while (n < a->call.list.length && l.row[n] >= 0) n++;
     l.n_row = n;
     const int64_t gone = tqkv__entry_at(l.entries, n, all.from >> l.shift);
     l.entries += gone;
@@ -8965,12 +8911,6 @@ static void tqkv__shift_scores(const tqkv__attention *a, double score, float *ou
     *max = rounded;
 }
 
-/* Adds: out += share * center; share: that of the positions in all weights. center, out: [value_dim] */
-static void tqkv__add_share(const tqkv__attention *a, const float *center, float share, float *out)
-{
-    for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + tqkv__rounded(share * center[d]));
-}
-
 /* Finishes a row: out = out / (sum + exp(sink - max)) in the basis of outputs, plus the values' centre; zeros if the
    row saw nothing. unrotate: the basis changes. center: in the basis of outputs, or NULL; out: [value_dim] */
 static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, bool unrotate, const float *center,
@@ -8987,7 +8927,8 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     tqkv__scale(out, a->value_dim, TQKV__AS_FLOAT(keep / all));
     if (unrotate) a->isa->codec->unrotate(out, a->value_dim);
     if (a->call.output_basis == TQKV_ORIGINAL) tqkv__apply_scale(&a->values, head / a->group, out);
-    if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
+    const float share = TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all); /* of the positions in all weights */
+    for (int d = 0; center && d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + tqkv__rounded(share * center[d]));
 }
 
 /* Returns the values' centre of a head in the basis of outputs, behind the scale, or NULL; room: [TQKV_MAX_HEAD_DIM] */
@@ -9406,22 +9347,18 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
     return TQKV_OK;
 }
 
-static size_t tqkv__list_size(const tqkv__attention *a)
-{
-    if (!a->call.list.rows) return 0;
-    return (size_t)a->call.n_queries * (size_t)a->call.list.heads * (size_t)a->call.list.length * sizeof(int32_t);
-}
-
 static bool tqkv__reads(const tqkv__attention *a, const void *q, const void *p, size_t size)
 {
+    const size_t n_queries = (size_t)a->call.n_queries,
+                 list_size = n_queries * (size_t)a->call.list.heads * (size_t)a->call.list.length * sizeof(int32_t);
     for (int i = 0; i < TQKV__STREAMS; i++) {
         const tqkv__stream *s = tqkv__stream_read(a, i);
         if (s && tqkv__stream_overlaps(s, p, size)) return true;
     }
     return tqkv__overlap(q, a->q_size, p, size) ||
            tqkv__overlap(a->call.sinks, (size_t)a->call.n_heads * sizeof(float), p, size) ||
-           tqkv__overlap(a->call.tree, (size_t)a->call.n_queries * sizeof(uint64_t), p, size) ||
-           tqkv__overlap(a->call.list.rows, tqkv__list_size(a), p, size);
+           tqkv__overlap(a->call.tree, n_queries * sizeof(uint64_t), p, size) ||
+           tqkv__overlap(a->call.list.rows, list_size, p, size);
 }
 
 /* Checks the outputs in arrays against what the call reads, and q for NaN and infinity. */
@@ -10405,11 +10342,6 @@ static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values
     return TQKV_OK;
 }
 
-static bool tqkv__gives_channels(const tqkv_cache_desc *desc)
-{
-    return desc->key_center || desc->key_scale || desc->value_center || desc->value_scale;
-}
-
 static tqkv_result tqkv__check_given(const tqkv_cache_desc *desc, const tqkv_cache *c)
 {
     const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
@@ -10490,18 +10422,13 @@ TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
     memory.free(memory.user, c, c->size);
 }
 
-static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
-{
-    return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
-}
-
 static void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
     const int64_t end = c->attention.end + n_tokens;
     if (c->attention.end <= c->exact_below) c->exact_below = end < c->exact_first ? end : c->exact_first;
     if (c->exact_held < end - tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c);
     c->attention.end = end;
-    c->first = tqkv__oldest(c, end);
+    if (end - c->first > c->keys.capacity) c->first = end - c->keys.capacity;
 }
 
 static bool tqkv__in_cache(const tqkv_cache *c, const void *p, size_t size)
@@ -10535,9 +10462,10 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
     store.strides =
         i == TQKV__VALUES ? c->values.strides : tqkv__strides_of(c->keys.strides, store.n_kv_heads, key_dim);
     if (i == TQKV__TAIL && k) src = (const uint8_t *)k + (size_t)c->keys.head_dim * tqkv__type_size(store.type);
-    tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[i]);
+    size_t bytes;
+    tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[i], &bytes);
     if (r != TQKV_OK) return r;
-    if (tqkv__in_cache(c, src, tqkv__rows_size(&store, n_tokens))) return TQKV__INVALID("k or v overlaps the cache");
+    if (tqkv__in_cache(c, src, bytes)) return TQKV__INVALID("k or v overlaps the cache");
     if (store.channel_scale) append->streams[i].inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
     if (i != TQKV__TAIL && !c->metal) {
         const bool first = left > 0 && tqkv__keeps_halves(c, TQKV__FIRST_KEYS + i);
@@ -10780,7 +10708,7 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (desc->ring && desc->calibrate > most)
         return TQKV__INVALID("calibrate: a ring learns from no more than a quarter of its capacity, or 16 positions");
     c->calibrate = desc->calibrate;
-    if (tqkv__gives_channels(desc)) return TQKV_OK;
+    if (desc->key_center || desc->key_scale || desc->value_center || desc->value_scale) return TQKV_OK;
     c->learning = true;
     c->raw_below = INT64_MAX;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
@@ -10864,13 +10792,6 @@ static TQKV__NOINLINE bool tqkv__judge(const tqkv__stream *raw, int slot)
     return tqkv__sum_16(sums[0]) > tqkv__sum_16(sums[1]) * 0.25f;
 }
 
-static void tqkv__judge_positions(const tqkv_cache *c)
-{
-    tqkv__stream values;
-    (void)tqkv__stream_open(&c->raw[c->shared ? 0 : 1], &values);
-    for (int p = 0; p < c->learn_from; p++) c->is_new[p] = tqkv__judge(&values, p);
-}
-
 static int tqkv__count_new(const tqkv_cache *c, int first)
 {
     int n = 0;
@@ -10903,10 +10824,11 @@ static TQKV__NOINLINE void tqkv__limit_scales(const tqkv_cache *c, const tqkv__s
 static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
 {
     float room[TQKV_MAX_HEAD_DIM];
-    tqkv__stream raw;
+    tqkv__stream raw, values;
     const uint64_t mode = tqkv__fp_exact();
     (void)tqkv__stream_open(&c->raw[0], &raw);
-    tqkv__judge_positions(c);
+    (void)tqkv__stream_open(&c->raw[c->shared ? 0 : 1], &values);
+    for (int p = 0; p < c->learn_from; p++) c->is_new[p] = tqkv__judge(&values, p);
     const bool few = tqkv__count_new(c, 0) < tqkv__least_new(c);
     if (few) memset(c->is_new, true, (size_t)c->learn_from);
     if (tqkv__count_new(c, c->exact_first) >= TQKV__LEAST_POSITIONS) memset(c->is_new, false, (size_t)c->exact_first);
@@ -10961,13 +10883,6 @@ static void tqkv__settle(tqkv_cache *c, int64_t n, int64_t end)
     tqkv__count_settled(c, n, end);
 }
 
-/* Learns and encodes all if the positions suffice, after an edit. */
-static void tqkv__settle_edited(tqkv_cache *c)
-{
-    const int64_t end = c->attention.end;
-    if (c->learning && end >= c->learn_from) tqkv__settle(c, end, end);
-}
-
 /* -- Appending -- */
 
 static void tqkv__skip_tokens(tqkv__encode_job *job, int n)
@@ -11004,13 +10919,6 @@ static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
     }
 }
 
-static void tqkv__take_raw(const tqkv_cache *c, tqkv__append *append, int n)
-{
-    tqkv__append_raw(c, append, n);
-    tqkv__skip_tokens(&append->job, n);
-    tqkv__skip_tokens(&append->first_job, n);
-}
-
 /* Appends to a cache that learns: raw halves as far as it learns from them, then codes. A failure leaves the cache as
    it was. */
 static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
@@ -11018,7 +10926,10 @@ static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
     const int64_t end = c->attention.end + append->job.n_tokens, at = end < c->learn_from ? end : c->learn_from;
     const tqkv_result r = tqkv__get_raw(c);
     if (r != TQKV_OK) return r;
-    tqkv__take_raw(c, append, (int)(at - c->attention.end));
+    const int n = (int)(at - c->attention.end);
+    tqkv__append_raw(c, append, n);
+    tqkv__skip_tokens(&append->job, n);
+    tqkv__skip_tokens(&append->first_job, n);
     if (at < c->learn_from) return TQKV_OK;
     tqkv__settle(c, at, end);
     if (append->job.n_tokens) tqkv__append_raw(c, append, TQKV__TILE);
@@ -11302,7 +11213,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     if (c->exact_below > below) c->exact_below = below;
     if (first < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
     if (n_kept < n) tqkv__exact_begins(c, first < kept_from ? c->attention.end : kept_from);
-    tqkv__settle_edited(c);
+    if (c->learning && c->attention.end >= c->learn_from) tqkv__settle(c, c->attention.end, c->attention.end);
     tqkv__follow_tail(c);
     return TQKV_OK;
 }
@@ -11854,25 +11765,19 @@ static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales
         }
 }
 
-/* Fills the room for the centres and scales of a snapshot with ones, until they are read. */
-static void tqkv__open_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
-{
-    size_t channels = 0;
-    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels);
-    for (size_t i = 0; i < TQKV__CHANNELS * channels; i++) c->channels[i] = 1.0f;
-    tqkv__take_channels(c, centers, scales);
-}
-
 /* Creates a cache to read into. One that has learned needs no raw memory. */
 static tqkv_result tqkv__create_found(const tqkv__header *found, tqkv_cache **out)
 {
     tqkv_cache_desc desc = found->desc;
+    size_t channels = 0;
     if (!found->learning) desc.calibrate = 0;
     tqkv_result r = tqkv__create(&desc, found->learn_from, out);
     if (r != TQKV_OK) return r;
     (*out)->calibrate = found->desc.calibrate;
     tqkv__set_range(*out, found);
-    tqkv__open_channels(*out, found->centers, found->scales);
+    (void)tqkv__count_channels(*out, TQKV__CACHE_STREAMS, &channels);
+    for (size_t i = 0; i < TQKV__CHANNELS * channels; i++) (*out)->channels[i] = 1.0f; /* until they are read */
+    tqkv__take_channels(*out, found->centers, found->scales);
     if (found->learning && found->end) r = tqkv__get_raw(*out);
     if (r != TQKV_OK) tqkv_cache_destroy(*out);
     return r;

@@ -744,15 +744,6 @@ static tqkv_result tqkv__check_strides(tqkv_strides strides)
     return TQKV__REFUSE(UNSUPPORTED, "strides of 2^32 values or more: not on a GPU");
 }
 
-/* Checks the strides of q, of the output and of the sums of a slice. */
-static tqkv_result tqkv__check_call_strides(const tqkv__attention *a)
-{
-    const tqkv_strides none = {0, 0};
-    tqkv_result r = tqkv__check_strides(a->call.query_strides);
-    if (r == TQKV_OK) r = tqkv__check_strides(a->call.output_strides);
-    return r == TQKV_OK ? tqkv__check_strides(tqkv__strides_of(none, a->call.n_heads, a->value_dim)) : r;
-}
-
 /* Finds the bytes of the caller's rows of so many tokens, with gaps. As floats without gaps they have a size, too. */
 static TQKV__NOINLINE tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n_tokens, size_t *bytes)
 {
@@ -1160,16 +1151,10 @@ static int tqkv__choose_columns(int64_t rows, int n_queries)
     return columns;
 }
 
-/* Whether attend_matrix has strands of so many columns. */
-static bool tqkv__matrix_has_strands(int head_dim, int columns)
-{
-    return head_dim <= 256 && columns <= TQKV__MOST_STRAND_COLUMNS;
-}
-
 /* Returns how many stretches may be divided into strands: so many as are few threadgroups, in their part of a batch. */
 static size_t tqkv__most_stranded(const tqkv__split *split, int head_dim, int64_t end, size_t most_sums)
 {
-    const bool has_strands = !split->matrix || tqkv__matrix_has_strands(head_dim, split->columns);
+    const bool has_strands = !split->matrix || (head_dim <= 256 && split->columns <= TQKV__MOST_STRAND_COLUMNS);
     if (!has_strands || end <= TQKV__STRANDS || most_sums == SIZE_MAX || !split->n_groups) return 0;
     return most_sums / (TQKV__MOST_SUMS / TQKV__FEW) / split->n_groups;
 }
@@ -1243,15 +1228,6 @@ static void tqkv__plan_seen(const tqkv__attention *a, int32_t *first_newest, int
 }
 
 /* >>plan-list: which tiles lists of blocks name. */
-
-/* Refuses what these integers cannot count. */
-static tqkv_result tqkv__check_non_causal(const tqkv__attention *a)
-{
-    if (!a->call.non_causal || a->call.end - a->first + a->call.n_queries <= INT_MAX / 2) return TQKV_OK;
-    return TQKV__REFUSE(UNSUPPORTED, "non_causal with 2^30 positions and queries: not on a GPU");
-}
-
-/* ---- Lists of blocks ---- */
 
 static tqkv_result tqkv__check_list_rows(const tqkv__attention *a)
 {
@@ -1849,8 +1825,9 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     tqkv__attend_buffers behind = *b, buffers;
     tqkv__range regions[TQKV__REGIONS];
     tqkv__find_regions(a, b->slice_end, regions);
-    tqkv_result r = tqkv__check_non_causal(a);
-    if (r == TQKV_OK) r = tqkv__split_regions(a, b, regions, most_sums, splits, &all);
+    if (a->call.non_causal && a->call.end - a->first + a->call.n_queries > INT_MAX / 2)
+        return TQKV__REFUSE(UNSUPPORTED, "non_causal with 2^30 positions and queries: not on a GPU");
+    const tqkv_result r = tqkv__split_regions(a, b, regions, most_sums, splits, &all);
     if (r != TQKV_OK) return r;
     behind.scratch = tqkv__buffer_after(b->scratch, all.list_at);
     plan->listed = a->call.list.rows != NULL;
@@ -1997,6 +1974,7 @@ static const int32_t tqkv__unknown_list[1] = {0};
 /* Does what tqkv__attention_shape does, for `from`. */
 static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan_call *call, tqkv__attention *a)
 {
+    const tqkv_strides none = {0, 0};
     tqkv_attention *to = &call->attention;
     if (!from) return TQKV__INVALID("the attention is NULL");
     if (from->attention.tree && !from->tree.buffer) return TQKV__INVALID("tree: no buffer");
@@ -2022,7 +2000,9 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if (r == TQKV_OK) r = tqkv__check_kernels(a->keys.head_dim, a->value_dim, a->tail.head_dim);
     if (r == TQKV_OK) r = from->attention.list.rows ? tqkv__check_list(a) : tqkv__list_shape(a);
     if (r == TQKV_OK && a->call.list.rows) r = tqkv__check_list_rows(a);
-    if (r == TQKV_OK) r = tqkv__check_call_strides(a);
+    if (r == TQKV_OK) r = tqkv__check_strides(a->call.query_strides);
+    if (r == TQKV_OK) r = tqkv__check_strides(a->call.output_strides);
+    if (r == TQKV_OK) r = tqkv__check_strides(tqkv__strides_of(none, a->call.n_heads, a->value_dim)); /* of slices */
     a->matrix_group = from->matrix_group;
     if (r != TQKV_OK || !a->keys.page_size == !a->values.page_size) return r;
     return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
@@ -2454,13 +2434,6 @@ static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *
     return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
 }
 
-static int tqkv__count_items(const tqkv_metal_attention *items, int n_items)
-{
-    int n = 0;
-    for (int i = 0; i < n_items; i++) n += items[i].attention.n_queries != 0;
-    return n;
-}
-
 /* Returns the number of tables of items. An item is described once for each region and once for the merge, which look
    for other numbers of threadgroups and other bytes of scratch; without halves once for all. */
 static int tqkv__batch_tables(const tqkv_metal_attention *items, int n)
@@ -2474,15 +2447,6 @@ static size_t tqkv__batch_table_size(int n)
 {
     const size_t unit = TQKV__ARGUMENTS_ALIGNMENT;
     return ((size_t)n * sizeof(tqkv__batch_item) + unit - 1) / unit * unit;
-}
-
-/* Finds the bytes of a batch's arguments. n_items: not negative */
-static tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes)
-{
-    const int n = tqkv__batch_tables(items, n_items);
-    if ((size_t)n_items > SIZE_MAX / 8 / sizeof(tqkv__batch_item)) return TQKV__INVALID("n_items is too large");
-    *bytes = n > 1 ? (size_t)n * tqkv__batch_table_size(n_items) : (size_t)n_items * sizeof(tqkv__batch_item);
-    return TQKV_OK;
 }
 
 /* Returns table number `number` of b->tables, or the only one. */
@@ -2625,8 +2589,12 @@ static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__
 /* Finds the bytes of a batch's arguments, and its most scratch. */
 static tqkv_result tqkv__batch_sizes(const tqkv__batch *b, tqkv_metal_plan *plan)
 {
+    const size_t n_items = (size_t)b->n_items;
     size_t own = 0;
-    tqkv_result r = tqkv__batch_arguments(b->items, b->n_items, &plan->arguments_size);
+    tqkv_result r = TQKV_OK;
+    if (n_items > SIZE_MAX / 8 / sizeof(tqkv__batch_item)) return TQKV__INVALID("n_items is too large");
+    plan->arguments_size =
+        b->tables > 1 ? (size_t)b->tables * tqkv__batch_table_size(b->n_items) : n_items * sizeof(tqkv__batch_item);
     for (int i = 0; i < b->n_items && r == TQKV_OK; i++) {
         r = tqkv__plan_scratch_within(&b->items[i], TQKV__MOST_SUMS / (size_t)(b->n ? b->n : 1), &own);
         if (r == TQKV_OK && own > SIZE_MAX - plan->scratch_size) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
@@ -2646,8 +2614,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attenti
         return tqkv__close_plan(plan, TQKV__INVALID("n_items is negative, or items is NULL"));
     if (n_items == 0) return tqkv__close_plan(plan, TQKV_OK);
     if (!contents) arguments.buffer = NULL; /* nothing is written there, so it must not run */
-    const int tables = tqkv__batch_tables(items, n_items), n = tqkv__count_items(items, n_items);
-    const tqkv__batch b = {items, n_items, n, tables, q, out, arguments, scratch};
+    tqkv__batch b = {items, n_items, 0, tqkv__batch_tables(items, n_items), q, out, arguments, scratch};
+    for (int i = 0; i < n_items; i++) b.n += items[i].attention.n_queries != 0;
     tqkv_result r = contents ? TQKV_OK : tqkv__batch_sizes(&b, plan);
     if (r == TQKV_OK) r = tqkv__plan_batch(&b, contents, &all);
     if (r == TQKV_OK) tqkv__order_dispatches(&all, plan);
@@ -2895,13 +2863,6 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv__cache_plan *p, const t
     return store;
 }
 
-/* Gives a store the centre and the scale that the cache learns. */
-static void tqkv__take_learnt_buffers(const tqkv__cache_plan *p, tqkv_metal_store *store)
-{
-    store->center = tqkv__buffer_within(p, tqkv__channel_room(p->c, TQKV__KEYS, TQKV__CENTERS));
-    store->channel_scale = tqkv__buffer_within(p, tqkv__channel_room(p->c, TQKV__KEYS, TQKV__SCALES));
-}
-
 /* Returns the strides of a call: those that are given, or the cache's. */
 static tqkv_cache_strides tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_strides *given)
 {
@@ -2927,7 +2888,9 @@ static tqkv_metal_store tqkv__target_of_rows(const tqkv__cache_plan *p, const tq
     tqkv_metal_store store = tqkv__store_in_buffer(p, TQKV__STORE_AT(p->c, i));
     store.shape.type = rows->type;
     store.shape.strides = rows->strides[side];
-    if (rows->learnt && side == TQKV__KEYS) tqkv__take_learnt_buffers(p, &store);
+    if (!rows->learnt || side != TQKV__KEYS) return store;
+    store.center = tqkv__buffer_within(p, tqkv__channel_room(p->c, TQKV__KEYS, TQKV__CENTERS));
+    store.channel_scale = tqkv__buffer_within(p, tqkv__channel_room(p->c, TQKV__KEYS, TQKV__SCALES));
     return store;
 }
 

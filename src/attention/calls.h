@@ -35,22 +35,18 @@ static tqkv_result tqkv__check_arrays(const tqkv__arrays *arrays, int n_written)
     return TQKV_OK;
 }
 
-static size_t tqkv__list_size(const tqkv__attention *a)
-{
-    if (!a->call.list.rows) return 0;
-    return (size_t)a->call.n_queries * (size_t)a->call.list.heads * (size_t)a->call.list.length * sizeof(int32_t);
-}
-
 static bool tqkv__reads(const tqkv__attention *a, const void *q, const void *p, size_t size)
 {
+    const size_t n_queries = (size_t)a->call.n_queries,
+                 list_size = n_queries * (size_t)a->call.list.heads * (size_t)a->call.list.length * sizeof(int32_t);
     for (int i = 0; i < TQKV__STREAMS; i++) {
         const tqkv__stream *s = tqkv__stream_read(a, i);
         if (s && tqkv__stream_overlaps(s, p, size)) return true;
     }
     return tqkv__overlap(q, a->q_size, p, size) ||
            tqkv__overlap(a->call.sinks, (size_t)a->call.n_heads * sizeof(float), p, size) ||
-           tqkv__overlap(a->call.tree, (size_t)a->call.n_queries * sizeof(uint64_t), p, size) ||
-           tqkv__overlap(a->call.list.rows, tqkv__list_size(a), p, size);
+           tqkv__overlap(a->call.tree, n_queries * sizeof(uint64_t), p, size) ||
+           tqkv__overlap(a->call.list.rows, list_size, p, size);
 }
 
 /* Checks the outputs in arrays against what the call reads, and q for NaN and infinity. */

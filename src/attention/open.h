@@ -1,15 +1,5 @@
 /* >>attention-code: opening a tqkv_attention: every default resolved, every field checked */
 
-static bool tqkv__sinks_valid(const float *sinks, int n_heads)
-{
-    if (sinks)
-        for (int h = 0; h < n_heads; h++) {
-            const float negated = -sinks[h]; /* -INFINITY is no sink; NaN and +INFINITY are refused */
-            if (!tqkv__all_finite(&sinks[h], 1) && !(negated > 0.0f)) return false;
-        }
-    return true;
-}
-
 /* Its offset is the alignment of a uint64_t in a struct: 4 on 32-bit x86, where it is 8 by itself. */
 struct tqkv__mask_gap {
     char before;
@@ -22,8 +12,12 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     if (a->tree && (a->n_queries > 64 || (uintptr_t)a->tree % offsetof(struct tqkv__mask_gap, mask)))
         return TQKV__INVALID("tree: more than 64 queries, or not aligned as uint64_t");
     if ((uintptr_t)a->sinks % sizeof(float)) return TQKV__INVALID("sinks: not aligned as floats");
-    if (tqkv__sinks_valid(a->sinks, a->n_heads)) return TQKV_OK;
-    return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
+    for (int h = 0; a->sinks && h < a->n_heads; h++) {
+        const float negated = -a->sinks[h]; /* -INFINITY is no sink */
+        if (!tqkv__all_finite(&a->sinks[h], 1) && !(negated > 0.0f))
+            return TQKV__REFUSE(NOT_FINITE, "a sink is NaN or +infinity");
+    }
+    return TQKV_OK;
 }
 
 static void tqkv__take_kernels(tqkv__attention *a)
@@ -381,14 +375,6 @@ static tqkv_result tqkv__check_list(tqkv__attention *a)
     return r;
 }
 
-/* Returns the positions of a query's window that are not there any more. */
-static tqkv__range tqkv__gone_from_window(const tqkv__attention *a, int query)
-{
-    const int64_t oldest = a->call.end - a->call.n_queries + query - a->call.window + 1;
-    const tqkv__range gone = {oldest > a->kept ? oldest : a->kept, a->first};
-    return gone;
-}
-
 /* Whether a query's list, or its newest positions, have some of those that are gone. */
 static bool tqkv__list_meets(const tqkv__attention *a, int query, int kv_head, tqkv__range gone)
 {
@@ -407,7 +393,8 @@ static tqkv_result tqkv__check_window(const tqkv__attention *a)
     const tqkv_attention *call = &a->call;
     if (!call->window || !call->whole_window) return TQKV_OK;
     for (int i = 0; i < call->n_queries; i++) {
-        const tqkv__range gone = tqkv__gone_from_window(a, i);
+        const int64_t oldest = call->end - call->n_queries + i - call->window + 1;
+        const tqkv__range gone = {oldest > a->kept ? oldest : a->kept, a->first}; /* of the query's window */
         bool missed = gone.from < gone.to && !call->list.rows;
         for (int h = 0; h < call->list.heads && call->list.rows && gone.from < gone.to && !missed; h++)
             missed = tqkv__list_meets(a, i, h, gone);

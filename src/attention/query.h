@@ -143,12 +143,6 @@ static void tqkv__shift_scores(const tqkv__attention *a, double score, float *ou
     *max = rounded;
 }
 
-/* Adds: out += share * center; share: that of the positions in all weights. center, out: [value_dim] */
-static void tqkv__add_share(const tqkv__attention *a, const float *center, float share, float *out)
-{
-    for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + tqkv__rounded(share * center[d]));
-}
-
 /* Finishes a row: out = out / (sum + exp(sink - max)) in the basis of outputs, plus the values' centre; zeros if the
    row saw nothing. unrotate: the basis changes. center: in the basis of outputs, or NULL; out: [value_dim] */
 static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, bool unrotate, const float *center,
@@ -165,7 +159,8 @@ static TQKV__NOINLINE void tqkv__finish_row(const tqkv__attention *a, int head, 
     tqkv__scale(out, a->value_dim, TQKV__AS_FLOAT(keep / all));
     if (unrotate) a->isa->codec->unrotate(out, a->value_dim);
     if (a->call.output_basis == TQKV_ORIGINAL) tqkv__apply_scale(&a->values, head / a->group, out);
-    if (center) tqkv__add_share(a, center, TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all), out);
+    const float share = TQKV__AS_FLOAT(tqkv__rounded(sum * keep) / all); /* of the positions in all weights */
+    for (int d = 0; center && d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(out[d] + tqkv__rounded(share * center[d]));
 }
 
 /* Returns the values' centre of a head in the basis of outputs, behind the scale, or NULL; room: [TQKV_MAX_HEAD_DIM] */

@@ -88,14 +88,6 @@ static int64_t tqkv__newest_from(const tqkv__attention *a, int query, tqkv__rang
     return range.to - n;
 }
 
-/* Returns the entries of a row, which ends before the first that is negative. */
-static int64_t tqkv__row_length(const int32_t *row, int length)
-{
-    int64_t n = 0;
-    while (n < length && row[n] >= 0) n++;
-    return n;
-}
-
 static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_head, tqkv__range range)
 {
     tqkv__list l;
@@ -104,7 +96,8 @@ static tqkv__list tqkv__open_list(const tqkv__attention *a, int query, int kv_he
     int newest = a->call.list.newest;
     l.entries = l.row = tqkv__list_row(a, query, kv_head);
     l.shift = tqkv__list_shift(a->call.list.block);
-    int64_t n = tqkv__row_length(l.row, a->call.list.length);
+    int64_t n = 0;
+    while (n < a->call.list.length && l.row[n] >= 0) n++;
     l.n_row = n;
     const int64_t gone = tqkv__entry_at(l.entries, n, all.from >> l.shift);
     l.entries += gone;

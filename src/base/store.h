@@ -112,11 +112,6 @@ static tqkv_strides tqkv__strides_of(tqkv_strides strides, int n_heads, int dim)
     return strides;
 }
 
-static bool tqkv__without_gaps(tqkv_strides strides, int n_heads, int dim)
-{
-    return strides.head == (size_t)dim && strides.token == (size_t)n_heads * (size_t)dim;
-}
-
 /* Finds the bytes from the first of [n][n_heads] rows to the end of the last one; false on overflow. */
 static bool tqkv__rows_extent(tqkv_strides strides, int n, int n_heads, int dim, size_t value_size, size_t *bytes)
 {
@@ -453,14 +448,6 @@ static tqkv_result tqkv__check_rows(const tqkv__stream *s, const void *p, int n,
         !tqkv__rows_extent(s->strides, n, s->n_kv_heads, s->head_dim, size, bytes))
         return TQKV__INVALID("rows of more than SIZE_MAX bytes");
     return TQKV_OK;
-}
-
-static size_t tqkv__rows_size(const tqkv_store *s, int n_tokens)
-{
-    size_t bytes;
-    const tqkv_strides strides = tqkv__strides_of(s->strides, s->n_kv_heads, s->head_dim);
-    const size_t size = tqkv__type_size(s->type);
-    return tqkv__rows_extent(strides, n_tokens, s->n_kv_heads, s->head_dim, size, &bytes) ? bytes : 0;
 }
 
 static void *tqkv__malloc(void *user, size_t size)

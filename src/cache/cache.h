@@ -327,11 +327,6 @@ static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values
     return TQKV_OK;
 }
 
-static bool tqkv__gives_channels(const tqkv_cache_desc *desc)
-{
-    return desc->key_center || desc->key_scale || desc->value_center || desc->value_scale;
-}
-
 static tqkv_result tqkv__check_given(const tqkv_cache_desc *desc, const tqkv_cache *c)
 {
     const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
@@ -412,18 +407,13 @@ TQKV__COLD TQKV_API void tqkv_cache_destroy(tqkv_cache *c)
     memory.free(memory.user, c, c->size);
 }
 
-static int64_t tqkv__oldest(const tqkv_cache *c, int64_t end)
-{
-    return end - c->first > c->keys.capacity ? end - c->keys.capacity : c->first;
-}
-
 static void tqkv__cache_advance(tqkv_cache *c, int n_tokens)
 {
     const int64_t end = c->attention.end + n_tokens;
     if (c->attention.end <= c->exact_below) c->exact_below = end < c->exact_first ? end : c->exact_first;
     if (c->exact_held < end - tqkv__newest_room(c)) c->exact_held = end - tqkv__newest_room(c);
     c->attention.end = end;
-    c->first = tqkv__oldest(c, end);
+    if (end - c->first > c->keys.capacity) c->first = end - c->keys.capacity;
 }
 
 static bool tqkv__in_cache(const tqkv_cache *c, const void *p, size_t size)
@@ -457,9 +447,10 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
     store.strides =
         i == TQKV__VALUES ? c->values.strides : tqkv__strides_of(c->keys.strides, store.n_kv_heads, key_dim);
     if (i == TQKV__TAIL && k) src = (const uint8_t *)k + (size_t)c->keys.head_dim * tqkv__type_size(store.type);
-    tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[i]);
+    size_t bytes;
+    tqkv_result r = tqkv__encode_open(&store, src, n_tokens, c->attention.end, &append->streams[i], &bytes);
     if (r != TQKV_OK) return r;
-    if (tqkv__in_cache(c, src, tqkv__rows_size(&store, n_tokens))) return TQKV__INVALID("k or v overlaps the cache");
+    if (tqkv__in_cache(c, src, bytes)) return TQKV__INVALID("k or v overlaps the cache");
     if (store.channel_scale) append->streams[i].inverses = tqkv__channel_room(c, i, TQKV__INVERSES);
     if (i != TQKV__TAIL && !c->metal) {
         const bool first = left > 0 && tqkv__keeps_halves(c, TQKV__FIRST_KEYS + i);

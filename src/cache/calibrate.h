@@ -38,7 +38,7 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     if (desc->ring && desc->calibrate > most)
         return TQKV__INVALID("calibrate: a ring learns from no more than a quarter of its capacity, or 16 positions");
     c->calibrate = desc->calibrate;
-    if (tqkv__gives_channels(desc)) return TQKV_OK;
+    if (desc->key_center || desc->key_scale || desc->value_center || desc->value_scale) return TQKV_OK;
     c->learning = true;
     c->raw_below = INT64_MAX;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
@@ -122,13 +122,6 @@ static TQKV__NOINLINE bool tqkv__judge(const tqkv__stream *raw, int slot)
     return tqkv__sum_16(sums[0]) > tqkv__sum_16(sums[1]) * 0.25f;
 }
 
-static void tqkv__judge_positions(const tqkv_cache *c)
-{
-    tqkv__stream values;
-    (void)tqkv__stream_open(&c->raw[c->shared ? 0 : 1], &values);
-    for (int p = 0; p < c->learn_from; p++) c->is_new[p] = tqkv__judge(&values, p);
-}
-
 static int tqkv__count_new(const tqkv_cache *c, int first)
 {
     int n = 0;
@@ -161,10 +154,11 @@ static TQKV__NOINLINE void tqkv__limit_scales(const tqkv_cache *c, const tqkv__s
 static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
 {
     float room[TQKV_MAX_HEAD_DIM];
-    tqkv__stream raw;
+    tqkv__stream raw, values;
     const uint64_t mode = tqkv__fp_exact();
     (void)tqkv__stream_open(&c->raw[0], &raw);
-    tqkv__judge_positions(c);
+    (void)tqkv__stream_open(&c->raw[c->shared ? 0 : 1], &values);
+    for (int p = 0; p < c->learn_from; p++) c->is_new[p] = tqkv__judge(&values, p);
     const bool few = tqkv__count_new(c, 0) < tqkv__least_new(c);
     if (few) memset(c->is_new, true, (size_t)c->learn_from);
     if (tqkv__count_new(c, c->exact_first) >= TQKV__LEAST_POSITIONS) memset(c->is_new, false, (size_t)c->exact_first);
@@ -219,13 +213,6 @@ static void tqkv__settle(tqkv_cache *c, int64_t n, int64_t end)
     tqkv__count_settled(c, n, end);
 }
 
-/* Learns and encodes all if the positions suffice, after an edit. */
-static void tqkv__settle_edited(tqkv_cache *c)
-{
-    const int64_t end = c->attention.end;
-    if (c->learning && end >= c->learn_from) tqkv__settle(c, end, end);
-}
-
 /* -- Appending -- */
 
 static void tqkv__skip_tokens(tqkv__encode_job *job, int n)
@@ -262,13 +249,6 @@ static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
     }
 }
 
-static void tqkv__take_raw(const tqkv_cache *c, tqkv__append *append, int n)
-{
-    tqkv__append_raw(c, append, n);
-    tqkv__skip_tokens(&append->job, n);
-    tqkv__skip_tokens(&append->first_job, n);
-}
-
 /* Appends to a cache that learns: raw halves as far as it learns from them, then codes. A failure leaves the cache as
    it was. */
 static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
@@ -276,7 +256,10 @@ static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
     const int64_t end = c->attention.end + append->job.n_tokens, at = end < c->learn_from ? end : c->learn_from;
     const tqkv_result r = tqkv__get_raw(c);
     if (r != TQKV_OK) return r;
-    tqkv__take_raw(c, append, (int)(at - c->attention.end));
+    const int n = (int)(at - c->attention.end);
+    tqkv__append_raw(c, append, n);
+    tqkv__skip_tokens(&append->job, n);
+    tqkv__skip_tokens(&append->first_job, n);
     if (at < c->learn_from) return TQKV_OK;
     tqkv__settle(c, at, end);
     if (append->job.n_tokens) tqkv__append_raw(c, append, TQKV__TILE);

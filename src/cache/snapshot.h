@@ -394,25 +394,19 @@ static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales
         }
 }
 
-/* Fills the room for the centres and scales of a snapshot with ones, until they are read. */
-static void tqkv__open_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
-{
-    size_t channels = 0;
-    (void)tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels);
-    for (size_t i = 0; i < TQKV__CHANNELS * channels; i++) c->channels[i] = 1.0f;
-    tqkv__take_channels(c, centers, scales);
-}
-
 /* Creates a cache to read into. One that has learned needs no raw memory. */
 static tqkv_result tqkv__create_found(const tqkv__header *found, tqkv_cache **out)
 {
     tqkv_cache_desc desc = found->desc;
+    size_t channels = 0;
     if (!found->learning) desc.calibrate = 0;
     tqkv_result r = tqkv__create(&desc, found->learn_from, out);
     if (r != TQKV_OK) return r;
     (*out)->calibrate = found->desc.calibrate;
     tqkv__set_range(*out, found);
-    tqkv__open_channels(*out, found->centers, found->scales);
+    (void)tqkv__count_channels(*out, TQKV__CACHE_STREAMS, &channels);
+    for (size_t i = 0; i < TQKV__CHANNELS * channels; i++) (*out)->channels[i] = 1.0f; /* until they are read */
+    tqkv__take_channels(*out, found->centers, found->scales);
     if (found->learning && found->end) r = tqkv__get_raw(*out);
     if (r != TQKV_OK) tqkv_cache_destroy(*out);
     return r;

@@ -12,18 +12,6 @@ typedef struct tqkv__queries {
     int n, group;
 } tqkv__queries;
 
-static TQKV__NOINLINE void tqkv__add_row(const float *x, bool squared, int n, float *sums)
-{
-    for (int d = 0; d < n; d++) sums[d] = TQKV__AS_FLOAT(sums[d] + (squared ? tqkv__rounded(x[d] * x[d]) : x[d]));
-}
-
-/* Divides sums of so many values, which gives the means; zeros of none. sums: [head_dim] */
-static TQKV__NOINLINE void tqkv__divide_sums(float *sums, int head_dim, float values)
-{
-    const volatile float by = values > 0.0f ? values : 1.0f; /* see tqkv__norm_i8 */
-    for (int d = 0; d < head_dim; d++) sums[d] = TQKV__AS_FLOAT(sums[d] / by);
-}
-
 /* Loads a row to learn from, less a centre or NULL: of the caller or, where src is NULL, of a store. row: [head_dim] */
 static void tqkv__load_learnt(const tqkv__stream *s, const void *src, int t, int head, const float *center, float *row)
 {
@@ -37,9 +25,10 @@ static void tqkv__load_learnt(const tqkv__stream *s, const void *src, int t, int
 }
 
 /* Finds the mean over rows of n positions, or that of the squares, of the differences from a centre, unless that is
-   NULL: one float a channel, rows in order. counted: [n], NULL: all; means: [head_dim] */
-static void tqkv__channel_means(const tqkv__stream *s, const void *src, const uint8_t *counted, int n, int first_head,
-                                int n_heads, const float *center, bool squared, float *means)
+   NULL: one float a channel, rows in order; zeros of none. counted: [n], NULL: all; means: [head_dim] */
+static TQKV__NOINLINE void tqkv__channel_means(const tqkv__stream *s, const void *src, const uint8_t *counted, int n,
+                                               int first_head, int n_heads, const float *center, bool squared,
+                                               float *means)
 {
     float row[TQKV_MAX_HEAD_DIM];
     int n_counted = 0;
@@ -49,10 +38,12 @@ static void tqkv__channel_means(const tqkv__stream *s, const void *src, const ui
         n_counted++;
         for (int h = first_head; h < first_head + n_heads; h++) {
             tqkv__load_learnt(s, src, t, h, center, row);
-            tqkv__add_row(row, squared, s->head_dim, means);
+            for (int d = 0; d < s->head_dim; d++)
+                means[d] = TQKV__AS_FLOAT(means[d] + (squared ? tqkv__rounded(row[d] * row[d]) : row[d]));
         }
     }
-    tqkv__divide_sums(means, s->head_dim, (float)n_counted * (float)n_heads);
+    const volatile float by = n_counted ? (float)n_counted * (float)n_heads : 1.0f; /* see tqkv__norm_i8 */
+    for (int d = 0; d < s->head_dim; d++) means[d] = TQKV__AS_FLOAT(means[d] / by);
 }
 
 /* Channels that share a scale in pairs: of the first `dim` ones */

@@ -31,12 +31,6 @@ static float tqkv__strided_dot(const float *x, const float *y, int n)
     return tqkv__sum_16(lanes);
 }
 
-static void tqkv__norms_tq(const tqkv__stream *s, const float *y, float *norms, float *scales)
-{
-    for (int b = 0; b < s->norms_per_row; b++, y += s->norm_dim)
-        norms[b] = tqkv__norm_tq(s, tqkv__strided_dot(y, y, s->norm_dim), &scales[b]);
-}
-
 /* The stored norm makes the decoded row as long as the row was: norm * sqrt(D)/|c|, c being the codes' centroids; of
    several, norm * block_scale / RMS of c. sums: of the squares of c */
 static void tqkv__correct_norms(const tqkv__stream *s, const float *sums, float *norms)
@@ -50,27 +44,19 @@ static void tqkv__correct_norms(const tqkv__stream *s, const float *sums, float 
     }
 }
 
-static void tqkv__norms_i8(const tqkv__stream *s, const float *y, float *norms, float *scales)
-{
-    for (int b = 0; b < s->norms_per_row; b++, y += s->norm_dim) {
-        float largest = 0.0f;
-        for (int i = 0; i < s->norm_dim; i++) largest = fabsf(y[i]) > largest ? fabsf(y[i]) : largest;
-        norms[b] = tqkv__norm_i8(largest, &scales[b]);
-    }
-}
-
 /* Rotates a centred row, finds its norms and scales it, in place: all of encoding before the comparison with the
    boundaries. F16 is not scaled. row: [head_dim], norms: [norms_per_row]. */
 static TQKV__NOINLINE void tqkv__scale_row(const tqkv__stream *s, float *row, float *norms)
 {
-    float scales[TQKV_MAX_HEAD_DIM / 128];
+    const int n = s->norm_dim;
     if (s->rotated) tqkv__rotate_row(row, s->head_dim);
-    if (s->kind == TQKV__HALF) return;
-    if (s->kind == TQKV__GRID)
-        tqkv__norms_i8(s, row, norms, scales);
-    else
-        tqkv__norms_tq(s, row, norms, scales);
-    for (int b = 0; b < s->norms_per_row; b++) tqkv__scale(row + b * s->norm_dim, s->norm_dim, scales[b]);
+    for (int b = 0; b < s->norms_per_row; b++, row += n) {
+        float scale, largest = 0.0f;
+        for (int i = 0; i < n; i++) largest = fabsf(row[i]) > largest ? fabsf(row[i]) : largest;
+        norms[b] = s->kind == TQKV__GRID ? tqkv__norm_i8(largest, &scale)
+                                         : tqkv__norm_tq(s, tqkv__strided_dot(row, row, n), &scale);
+        tqkv__scale(row, n, scale);
+    }
 }
 
 /* Returns the number of boundaries below v, by bisection; boundaries: [(1 << bits) - 1]. NaN gives 0. */

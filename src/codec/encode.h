@@ -1,14 +1,14 @@
 /* >>encode: rows into a store and out of it; how they lie on the scale */
 
-/* Opens a store to encode at `position`. The checks that encode and append share, except for NaN and infinity. */
+/* Opens a store to encode at `position`; *bytes: of src, with gaps. The checks that encode and append share, except for
+   NaN and infinity. */
 static tqkv_result tqkv__encode_open(const tqkv_store *store, const void *src, int n_tokens, int64_t position,
-                                     tqkv__stream *s)
+                                     tqkv__stream *s, size_t *bytes)
 {
-    size_t bytes;
     tqkv_result r = tqkv__stream_open(store, s);
-    if (r == TQKV_OK) r = tqkv__check_rows(s, src, n_tokens, &bytes);
+    if (r == TQKV_OK) r = tqkv__check_rows(s, src, n_tokens, bytes);
     if (r != TQKV_OK) return r;
-    if (tqkv__encoding_overlaps(s, src, bytes))
+    if (tqkv__encoding_overlaps(s, src, *bytes))
         return TQKV__INVALID("src overlaps the store"); /* it may overlap the centre, which is only read */
     r = tqkv__check_positions(s, n_tokens, position, -1);
     return r == TQKV_OK ? tqkv__check_written(s, n_tokens, position) : r;
@@ -19,7 +19,8 @@ static bool tqkv__all_rows_finite(const tqkv__codec *codec, tqkv_type type, cons
                                   int n_heads, int dim)
 {
     const size_t size = tqkv__type_size(type), row = (size_t)dim, heads = (size_t)n_heads;
-    if (tqkv__without_gaps(strides, n_heads, dim)) return codec->rows_finite(type, p, (size_t)n * heads * row);
+    if (strides.head == row && strides.token == heads * row)
+        return codec->rows_finite(type, p, (size_t)n * heads * row);
     const size_t each = strides.head == row ? 1 : heads, length = heads / each * row; /* each: rows of a token */
     for (size_t t = 0; t < (size_t)n; t++)
         for (size_t h = 0; h < each; h++)
@@ -245,7 +246,8 @@ TQKV_API tqkv_result tqkv_encode(const tqkv_store *store, const void *src, int n
 {
     tqkv__stream s;
     tqkv__encode_job job;
-    tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s);
+    size_t bytes;
+    tqkv_result r = tqkv__encode_open(store, src, n_tokens, position, &s, &bytes);
     if (r != TQKV_OK) return r;
     tqkv__encode_job_open(&job, &store->parallel, n_tokens, position);
     tqkv__add_stream(&job, &s, src);

@@ -511,8 +511,9 @@ static tqkv_result tqkv__plan_attention(const tqkv__attention *a, const tqkv__at
     tqkv__attend_buffers behind = *b, buffers;
     tqkv__range regions[TQKV__REGIONS];
     tqkv__find_regions(a, b->slice_end, regions);
-    tqkv_result r = tqkv__check_non_causal(a);
-    if (r == TQKV_OK) r = tqkv__split_regions(a, b, regions, most_sums, splits, &all);
+    if (a->call.non_causal && a->call.end - a->first + a->call.n_queries > INT_MAX / 2)
+        return TQKV__REFUSE(UNSUPPORTED, "non_causal with 2^30 positions and queries: not on a GPU");
+    const tqkv_result r = tqkv__split_regions(a, b, regions, most_sums, splits, &all);
     if (r != TQKV_OK) return r;
     behind.scratch = tqkv__buffer_after(b->scratch, all.list_at);
     plan->listed = a->call.list.rows != NULL;

@@ -194,13 +194,6 @@ static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *
     return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
 }
 
-static int tqkv__count_items(const tqkv_metal_attention *items, int n_items)
-{
-    int n = 0;
-    for (int i = 0; i < n_items; i++) n += items[i].attention.n_queries != 0;
-    return n;
-}
-
 /* Returns the number of tables of items. An item is described once for each region and once for the merge, which look
    for other numbers of threadgroups and other bytes of scratch; without halves once for all. */
 static int tqkv__batch_tables(const tqkv_metal_attention *items, int n)
@@ -214,15 +207,6 @@ static size_t tqkv__batch_table_size(int n)
 {
     const size_t unit = TQKV__ARGUMENTS_ALIGNMENT;
     return ((size_t)n * sizeof(tqkv__batch_item) + unit - 1) / unit * unit;
-}
-
-/* Finds the bytes of a batch's arguments. n_items: not negative */
-static tqkv_result tqkv__batch_arguments(const tqkv_metal_attention *items, int n_items, size_t *bytes)
-{
-    const int n = tqkv__batch_tables(items, n_items);
-    if ((size_t)n_items > SIZE_MAX / 8 / sizeof(tqkv__batch_item)) return TQKV__INVALID("n_items is too large");
-    *bytes = n > 1 ? (size_t)n * tqkv__batch_table_size(n_items) : (size_t)n_items * sizeof(tqkv__batch_item);
-    return TQKV_OK;
 }
 
 /* Returns table number `number` of b->tables, or the only one. */
@@ -365,8 +349,12 @@ static tqkv_result tqkv__plan_batch(const tqkv__batch *b, void *contents, tqkv__
 /* Finds the bytes of a batch's arguments, and its most scratch. */
 static tqkv_result tqkv__batch_sizes(const tqkv__batch *b, tqkv_metal_plan *plan)
 {
+    const size_t n_items = (size_t)b->n_items;
     size_t own = 0;
-    tqkv_result r = tqkv__batch_arguments(b->items, b->n_items, &plan->arguments_size);
+    tqkv_result r = TQKV_OK;
+    if (n_items > SIZE_MAX / 8 / sizeof(tqkv__batch_item)) return TQKV__INVALID("n_items is too large");
+    plan->arguments_size =
+        b->tables > 1 ? (size_t)b->tables * tqkv__batch_table_size(b->n_items) : n_items * sizeof(tqkv__batch_item);
     for (int i = 0; i < b->n_items && r == TQKV_OK; i++) {
         r = tqkv__plan_scratch_within(&b->items[i], TQKV__MOST_SUMS / (size_t)(b->n ? b->n : 1), &own);
         if (r == TQKV_OK && own > SIZE_MAX - plan->scratch_size) return TQKV__INVALID(TQKV__LARGE_SCRATCH);
@@ -386,8 +374,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attenti
         return tqkv__close_plan(plan, TQKV__INVALID("n_items is negative, or items is NULL"));
     if (n_items == 0) return tqkv__close_plan(plan, TQKV_OK);
     if (!contents) arguments.buffer = NULL; /* nothing is written there, so it must not run */
-    const int tables = tqkv__batch_tables(items, n_items), n = tqkv__count_items(items, n_items);
-    const tqkv__batch b = {items, n_items, n, tables, q, out, arguments, scratch};
+    tqkv__batch b = {items, n_items, 0, tqkv__batch_tables(items, n_items), q, out, arguments, scratch};
+    for (int i = 0; i < n_items; i++) b.n += items[i].attention.n_queries != 0;
     tqkv_result r = contents ? TQKV_OK : tqkv__batch_sizes(&b, plan);
     if (r == TQKV_OK) r = tqkv__plan_batch(&b, contents, &all);
     if (r == TQKV_OK) tqkv__order_dispatches(&all, plan);

@@ -28,13 +28,6 @@ static tqkv_metal_store tqkv__store_in_buffer(const tqkv__cache_plan *p, const t
     return store;
 }
 
-/* Gives a store the centre and the scale that the cache learns. */
-static void tqkv__take_learnt_buffers(const tqkv__cache_plan *p, tqkv_metal_store *store)
-{
-    store->center = tqkv__buffer_within(p, tqkv__channel_room(p->c, TQKV__KEYS, TQKV__CENTERS));
-    store->channel_scale = tqkv__buffer_within(p, tqkv__channel_room(p->c, TQKV__KEYS, TQKV__SCALES));
-}
-
 /* Returns the strides of a call: those that are given, or the cache's. */
 static tqkv_cache_strides tqkv__layout_of_call(const tqkv_cache *c, const tqkv_cache_strides *given)
 {
@@ -60,7 +53,9 @@ static tqkv_metal_store tqkv__target_of_rows(const tqkv__cache_plan *p, const tq
     tqkv_metal_store store = tqkv__store_in_buffer(p, TQKV__STORE_AT(p->c, i));
     store.shape.type = rows->type;
     store.shape.strides = rows->strides[side];
-    if (rows->learnt && side == TQKV__KEYS) tqkv__take_learnt_buffers(p, &store);
+    if (!rows->learnt || side != TQKV__KEYS) return store;
+    store.center = tqkv__buffer_within(p, tqkv__channel_room(p->c, TQKV__KEYS, TQKV__CENTERS));
+    store.channel_scale = tqkv__buffer_within(p, tqkv__channel_room(p->c, TQKV__KEYS, TQKV__SCALES));
     return store;
 }
 

@@ -1,14 +1,5 @@
 /* >>plan-list: which tiles lists of blocks name. */
 
-/* Refuses what these integers cannot count. */
-static tqkv_result tqkv__check_non_causal(const tqkv__attention *a)
-{
-    if (!a->call.non_causal || a->call.end - a->first + a->call.n_queries <= INT_MAX / 2) return TQKV_OK;
-    return TQKV__REFUSE(UNSUPPORTED, "non_causal with 2^30 positions and queries: not on a GPU");
-}
-
-/* ---- Lists of blocks ---- */
-
 static tqkv_result tqkv__check_list_rows(const tqkv__attention *a)
 {
     const tqkv_attention *c = &a->call;

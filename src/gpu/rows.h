@@ -296,15 +296,6 @@ static tqkv_result tqkv__check_strides(tqkv_strides strides)
     return TQKV__REFUSE(UNSUPPORTED, "strides of 2^32 values or more: not on a GPU");
 }
 
-/* Checks the strides of q, of the output and of the sums of a slice. */
-static tqkv_result tqkv__check_call_strides(const tqkv__attention *a)
-{
-    const tqkv_strides none = {0, 0};
-    tqkv_result r = tqkv__check_strides(a->call.query_strides);
-    if (r == TQKV_OK) r = tqkv__check_strides(a->call.output_strides);
-    return r == TQKV_OK ? tqkv__check_strides(tqkv__strides_of(none, a->call.n_heads, a->value_dim)) : r;
-}
-
 /* Finds the bytes of the caller's rows of so many tokens, with gaps. As floats without gaps they have a size, too. */
 static TQKV__NOINLINE tqkv_result tqkv__plan_extent(const tqkv__stream *s, int n_tokens, size_t *bytes)
 {

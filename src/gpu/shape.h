@@ -103,6 +103,7 @@ static const int32_t tqkv__unknown_list[1] = {0};
 /* Does what tqkv__attention_shape does, for `from`. */
 static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan_call *call, tqkv__attention *a)
 {
+    const tqkv_strides none = {0, 0};
     tqkv_attention *to = &call->attention;
     if (!from) return TQKV__INVALID("the attention is NULL");
     if (from->attention.tree && !from->tree.buffer) return TQKV__INVALID("tree: no buffer");
@@ -128,7 +129,9 @@ static tqkv_result tqkv__plan_shape(const tqkv_metal_attention *from, tqkv__plan
     if (r == TQKV_OK) r = tqkv__check_kernels(a->keys.head_dim, a->value_dim, a->tail.head_dim);
     if (r == TQKV_OK) r = from->attention.list.rows ? tqkv__check_list(a) : tqkv__list_shape(a);
     if (r == TQKV_OK && a->call.list.rows) r = tqkv__check_list_rows(a);
-    if (r == TQKV_OK) r = tqkv__check_call_strides(a);
+    if (r == TQKV_OK) r = tqkv__check_strides(a->call.query_strides);
+    if (r == TQKV_OK) r = tqkv__check_strides(a->call.output_strides);
+    if (r == TQKV_OK) r = tqkv__check_strides(tqkv__strides_of(none, a->call.n_heads, a->value_dim)); /* of slices */
     a->matrix_group = from->matrix_group;
     if (r != TQKV_OK || !a->keys.page_size == !a->values.page_size) return r;
     return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");

@@ -73,16 +73,10 @@ static int tqkv__choose_columns(int64_t rows, int n_queries)
     return columns;
 }
 
-/* Whether attend_matrix has strands of so many columns. */
-static bool tqkv__matrix_has_strands(int head_dim, int columns)
-{
-    return head_dim <= 256 && columns <= TQKV__MOST_STRAND_COLUMNS;
-}
-
 /* Returns how many stretches may be divided into strands: so many as are few threadgroups, in their part of a batch. */
 static size_t tqkv__most_stranded(const tqkv__split *split, int head_dim, int64_t end, size_t most_sums)
 {
-    const bool has_strands = !split->matrix || tqkv__matrix_has_strands(head_dim, split->columns);
+    const bool has_strands = !split->matrix || (head_dim <= 256 && split->columns <= TQKV__MOST_STRAND_COLUMNS);
     if (!has_strands || end <= TQKV__STRANDS || most_sums == SIZE_MAX || !split->n_groups) return 0;
     return most_sums / (TQKV__MOST_SUMS / TQKV__FEW) / split->n_groups;
 }
