@@ -10146,22 +10146,37 @@ static bool tqkv__reserve(size_t *end, size_t size, size_t *begin)
 
 #define TQKV__LARGE_CACHE "a cache of more than SIZE_MAX bytes"
 
-typedef struct tqkv__place {
-    size_t codes, norms;
-} tqkv__place;
+/* Where arrays lie in memory. */
+typedef struct tqkv__cache_memory {
+    size_t sinks, channels, is_new, size;
+    size_t codes[TQKV__CACHE_STORES], norms[TQKV__CACHE_STORES];
+} tqkv__cache_memory;
 
-static bool tqkv__reserve_store(const tqkv_store *s, size_t *end, tqkv__place *at)
+/* Reserves memory for the stores [first, end) and, with raw ones, for is_new: on a GPU for each KV head. */
+static bool tqkv__reserve_stores(const tqkv_cache *c, int first, int end, tqkv__cache_memory *at)
 {
-    const size_t codes = tqkv_codes_size(s); /* 0: more than SIZE_MAX bytes */
-    return codes && tqkv__reserve(end, codes, &at->codes) && tqkv__reserve(end, tqkv_norms_size(s), &at->norms);
+    const size_t new_rows = (size_t)c->learn_from * (size_t)(c->metal ? c->keys.n_kv_heads : 1);
+    bool fits = end <= TQKV__RAW || tqkv__reserve(&at->size, new_rows, &at->is_new);
+    for (int i = first; fits && i < end; i++) {
+        if (!tqkv__has_store(c, i)) continue;
+        const size_t codes = tqkv_codes_size(TQKV__STORE_AT(c, i)); /* 0: more than SIZE_MAX bytes */
+        fits = codes && tqkv__reserve(&at->size, codes, &at->codes[i]) &&
+               tqkv__reserve(&at->size, tqkv_norms_size(TQKV__STORE_AT(c, i)), &at->norms[i]);
+    }
+    return fits;
 }
 
-static void tqkv__place_store(tqkv_store *s, uint8_t *memory, const tqkv__place *at)
+static void tqkv__place_stores(tqkv_cache *c, int first, int end, const tqkv__cache_memory *at, uint8_t *memory)
 {
-    s->codes_size = tqkv_codes_size(s);
-    s->norms_size = tqkv_norms_size(s);
-    s->codes = memory + at->codes;
-    s->norms = (float *)(void *)(memory + at->norms);
+    if (end > TQKV__RAW) c->is_new = memory + at->is_new;
+    for (int i = first; i < end; i++) {
+        tqkv_store *s = TQKV__STORE_AT(c, i);
+        if (!tqkv__has_store(c, i)) continue;
+        s->codes_size = tqkv_codes_size(s);
+        s->norms_size = tqkv_norms_size(s);
+        s->codes = memory + at->codes[i];
+        s->norms = (float *)(void *)(memory + at->norms[i]);
+    }
 }
 
 static const tqkv__backend *tqkv__backend_of(const tqkv_metal *m) { return (const tqkv__backend *)(const void *)m; }
@@ -10274,23 +10289,15 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     return TQKV_OK;
 }
 
-typedef struct tqkv__cache_memory {
-    size_t sinks, channels, is_new, size;
-    tqkv__place stores[TQKV__CACHE_STORES];
-} tqkv__cache_memory;
-
 static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__cache_memory *at)
 {
     size_t channels;
     memset(at, 0, sizeof *at);
     at->size = sizeof *c;
-    bool fits = tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels) &&
-                tqkv__reserve(&at->size, sinks_size, &at->sinks) &&
-                tqkv__reserve(&at->size, TQKV__CHANNELS * channels * sizeof(float), &at->channels);
-    for (int i = 0; fits && i < tqkv__stores_within(c); i++)
-        if (tqkv__has_store(c, i)) fits = tqkv__reserve_store(TQKV__STORE_AT(c, i), &at->size, &at->stores[i]);
-    return fits &&
-           (!c->metal || tqkv__reserve(&at->size, (size_t)c->learn_from * (size_t)c->keys.n_kv_heads, &at->is_new));
+    return tqkv__count_channels(c, TQKV__CACHE_STREAMS, &channels) &&
+           tqkv__reserve(&at->size, sinks_size, &at->sinks) &&
+           tqkv__reserve(&at->size, TQKV__CHANNELS * channels * sizeof(float), &at->channels) &&
+           tqkv__reserve_stores(c, 0, tqkv__stores_within(c), at);
 }
 
 static void tqkv__learn_from(tqkv_cache *c, int n);
@@ -10393,9 +10400,7 @@ static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_from, tqk
     if (!memory) return TQKV_OUT_OF_MEMORY;
     uint8_t *lines = tqkv__first_line(memory);
     c.channels = (float *)(void *)(lines + at.channels);
-    if (c.metal) c.is_new = lines + at.is_new;
-    for (int i = 0; i < tqkv__stores_within(&c); i++)
-        if (tqkv__has_store(&c, i)) tqkv__place_store(TQKV__STORE_AT(&c, i), lines, &at.stores[i]);
+    tqkv__place_stores(&c, 0, tqkv__stores_within(&c), &at, lines);
     if (sinks_size) {
         memcpy(lines + at.sinks, desc->sinks, sinks_size);
         c.attention.sinks = (const float *)(const void *)(lines + at.sinks);
@@ -10722,39 +10727,28 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     return TQKV_OK;
 }
 
-typedef struct tqkv__raw_room {
-    tqkv__place at[TQKV__CACHE_STREAMS];
-    size_t is_new, size;
-} tqkv__raw_room;
-
-static bool tqkv__divide_raw(const tqkv_cache *c, tqkv__raw_room *room)
+static bool tqkv__divide_raw(const tqkv_cache *c, tqkv__cache_memory *at)
 {
-    room->size = 0;
-    bool fits = tqkv__reserve(&room->size, (size_t)c->learn_from, &room->is_new);
-    for (int i = 0; fits && i < TQKV__CACHE_STREAMS; i++)
-        if (c->raw[i].head_dim) fits = tqkv__reserve_store(&c->raw[i], &room->size, &room->at[i]);
-    return fits;
+    at->size = 0;
+    return tqkv__reserve_stores(c, TQKV__RAW, TQKV__CACHE_STORES, at);
 }
 
 static bool tqkv__raw_fits(const tqkv_cache *c)
 {
-    tqkv__raw_room room;
-    return c->metal || !c->learning || tqkv__divide_raw(c, &room);
+    tqkv__cache_memory at;
+    return c->metal || !c->learning || tqkv__divide_raw(c, &at);
 }
 
 /* Gets memory for what is raw, unless there is some. On a GPU there always is. */
 static tqkv_result tqkv__get_raw(tqkv_cache *c)
 {
-    tqkv__raw_room room;
+    tqkv__cache_memory at;
     if (c->metal || c->raw_memory) return TQKV_OK;
-    if (!tqkv__divide_raw(c, &room)) return TQKV_OUT_OF_MEMORY;
-    c->raw_memory = c->memory.alloc(c->memory.user, room.size + 63);
+    if (!tqkv__divide_raw(c, &at)) return TQKV_OUT_OF_MEMORY;
+    c->raw_memory = c->memory.alloc(c->memory.user, at.size + 63);
     if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
-    uint8_t *first = tqkv__first_line(c->raw_memory);
-    c->raw_size = room.size + 63;
-    c->is_new = first + room.is_new;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (c->raw[i].head_dim) tqkv__place_store(&c->raw[i], first, &room.at[i]);
+    c->raw_size = at.size + 63;
+    tqkv__place_stores(c, TQKV__RAW, TQKV__CACHE_STORES, &at, tqkv__first_line(c->raw_memory));
     return TQKV_OK;
 }
 

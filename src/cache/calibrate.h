@@ -52,39 +52,28 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     return TQKV_OK;
 }
 
-typedef struct tqkv__raw_room {
-    tqkv__place at[TQKV__CACHE_STREAMS];
-    size_t is_new, size;
-} tqkv__raw_room;
-
-static bool tqkv__divide_raw(const tqkv_cache *c, tqkv__raw_room *room)
+static bool tqkv__divide_raw(const tqkv_cache *c, tqkv__cache_memory *at)
 {
-    room->size = 0;
-    bool fits = tqkv__reserve(&room->size, (size_t)c->learn_from, &room->is_new);
-    for (int i = 0; fits && i < TQKV__CACHE_STREAMS; i++)
-        if (c->raw[i].head_dim) fits = tqkv__reserve_store(&c->raw[i], &room->size, &room->at[i]);
-    return fits;
+    at->size = 0;
+    return tqkv__reserve_stores(c, TQKV__RAW, TQKV__CACHE_STORES, at);
 }
 
 static bool tqkv__raw_fits(const tqkv_cache *c)
 {
-    tqkv__raw_room room;
-    return c->metal || !c->learning || tqkv__divide_raw(c, &room);
+    tqkv__cache_memory at;
+    return c->metal || !c->learning || tqkv__divide_raw(c, &at);
 }
 
 /* Gets memory for what is raw, unless there is some. On a GPU there always is. */
 static tqkv_result tqkv__get_raw(tqkv_cache *c)
 {
-    tqkv__raw_room room;
+    tqkv__cache_memory at;
     if (c->metal || c->raw_memory) return TQKV_OK;
-    if (!tqkv__divide_raw(c, &room)) return TQKV_OUT_OF_MEMORY;
-    c->raw_memory = c->memory.alloc(c->memory.user, room.size + 63);
+    if (!tqkv__divide_raw(c, &at)) return TQKV_OUT_OF_MEMORY;
+    c->raw_memory = c->memory.alloc(c->memory.user, at.size + 63);
     if (!c->raw_memory) return TQKV_OUT_OF_MEMORY;
-    uint8_t *first = tqkv__first_line(c->raw_memory);
-    c->raw_size = room.size + 63;
-    c->is_new = first + room.is_new;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        if (c->raw[i].head_dim) tqkv__place_store(&c->raw[i], first, &room.at[i]);
+    c->raw_size = at.size + 63;
+    tqkv__place_stores(c, TQKV__RAW, TQKV__CACHE_STORES, &at, tqkv__first_line(c->raw_memory));
     return TQKV_OK;
 }
 
