@@ -161,9 +161,9 @@
 #define TQKV__TABLE_BYTES     1024 /* (0) of decode: a codebook */
                                    /* (2) of encode: squares of its centroids */
 #define TQKV__ATTEND_TABLE_BYTES \
-    (2 * TQKV__TABLE_BYTES) /* (0) codebooks of keys and values; TABLE_BYTES for a tail's */
-#define TQKV__ATTEND_QUERY_BYTES(D) (6 * (D)*TQKV__MAX_COLUMNS(D)) /* (1) padded queries */
-#define TQKV__ATTEND_PASS_FLOATS(D) ((D) <= 256 ? 512 : 256)       /* (2) of a simdgroup: a tile's weights, then sums */
+    (2 * TQKV__TABLE_BYTES)                       /* (0) codebooks of keys and values; TABLE_BYTES for a tail's */
+#define TQKV__QUERY_FLOATS(D)       (3 * (D) / 2) /* (1) of attend: a padded query */
+#define TQKV__ATTEND_PASS_FLOATS(D) ((D) <= 256 ? 512 : 256) /* (2) of a simdgroup: a tile's weights, then sums */
 #define TQKV__ATTEND_SUM_BYTES(D, columns) \
     ((columns) * (D) <= 256 && (columns) <= 4 \
          ? 1024 \
@@ -180,9 +180,6 @@
 #define TQKV__SLOT_LISTS(apart, same_slots, tail_elsewhere) \
     (((apart) ? (same_slots) ? 1 : 2 : 0) + ((tail_elsewhere) ? 1 : 0)) /* keys, values, tail, where rows lie apart */
 #define TQKV__MERGE_BYTES(D, n) ((n) * ((D) + 4) * 4)                   /* (0) a row and its sum, n simdgroups */
-
-/* Floats of a padded query in attend. */
-#define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
 
 /* Attention cuts the context at fixed slots of the keys into stretches with sums of their own: the first n_short have
    `length` tiles of 32 slots, the others TQKV__STRETCH_GROWTH times as many. TQKV__SECTION of them, counted from slot
@@ -220,7 +217,7 @@
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D) \
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES, \
-        TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_PASS_FLOATS(D), TQKV__ATTEND_SUM_BYTES(D, 1), \
+        TQKV__ROW_BYTES(D, 1), TQKV__QUERY_FLOATS(D), TQKV__ATTEND_PASS_FLOATS(D), TQKV__ATTEND_SUM_BYTES(D, 1), \
         TQKV__MERGE_BYTES(D, 1), TQKV__TAIL_DIM(D), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D), \
         TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__COLUMN_BYTES(1), TQKV__STATE_BYTES(1), \
         TQKV__LONG_WEIGHT_BYTES(1), TQKV__SLOT_BYTES(1)
@@ -1517,9 +1514,9 @@ static size_t tqkv__planned_slots(const tqkv_metal_dispatch *d, bool is_long)
 /* The memory of queries holds only the columns in use: memory limits the threadgroups on a core. */
 static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, size_t value_dim, int columns)
 {
-    const size_t tail = sizeof(float) * (size_t)TQKV__QUERY_FLOATS(tqkv__planned_tail(d));
+    const size_t tail = (size_t)tqkv__planned_tail(d), query = TQKV__QUERY_FLOATS(key_dim) + TQKV__QUERY_FLOATS(tail);
     d->memory[0] = TQKV__ATTEND_TABLE_BYTES + (tail ? TQKV__TABLE_BYTES : 0);
-    d->memory[1] = (TQKV__ATTEND_QUERY_BYTES(key_dim) / TQKV__MAX_COLUMNS(key_dim) + tail) * (size_t)columns;
+    d->memory[1] = query * sizeof(float) * (size_t)columns;
     d->memory[2] = 0;
     d->memory[3] = TQKV__COLUMN_BYTES(TQKV__MAX_COLUMNS(value_dim));
     d->memory_each[2] = TQKV__ATTEND_SUM_BYTES(value_dim, (size_t)columns);

@@ -203,9 +203,9 @@ static size_t tqkv__planned_slots(const tqkv_metal_dispatch *d, bool is_long)
 /* The memory of queries holds only the columns in use: memory limits the threadgroups on a core. */
 static void tqkv__plan_attend_memory(tqkv_metal_dispatch *d, size_t key_dim, size_t value_dim, int columns)
 {
-    const size_t tail = sizeof(float) * (size_t)TQKV__QUERY_FLOATS(tqkv__planned_tail(d));
+    const size_t tail = (size_t)tqkv__planned_tail(d), query = TQKV__QUERY_FLOATS(key_dim) + TQKV__QUERY_FLOATS(tail);
     d->memory[0] = TQKV__ATTEND_TABLE_BYTES + (tail ? TQKV__TABLE_BYTES : 0);
-    d->memory[1] = (TQKV__ATTEND_QUERY_BYTES(key_dim) / TQKV__MAX_COLUMNS(key_dim) + tail) * (size_t)columns;
+    d->memory[1] = query * sizeof(float) * (size_t)columns;
     d->memory[2] = 0;
     d->memory[3] = TQKV__COLUMN_BYTES(TQKV__MAX_COLUMNS(value_dim));
     d->memory_each[2] = TQKV__ATTEND_SUM_BYTES(value_dim, (size_t)columns);

@@ -99,9 +99,9 @@
 #define TQKV__TABLE_BYTES     1024 /* (0) of decode: a codebook */
                                    /* (2) of encode: squares of its centroids */
 #define TQKV__ATTEND_TABLE_BYTES \
-    (2 * TQKV__TABLE_BYTES) /* (0) codebooks of keys and values; TABLE_BYTES for a tail's */
-#define TQKV__ATTEND_QUERY_BYTES(D) (6 * (D)*TQKV__MAX_COLUMNS(D)) /* (1) padded queries */
-#define TQKV__ATTEND_PASS_FLOATS(D) ((D) <= 256 ? 512 : 256)       /* (2) of a simdgroup: a tile's weights, then sums */
+    (2 * TQKV__TABLE_BYTES)                       /* (0) codebooks of keys and values; TABLE_BYTES for a tail's */
+#define TQKV__QUERY_FLOATS(D)       (3 * (D) / 2) /* (1) of attend: a padded query */
+#define TQKV__ATTEND_PASS_FLOATS(D) ((D) <= 256 ? 512 : 256) /* (2) of a simdgroup: a tile's weights, then sums */
 #define TQKV__ATTEND_SUM_BYTES(D, columns) \
     ((columns) * (D) <= 256 && (columns) <= 4 \
          ? 1024 \
@@ -118,9 +118,6 @@
 #define TQKV__SLOT_LISTS(apart, same_slots, tail_elsewhere) \
     (((apart) ? (same_slots) ? 1 : 2 : 0) + ((tail_elsewhere) ? 1 : 0)) /* keys, values, tail, where rows lie apart */
 #define TQKV__MERGE_BYTES(D, n) ((n) * ((D) + 4) * 4)                   /* (0) a row and its sum, n simdgroups */
-
-/* Floats of a padded query in attend. */
-#define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
 
 /* Attention cuts the context at fixed slots of the keys into stretches with sums of their own: the first n_short have
    `length` tiles of 32 slots, the others TQKV__STRETCH_GROWTH times as many. TQKV__SECTION of them, counted from slot
@@ -158,7 +155,7 @@
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D) \
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES, \
-        TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_PASS_FLOATS(D), TQKV__ATTEND_SUM_BYTES(D, 1), \
+        TQKV__ROW_BYTES(D, 1), TQKV__QUERY_FLOATS(D), TQKV__ATTEND_PASS_FLOATS(D), TQKV__ATTEND_SUM_BYTES(D, 1), \
         TQKV__MERGE_BYTES(D, 1), TQKV__TAIL_DIM(D), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D), \
         TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__COLUMN_BYTES(1), TQKV__STATE_BYTES(1), \
         TQKV__LONG_WEIGHT_BYTES(1), TQKV__SLOT_BYTES(1)

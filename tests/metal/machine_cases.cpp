@@ -74,10 +74,10 @@ void check_memory_limits(int n, int slot_lists)
 {
     for (int d : gpu_head_dims) {
         const int tail = TQKV__TAIL_DIM(d), tail_table = tail ? TQKV__TABLE_BYTES : 0, columns = TQKV__MAX_COLUMNS(d);
-        int attend = TQKV__ATTEND_TABLE_BYTES + tail_table + TQKV__ATTEND_QUERY_BYTES(d) +
-                     4 * TQKV__QUERY_FLOATS(tail) * columns + TQKV__ATTEND_SUM_BYTES(d, columns) * n +
-                     TQKV__COLUMN_BYTES(columns) + TQKV__STATE_BYTES(columns) * n +
-                     TQKV__SLOT_BYTES(tail ? slot_lists + 1 : slot_lists) * n;
+        int attend = TQKV__ATTEND_TABLE_BYTES + tail_table +
+                     4 * (TQKV__QUERY_FLOATS(d) + TQKV__QUERY_FLOATS(tail)) * columns +
+                     TQKV__ATTEND_SUM_BYTES(d, columns) * n + TQKV__COLUMN_BYTES(columns) +
+                     TQKV__STATE_BYTES(columns) * n + TQKV__SLOT_BYTES(tail ? slot_lists + 1 : slot_lists) * n;
         const int matrices = TQKV__MOST_MATRIX_COLUMNS(d) / 8;
         const int queries = TQKV__MATRIX_QUERY_BYTES(d + tail) * matrices;
         const int sums = d > 256 ? TQKV__LONG_WEIGHT_BYTES(matrices) : TQKV__MATRIX_SUM_BYTES(d);
