@@ -1806,25 +1806,20 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
 static bool tqkv__channels_finite(const tqkv__stream *s, const float *x);
 static bool tqkv__scales_valid(const float *x, size_t n);
 
-static tqkv_result tqkv__stream_scale(const tqkv_store *store, tqkv__stream *s)
+static tqkv_result tqkv__stream_channels(const tqkv_store *store, tqkv__stream *s)
 {
     const float *scale = store->channel_scale;
+    if ((uintptr_t)store->center % sizeof(float)) return TQKV__INVALID("center: not aligned as floats");
+    if (store->center && !tqkv__channels_finite(s, store->center))
+        return TQKV__REFUSE(NOT_FINITE, "center holds NaN or infinity");
     if ((uintptr_t)scale % sizeof(float)) return TQKV__INVALID("channel_scale: not aligned as floats");
     if (scale && !tqkv__scales_valid(scale, (size_t)s->n_kv_heads * (size_t)s->head_dim)) {
         if (!tqkv__channels_finite(s, scale)) return TQKV__REFUSE(NOT_FINITE, "channel_scale holds NaN or infinity");
         return TQKV__INVALID("channel_scale: not in [2^-32, 2^32]");
     }
+    s->center = store->center;
     s->channel_scale = scale;
     return TQKV_OK;
-}
-
-static tqkv_result tqkv__stream_channels(const tqkv_store *store, tqkv__stream *s)
-{
-    if ((uintptr_t)store->center % sizeof(float)) return TQKV__INVALID("center: not aligned as floats");
-    if (store->center && !tqkv__channels_finite(s, store->center))
-        return TQKV__REFUSE(NOT_FINITE, "center holds NaN or infinity");
-    s->center = store->center;
-    return tqkv__stream_scale(store, s);
 }
 
 /* Returns the bytes of a centre, or of a scale; with 32 bits it may overflow where neither can exist. */
@@ -5079,7 +5074,6 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
    to do with products, else as TQKV__I(name):
 
      open, look_up        the codes of up to 64 dimensions; sixteen k of them, plus TQKV__CODE_OFFSET, as a vector
-     transpose            a matrix of 4 by 4 lanes in each 16 bytes of four vectors
      load_row, dot        16 integers of a row, in each 16 bytes; their products with a vector, added to a sum
      key_lanes            16 bytes of each position to lanes of TQKV__PRODUCTS dimensions
      value_lanes          vectors of TQKV__PRODUCTS positions to lanes of a dimension each
@@ -6570,20 +6564,14 @@ TQKV__OP tqkv__i_repeated_avx512 tqkv__i_repeat_avx512(const int8_t *p, int plan
     const tqkv__i_repeated_avx512 repeated = {_mm512_set1_epi32(high), _mm512_set1_epi32(low)};
     return repeated;
 }
-TQKV__OP void tqkv__i_transpose_avx512(__m512i *x)
+TQKV__OP void tqkv__i_key_lanes_avx512(const __m512i *x, __m512i *lanes)
 {
     const __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
     const __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
-    x[0] = _mm512_unpacklo_epi64(a, c);
-    x[1] = _mm512_unpackhi_epi64(a, c);
-    x[2] = _mm512_unpacklo_epi64(b, d);
-    x[3] = _mm512_unpackhi_epi64(b, d);
-}
-TQKV__OP void tqkv__i_key_lanes_avx512(__m512i *x, __m512i *lanes)
-{
-    tqkv__i_transpose_avx512(x);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) lanes[i] = x[i];
+    lanes[0] = _mm512_unpacklo_epi64(a, c);
+    lanes[1] = _mm512_unpackhi_epi64(a, c);
+    lanes[2] = _mm512_unpacklo_epi64(b, d);
+    lanes[3] = _mm512_unpackhi_epi64(b, d);
 }
 TQKV__OP void tqkv__i_value_lanes_avx512(const __m512i *x, __m512i *lanes)
 {
@@ -6789,23 +6777,17 @@ TQKV__OP __m256i tqkv__i_repeat_avx2(const int8_t *p, int plane, int i)
     memcpy(&lane, p + 2 * i, sizeof lane);
     return _mm256_set1_epi32(lane);
 }
-TQKV__OP void tqkv__i_transpose_avx2(__m256i *x)
+TQKV__OP void tqkv__i_key_lanes_avx2(const __m256i *x, __m256i *lanes)
 {
     const __m256i a = _mm256_unpacklo_epi32(x[0], x[1]), b = _mm256_unpackhi_epi32(x[0], x[1]);
     const __m256i c = _mm256_unpacklo_epi32(x[2], x[3]), d = _mm256_unpackhi_epi32(x[2], x[3]);
-    x[0] = _mm256_unpacklo_epi64(a, c);
-    x[1] = _mm256_unpackhi_epi64(a, c);
-    x[2] = _mm256_unpacklo_epi64(b, d);
-    x[3] = _mm256_unpackhi_epi64(b, d);
-}
-TQKV__OP void tqkv__i_key_lanes_avx2(__m256i *x, __m256i *lanes)
-{
-    tqkv__i_transpose_avx2(x);
+    const __m256i turned[4] = {_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c), _mm256_unpacklo_epi64(b, d),
+                               _mm256_unpackhi_epi64(b, d)};
     const __m256i at = _mm256_setr_epi32((int)0x80018000, (int)0x80058004, (int)0x80098008, (int)0x800d800c,
                                          (int)0x80018000, (int)0x80058004, (int)0x80098008, (int)0x800d800c);
     TQKV__UNROLL
     for (int i = 0; i < 8; i++)
-        lanes[i] = _mm256_shuffle_epi8(x[i / 2], i % 2 ? _mm256_add_epi8(at, _mm256_set1_epi16(2)) : at);
+        lanes[i] = _mm256_shuffle_epi8(turned[i / 2], i % 2 ? _mm256_add_epi8(at, _mm256_set1_epi16(2)) : at);
 }
 TQKV__OP void tqkv__i_value_lanes_avx2(const __m256i *x, __m256i *lanes)
 {
@@ -8268,30 +8250,17 @@ typedef struct tqkv__work {
     tqkv__sums piece, sums;
     const tqkv__list *list; /* or NULL: ranks are positions */
     tqkv__range kept;
-    int64_t exact[2];                 /* tqkv__exact_at of the first and the last row's query */
+    int first_query, last_query;      /* those of the first and of the last row */
     tqkv__range passes[TQKV__PASSES]; /* of ranks, in a stretch */
     tqkv__range common[TQKV__PASSES]; /* what all rows see of these, without a list */
     const tqkv__attention *gathered;  /* streams in scratch, for rows that do not lie together */
     tqkv__ranks ranks[3];             /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
 
-static tqkv__range tqkv__range_of_rows(const tqkv__work *w, tqkv__range range)
-{
-    const tqkv__item *item = w->item;
-    const int group = w->a->group, last_row = item->first_row + item->n_rows - 1;
-    if (!w->list) return tqkv__visible_to(w->a, item->first_row / group, last_row / group, range);
-    if (range.from < w->list->seen.from) range.from = w->list->seen.from;
-    if (range.to > w->list->seen.to) range.to = w->list->seen.to;
-    return range;
-}
-
 static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
 {
-    const tqkv__item *item = w->item;
-    const int group = w->a->group, last_row = item->first_row + item->n_rows - 1;
     const int64_t tree = w->a->call.end - w->a->call.n_queries; /* where it begins */
-    tqkv__range all = {tqkv__visible(w->a, last_row / group, range).from,
-                       tqkv__visible(w->a, item->first_row / group, range).to};
+    tqkv__range all = {tqkv__visible(w->a, w->last_query, range).from, tqkv__visible(w->a, w->first_query, range).to};
     if (w->a->call.tree && all.to > tree) all.to = tree;
     return all;
 }
@@ -8303,15 +8272,20 @@ static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
     const tqkv__range none = {0, 0}, before = w->kept;
     for (int pass = 0; pass < TQKV__PASSES; pass++) w->passes[pass] = w->common[pass] = none;
     if (kept) {
-        const int group = w->a->group, last_row = w->item->first_row + w->item->n_rows - 1;
-        w->passes[TQKV__GONE] = tqkv__visible_to(w->a, w->item->first_row / group, last_row / group, before);
+        w->passes[TQKV__GONE] = tqkv__visible_to(w->a, w->first_query, w->last_query, before);
         if (!w->list) w->common[TQKV__GONE] = tqkv__common_range(w, before);
         return;
     }
-    const int64_t low = w->list ? tqkv__rank_of(w->list, w->exact[0]) : w->exact[0];
-    const int64_t high = w->list ? tqkv__rank_of(w->list, w->exact[1]) : w->exact[1];
+    int64_t low = tqkv__exact_at(w->a, w->first_query), high = tqkv__exact_at(w->a, w->last_query);
+    tqkv__range seen = w->list ? w->list->seen : tqkv__visible_to(w->a, w->first_query, w->last_query, range);
+    if (w->list) {
+        low = tqkv__rank_of(w->list, low);
+        high = tqkv__rank_of(w->list, high);
+        if (seen.from < range.from) seen.from = range.from;
+        if (seen.to > range.to) seen.to = range.to;
+    }
     tqkv__range *older = &w->passes[TQKV__OLDER], *newest = &w->passes[TQKV__NEWEST];
-    *older = *newest = tqkv__range_of_rows(w, range);
+    *older = *newest = seen;
     if (older->to > high) older->to = high;
     if (newest->from < low) newest->from = low;
     if (w->list) return;
@@ -9075,8 +9049,8 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     if (w.list || a->small_pages || a->odd_rings) tqkv__open_gathered(a, next + floats, &gathered);
     next += floats + tqkv__gathered_floats(a);
     w.kept = request->kept;
-    w.exact[0] = tqkv__exact_at(a, item.first_row / a->group);
-    w.exact[1] = tqkv__exact_at(a, (item.first_row + item.n_rows - 1) / a->group);
+    w.first_query = item.first_row / a->group;
+    w.last_query = (item.first_row + item.n_rows - 1) / a->group;
     w.digits = tqkv__arrange_queries(a, &item, request->q, q);
     tqkv__find_offsets(a, &item, request->q, offsets);
     if (job->spread) {
@@ -10343,21 +10317,12 @@ static const float *tqkv__given(const tqkv_cache_desc *desc, const tqkv_cache *c
     return keys && i == TQKV__TAIL ? keys + c->keys.head_dim : keys;
 }
 
-static void tqkv__take_given(const tqkv_cache_desc *desc, tqkv_cache *c)
-{
-    size_t stride;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        for (int k = TQKV__CENTERS; k <= TQKV__SCALES; k++) {
-            const float *values = tqkv__given(desc, c, i, (tqkv__channels)k, &stride);
-            tqkv__cache_channels(c, i, (tqkv__channels)k, values, stride);
-        }
-}
-
 /* Creates a cache that, if it learns, does so from at least as many positions as one that it is made of. */
 static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_from, tqkv_cache **out)
 {
     tqkv_cache c;
     tqkv__cache_memory at;
+    size_t stride;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc) return TQKV__INVALID("desc is NULL");
@@ -10381,7 +10346,11 @@ static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_from, tqk
     c.own_room = (int)tqkv__newest_room(&c);
     *out = (tqkv_cache *)memcpy(memory, &c, sizeof c);
     tqkv__cache_attach(&(*out)->attention, *out);
-    tqkv__take_given(desc, *out);
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        for (int k = TQKV__CENTERS; k <= TQKV__SCALES; k++) {
+            const float *values = tqkv__given(desc, *out, i, (tqkv__channels)k, &stride);
+            tqkv__cache_channels(*out, i, (tqkv__channels)k, values, stride);
+        }
     return TQKV_OK;
 }
 

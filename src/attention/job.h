@@ -119,8 +119,8 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     if (w.list || a->small_pages || a->odd_rings) tqkv__open_gathered(a, next + floats, &gathered);
     next += floats + tqkv__gathered_floats(a);
     w.kept = request->kept;
-    w.exact[0] = tqkv__exact_at(a, item.first_row / a->group);
-    w.exact[1] = tqkv__exact_at(a, (item.first_row + item.n_rows - 1) / a->group);
+    w.first_query = item.first_row / a->group;
+    w.last_query = (item.first_row + item.n_rows - 1) / a->group;
     w.digits = tqkv__arrange_queries(a, &item, request->q, q);
     tqkv__find_offsets(a, &item, request->q, offsets);
     if (job->spread) {

@@ -12,30 +12,17 @@ typedef struct tqkv__work {
     tqkv__sums piece, sums;
     const tqkv__list *list; /* or NULL: ranks are positions */
     tqkv__range kept;
-    int64_t exact[2];                 /* tqkv__exact_at of the first and the last row's query */
+    int first_query, last_query;      /* those of the first and of the last row */
     tqkv__range passes[TQKV__PASSES]; /* of ranks, in a stretch */
     tqkv__range common[TQKV__PASSES]; /* what all rows see of these, without a list */
     const tqkv__attention *gathered;  /* streams in scratch, for rows that do not lie together */
     tqkv__ranks ranks[3];             /* likewise: of the tile before, of this one and of the next */
 } tqkv__work;
 
-static tqkv__range tqkv__range_of_rows(const tqkv__work *w, tqkv__range range)
-{
-    const tqkv__item *item = w->item;
-    const int group = w->a->group, last_row = item->first_row + item->n_rows - 1;
-    if (!w->list) return tqkv__visible_to(w->a, item->first_row / group, last_row / group, range);
-    if (range.from < w->list->seen.from) range.from = w->list->seen.from;
-    if (range.to > w->list->seen.to) range.to = w->list->seen.to;
-    return range;
-}
-
 static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
 {
-    const tqkv__item *item = w->item;
-    const int group = w->a->group, last_row = item->first_row + item->n_rows - 1;
     const int64_t tree = w->a->call.end - w->a->call.n_queries; /* where it begins */
-    tqkv__range all = {tqkv__visible(w->a, last_row / group, range).from,
-                       tqkv__visible(w->a, item->first_row / group, range).to};
+    tqkv__range all = {tqkv__visible(w->a, w->last_query, range).from, tqkv__visible(w->a, w->first_query, range).to};
     if (w->a->call.tree && all.to > tree) all.to = tree;
     return all;
 }
@@ -47,15 +34,20 @@ static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
     const tqkv__range none = {0, 0}, before = w->kept;
     for (int pass = 0; pass < TQKV__PASSES; pass++) w->passes[pass] = w->common[pass] = none;
     if (kept) {
-        const int group = w->a->group, last_row = w->item->first_row + w->item->n_rows - 1;
-        w->passes[TQKV__GONE] = tqkv__visible_to(w->a, w->item->first_row / group, last_row / group, before);
+        w->passes[TQKV__GONE] = tqkv__visible_to(w->a, w->first_query, w->last_query, before);
         if (!w->list) w->common[TQKV__GONE] = tqkv__common_range(w, before);
         return;
     }
-    const int64_t low = w->list ? tqkv__rank_of(w->list, w->exact[0]) : w->exact[0];
-    const int64_t high = w->list ? tqkv__rank_of(w->list, w->exact[1]) : w->exact[1];
+    int64_t low = tqkv__exact_at(w->a, w->first_query), high = tqkv__exact_at(w->a, w->last_query);
+    tqkv__range seen = w->list ? w->list->seen : tqkv__visible_to(w->a, w->first_query, w->last_query, range);
+    if (w->list) {
+        low = tqkv__rank_of(w->list, low);
+        high = tqkv__rank_of(w->list, high);
+        if (seen.from < range.from) seen.from = range.from;
+        if (seen.to > range.to) seen.to = range.to;
+    }
     tqkv__range *older = &w->passes[TQKV__OLDER], *newest = &w->passes[TQKV__NEWEST];
-    *older = *newest = tqkv__range_of_rows(w, range);
+    *older = *newest = seen;
     if (older->to > high) older->to = high;
     if (newest->from < low) newest->from = low;
     if (w->list) return;

@@ -204,25 +204,20 @@ static tqkv_result tqkv__stream_shape(const tqkv_store *store, tqkv__stream *s)
 static bool tqkv__channels_finite(const tqkv__stream *s, const float *x);
 static bool tqkv__scales_valid(const float *x, size_t n);
 
-static tqkv_result tqkv__stream_scale(const tqkv_store *store, tqkv__stream *s)
+static tqkv_result tqkv__stream_channels(const tqkv_store *store, tqkv__stream *s)
 {
     const float *scale = store->channel_scale;
+    if ((uintptr_t)store->center % sizeof(float)) return TQKV__INVALID("center: not aligned as floats");
+    if (store->center && !tqkv__channels_finite(s, store->center))
+        return TQKV__REFUSE(NOT_FINITE, "center holds NaN or infinity");
     if ((uintptr_t)scale % sizeof(float)) return TQKV__INVALID("channel_scale: not aligned as floats");
     if (scale && !tqkv__scales_valid(scale, (size_t)s->n_kv_heads * (size_t)s->head_dim)) {
         if (!tqkv__channels_finite(s, scale)) return TQKV__REFUSE(NOT_FINITE, "channel_scale holds NaN or infinity");
         return TQKV__INVALID("channel_scale: not in [2^-32, 2^32]");
     }
+    s->center = store->center;
     s->channel_scale = scale;
     return TQKV_OK;
-}
-
-static tqkv_result tqkv__stream_channels(const tqkv_store *store, tqkv__stream *s)
-{
-    if ((uintptr_t)store->center % sizeof(float)) return TQKV__INVALID("center: not aligned as floats");
-    if (store->center && !tqkv__channels_finite(s, store->center))
-        return TQKV__REFUSE(NOT_FINITE, "center holds NaN or infinity");
-    s->center = store->center;
-    return tqkv__stream_scale(store, s);
 }
 
 /* Returns the bytes of a centre, or of a scale; with 32 bits it may overflow where neither can exist. */

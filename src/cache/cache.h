@@ -356,21 +356,12 @@ static const float *tqkv__given(const tqkv_cache_desc *desc, const tqkv_cache *c
     return keys && i == TQKV__TAIL ? keys + c->keys.head_dim : keys;
 }
 
-static void tqkv__take_given(const tqkv_cache_desc *desc, tqkv_cache *c)
-{
-    size_t stride;
-    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        for (int k = TQKV__CENTERS; k <= TQKV__SCALES; k++) {
-            const float *values = tqkv__given(desc, c, i, (tqkv__channels)k, &stride);
-            tqkv__cache_channels(c, i, (tqkv__channels)k, values, stride);
-        }
-}
-
 /* Creates a cache that, if it learns, does so from at least as many positions as one that it is made of. */
 static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_from, tqkv_cache **out)
 {
     tqkv_cache c;
     tqkv__cache_memory at;
+    size_t stride;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
     if (!desc) return TQKV__INVALID("desc is NULL");
@@ -394,7 +385,11 @@ static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_from, tqk
     c.own_room = (int)tqkv__newest_room(&c);
     *out = (tqkv_cache *)memcpy(memory, &c, sizeof c);
     tqkv__cache_attach(&(*out)->attention, *out);
-    tqkv__take_given(desc, *out);
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        for (int k = TQKV__CENTERS; k <= TQKV__SCALES; k++) {
+            const float *values = tqkv__given(desc, *out, i, (tqkv__channels)k, &stride);
+            tqkv__cache_channels(*out, i, (tqkv__channels)k, values, stride);
+        }
     return TQKV_OK;
 }
 

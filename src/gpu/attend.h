@@ -541,16 +541,3 @@ static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_pla
         if (from->has[p]) *tqkv__add_dispatch(plan) = from->attends[p];
     *tqkv__add_dispatch(plan) = from->merge;
 }
-
-/* Plans attend_merge of a slice of the caller: with b->slice.to it is added to another, else finished. */
-static void tqkv__plan_slice(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
-                             tqkv_metal_buffer src_out)
-{
-    const bool unrotate = !b->slice.to && (!a->values.rotated || a->unrotate_output);
-    const tqkv__merge_args args = {0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0};
-    tqkv__plan_merge_begin(d, a, b, args, unrotate);
-    tqkv__plan_bind(d, "src_out", 1, src_out, a->out_elements * sizeof(float), false);
-    tqkv__plan_bind(d, "scratch", 2, src_out, 0, false);
-    tqkv__plan_bind_values(d, a, b, unrotate);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, false); /* the slices have what the keys' centres add */
-}

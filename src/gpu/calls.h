@@ -135,7 +135,15 @@ static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_
     b->slice.from = true;
     b->slice.src_max = src_max;
     b->slice.src_sum = src_sum;
-    if (a.call.n_queries) tqkv__plan_slice(tqkv__add_dispatch(plan), &a, b, src_out);
+    if (!a.call.n_queries) return TQKV_OK;
+    const bool unrotate = !b->slice.to && (!a.values.rotated || a.unrotate_output);
+    const tqkv__merge_args args = {0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0};
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+    tqkv__plan_merge_begin(d, &a, b, args, unrotate);
+    tqkv__plan_bind(d, "src_out", 1, src_out, a.out_elements * sizeof(float), false);
+    tqkv__plan_bind(d, "scratch", 2, src_out, 0, false);
+    tqkv__plan_bind_values(d, &a, b, unrotate);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, false); /* the slices have what the keys' centres add */
     return TQKV_OK;
 }
 

@@ -149,23 +149,17 @@ TQKV__OP __m256i tqkv__i_repeat_avx2(const int8_t *p, int plane, int i)
     memcpy(&lane, p + 2 * i, sizeof lane);
     return _mm256_set1_epi32(lane);
 }
-TQKV__OP void tqkv__i_transpose_avx2(__m256i *x)
+TQKV__OP void tqkv__i_key_lanes_avx2(const __m256i *x, __m256i *lanes)
 {
     const __m256i a = _mm256_unpacklo_epi32(x[0], x[1]), b = _mm256_unpackhi_epi32(x[0], x[1]);
     const __m256i c = _mm256_unpacklo_epi32(x[2], x[3]), d = _mm256_unpackhi_epi32(x[2], x[3]);
-    x[0] = _mm256_unpacklo_epi64(a, c);
-    x[1] = _mm256_unpackhi_epi64(a, c);
-    x[2] = _mm256_unpacklo_epi64(b, d);
-    x[3] = _mm256_unpackhi_epi64(b, d);
-}
-TQKV__OP void tqkv__i_key_lanes_avx2(__m256i *x, __m256i *lanes)
-{
-    tqkv__i_transpose_avx2(x);
+    const __m256i turned[4] = {_mm256_unpacklo_epi64(a, c), _mm256_unpackhi_epi64(a, c), _mm256_unpacklo_epi64(b, d),
+                               _mm256_unpackhi_epi64(b, d)};
     const __m256i at = _mm256_setr_epi32((int)0x80018000, (int)0x80058004, (int)0x80098008, (int)0x800d800c,
                                          (int)0x80018000, (int)0x80058004, (int)0x80098008, (int)0x800d800c);
     TQKV__UNROLL
     for (int i = 0; i < 8; i++)
-        lanes[i] = _mm256_shuffle_epi8(x[i / 2], i % 2 ? _mm256_add_epi8(at, _mm256_set1_epi16(2)) : at);
+        lanes[i] = _mm256_shuffle_epi8(turned[i / 2], i % 2 ? _mm256_add_epi8(at, _mm256_set1_epi16(2)) : at);
 }
 TQKV__OP void tqkv__i_value_lanes_avx2(const __m256i *x, __m256i *lanes)
 {

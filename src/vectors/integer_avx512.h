@@ -142,20 +142,14 @@ TQKV__OP tqkv__i_repeated_avx512 tqkv__i_repeat_avx512(const int8_t *p, int plan
     const tqkv__i_repeated_avx512 repeated = {_mm512_set1_epi32(high), _mm512_set1_epi32(low)};
     return repeated;
 }
-TQKV__OP void tqkv__i_transpose_avx512(__m512i *x)
+TQKV__OP void tqkv__i_key_lanes_avx512(const __m512i *x, __m512i *lanes)
 {
     const __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
     const __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
-    x[0] = _mm512_unpacklo_epi64(a, c);
-    x[1] = _mm512_unpackhi_epi64(a, c);
-    x[2] = _mm512_unpacklo_epi64(b, d);
-    x[3] = _mm512_unpackhi_epi64(b, d);
-}
-TQKV__OP void tqkv__i_key_lanes_avx512(__m512i *x, __m512i *lanes)
-{
-    tqkv__i_transpose_avx512(x);
-    TQKV__UNROLL
-    for (int i = 0; i < 4; i++) lanes[i] = x[i];
+    lanes[0] = _mm512_unpacklo_epi64(a, c);
+    lanes[1] = _mm512_unpackhi_epi64(a, c);
+    lanes[2] = _mm512_unpacklo_epi64(b, d);
+    lanes[3] = _mm512_unpackhi_epi64(b, d);
 }
 TQKV__OP void tqkv__i_value_lanes_avx512(const __m512i *x, __m512i *lanes)
 {

@@ -4,7 +4,6 @@
    to do with products, else as TQKV__I(name):
 
      open, look_up        the codes of up to 64 dimensions; sixteen k of them, plus TQKV__CODE_OFFSET, as a vector
-     transpose            a matrix of 4 by 4 lanes in each 16 bytes of four vectors
      load_row, dot        16 integers of a row, in each 16 bytes; their products with a vector, added to a sum
      key_lanes            16 bytes of each position to lanes of TQKV__PRODUCTS dimensions
      value_lanes          vectors of TQKV__PRODUCTS positions to lanes of a dimension each
