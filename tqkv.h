@@ -3424,10 +3424,8 @@ static bool tqkv__rows_moderate(const tqkv__stream *s, const void *src, int n)
     if (s->type == TQKV_TYPE_F16) return true;
     for (size_t t = 0; t < (size_t)n; t++)
         for (size_t h = 0; h < (size_t)s->n_kv_heads; h++) {
-            bool beyond = false;
             codec->widen(s->type, tqkv__source_row(s, src, t, h), NULL, NULL, s->head_dim, row);
-            for (int d = 0; d < s->head_dim; d++) beyond |= fabsf(row[d]) > TQKV__LARGEST_CALIBRATED;
-            if (beyond) return false;
+            if (codec->largest_bits(row, (size_t)s->head_dim) > tqkv__bits(TQKV__LARGEST_CALIBRATED)) return false;
         }
     return true;
 }
@@ -8748,15 +8746,6 @@ static const void *tqkv__query_at(const tqkv__attention *a, const void *q, size_
     return (const uint8_t *)q + tqkv__row_begin(a, a->call.query_strides, row) * tqkv__type_size(a->call.query_type);
 }
 
-/* Returns where a row of the output lies; sums of slices have no gaps. */
-static void *tqkv__output_at(const tqkv__request *request, size_t row)
-{
-    const tqkv__attention *a = request->a;
-    if (request->max) return (float *)request->out + row * (size_t)a->value_dim;
-    return (uint8_t *)request->out +
-           tqkv__row_begin(a, a->call.output_strides, row) * tqkv__type_size(a->call.output_type);
-}
-
 /* Returns a part of the caller's query: [head_dim] of part 0 or 1 of the keys */
 static const void *tqkv__query_part(const tqkv__attention *a, const void *query, int part)
 {
@@ -8903,11 +8892,13 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
     const float *center = tqkv__output_center(a, item->kv_head, room);
     TQKV__ALIGNED float wide[TQKV_MAX_HEAD_DIM];
     const tqkv_type type = request->max ? TQKV_TYPE_F32 : a->call.output_type;
+    const tqkv_strides strides = {(size_t)a->call.n_heads * (size_t)a->value_dim, (size_t)a->value_dim}; /* of slices */
     const bool scored =
         (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (request->max || a->call.sinks);
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i);
-        void *to = tqkv__output_at(request, row);
+        const size_t begin = tqkv__row_begin(a, request->max ? strides : a->call.output_strides, row);
+        void *to = (uint8_t *)request->out + begin * tqkv__type_size(type);
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, request->q, row)) : 0.0;
         const float *from = sums->out + (size_t)i * (size_t)a->value_dim;
@@ -9573,6 +9564,7 @@ typedef struct tqkv__index {
     tqkv__attention a;
     tqkv_index call; /* defaults resolved */
     int64_t blocks;  /* up to end */
+    size_t size;     /* bytes of the scores */
 } tqkv__index;
 
 static tqkv_result tqkv__index_shape(const tqkv_index *index, tqkv__index *x)
@@ -9604,6 +9596,8 @@ static tqkv_result tqkv__index_shape(const tqkv_index *index, tqkv__index *x)
     if (!index->positions) x->call.positions = index->end * x->call.ratio;
     x->blocks = index->end / x->call.block + (index->end % x->call.block > 0);
     if (x->blocks > INT32_MAX) return TQKV__INVALID("more blocks than an int32_t counts");
+    if (!tqkv__array_size(index->n_queries, (int)x->blocks, 1, sizeof(float), &x->size))
+        return TQKV__INVALID("scores of more than SIZE_MAX bytes");
     return TQKV_OK;
 }
 
@@ -9614,13 +9608,7 @@ static int64_t tqkv__index_end(const tqkv__index *x, int query)
     return end < x->a.first ? x->a.first : end < x->a.call.end ? end : x->a.call.end;
 }
 
-static tqkv_result tqkv__index_array(const tqkv__index *x, const float *scores, size_t *size)
-{
-    if (!tqkv__floats_at(scores)) return TQKV__INVALID("scores: NULL or not aligned as floats");
-    if (!tqkv__array_size(x->a.call.n_queries, (int)x->blocks, 1, sizeof(float), size))
-        return TQKV__INVALID("scores of more than SIZE_MAX bytes");
-    return TQKV_OK;
-}
+#define TQKV__NO_SCORES "scores: NULL or not aligned as floats"
 
 /* -- Scores. A unit of work is an item, as many queries as share decoded keys, over a range of blocks. -- */
 
@@ -9807,16 +9795,17 @@ TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, f
 {
     tqkv__index x;
     tqkv__scoring job;
-    tqkv__arrays arrays = {{scores}, {0}, 1, sizeof(float)};
     tqkv_result r = tqkv__index_shape(index, &x);
     if (r == TQKV_OK) r = tqkv__stream_memory(index->keys, &x.a.keys);
     if (r == TQKV_OK && !x.a.call.n_queries) return r;
-    if (r == TQKV_OK) r = tqkv__index_array(&x, scores, &arrays.size[0]);
-    if (r == TQKV_OK) r = tqkv__check_attend(&x.a, q, &arrays);
+    if (r != TQKV_OK) return r;
+    if (!tqkv__floats_at(scores)) return TQKV__INVALID(TQKV__NO_SCORES);
+    const tqkv__arrays arrays = {{scores}, {x.size}, 1, sizeof(float)};
+    r = tqkv__check_attend(&x.a, q, &arrays);
     if (r == TQKV_OK) r = tqkv__check_pages(&x.a.keys, x.a.first, tqkv__index_end(&x, x.a.call.n_queries - 1), 0);
     if (r != TQKV_OK) return r;
     if ((uintptr_t)index->weights % sizeof(float)) return TQKV__INVALID("weights: not aligned as floats");
-    if (tqkv__overlap(index->weights, x.a.n_rows * sizeof(float), scores, arrays.size[0]))
+    if (tqkv__overlap(index->weights, x.a.n_rows * sizeof(float), scores, x.size))
         return TQKV__INVALID("scores overlap the weights");
     if (index->weights && !tqkv__all_finite(index->weights, x.a.n_rows))
         return TQKV__REFUSE(NOT_FINITE, "weights hold NaN or infinity");
@@ -9939,16 +9928,16 @@ static bool tqkv__scores_nan(const tqkv__index *x, const float *scores)
 TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *index, const float *scores, int k, int32_t *list)
 {
     tqkv__index x;
-    size_t size, list_size;
+    size_t list_size;
     tqkv_result r = tqkv__index_shape(index, &x);
     if (r == TQKV_OK && k < 0) r = TQKV__INVALID("k is negative");
     if (r == TQKV_OK && !x.a.call.n_queries) return r;
-    if (r == TQKV_OK) r = tqkv__index_array(&x, scores, &size);
     if (r != TQKV_OK) return r;
+    if (!tqkv__floats_at(scores)) return TQKV__INVALID(TQKV__NO_SCORES);
     if (!tqkv__aligned_at(list, sizeof *list)) return TQKV__INVALID("list: NULL or not aligned as int32_t");
     if (!tqkv__array_size(x.a.call.n_queries, k, 1, sizeof *list, &list_size))
         return TQKV__INVALID("a list of more than SIZE_MAX bytes");
-    if (tqkv__overlap(scores, size, list, list_size)) return TQKV__INVALID("the list overlaps the scores");
+    if (tqkv__overlap(scores, x.size, list, list_size)) return TQKV__INVALID("the list overlaps the scores");
     if (tqkv__scores_nan(&x, scores)) return TQKV__REFUSE(NOT_FINITE, "scores hold NaN");
     tqkv__choosing job = {&x, scores, k, list};
     const tqkv_parallel *parallel = &x.a.call.parallel;

@@ -5,6 +5,7 @@ typedef struct tqkv__index {
     tqkv__attention a;
     tqkv_index call; /* defaults resolved */
     int64_t blocks;  /* up to end */
+    size_t size;     /* bytes of the scores */
 } tqkv__index;
 
 static tqkv_result tqkv__index_shape(const tqkv_index *index, tqkv__index *x)
@@ -36,6 +37,8 @@ static tqkv_result tqkv__index_shape(const tqkv_index *index, tqkv__index *x)
     if (!index->positions) x->call.positions = index->end * x->call.ratio;
     x->blocks = index->end / x->call.block + (index->end % x->call.block > 0);
     if (x->blocks > INT32_MAX) return TQKV__INVALID("more blocks than an int32_t counts");
+    if (!tqkv__array_size(index->n_queries, (int)x->blocks, 1, sizeof(float), &x->size))
+        return TQKV__INVALID("scores of more than SIZE_MAX bytes");
     return TQKV_OK;
 }
 
@@ -46,13 +49,7 @@ static int64_t tqkv__index_end(const tqkv__index *x, int query)
     return end < x->a.first ? x->a.first : end < x->a.call.end ? end : x->a.call.end;
 }
 
-static tqkv_result tqkv__index_array(const tqkv__index *x, const float *scores, size_t *size)
-{
-    if (!tqkv__floats_at(scores)) return TQKV__INVALID("scores: NULL or not aligned as floats");
-    if (!tqkv__array_size(x->a.call.n_queries, (int)x->blocks, 1, sizeof(float), size))
-        return TQKV__INVALID("scores of more than SIZE_MAX bytes");
-    return TQKV_OK;
-}
+#define TQKV__NO_SCORES "scores: NULL or not aligned as floats"
 
 /* -- Scores. A unit of work is an item, as many queries as share decoded keys, over a range of blocks. -- */
 
@@ -239,16 +236,17 @@ TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, f
 {
     tqkv__index x;
     tqkv__scoring job;
-    tqkv__arrays arrays = {{scores}, {0}, 1, sizeof(float)};
     tqkv_result r = tqkv__index_shape(index, &x);
     if (r == TQKV_OK) r = tqkv__stream_memory(index->keys, &x.a.keys);
     if (r == TQKV_OK && !x.a.call.n_queries) return r;
-    if (r == TQKV_OK) r = tqkv__index_array(&x, scores, &arrays.size[0]);
-    if (r == TQKV_OK) r = tqkv__check_attend(&x.a, q, &arrays);
+    if (r != TQKV_OK) return r;
+    if (!tqkv__floats_at(scores)) return TQKV__INVALID(TQKV__NO_SCORES);
+    const tqkv__arrays arrays = {{scores}, {x.size}, 1, sizeof(float)};
+    r = tqkv__check_attend(&x.a, q, &arrays);
     if (r == TQKV_OK) r = tqkv__check_pages(&x.a.keys, x.a.first, tqkv__index_end(&x, x.a.call.n_queries - 1), 0);
     if (r != TQKV_OK) return r;
     if ((uintptr_t)index->weights % sizeof(float)) return TQKV__INVALID("weights: not aligned as floats");
-    if (tqkv__overlap(index->weights, x.a.n_rows * sizeof(float), scores, arrays.size[0]))
+    if (tqkv__overlap(index->weights, x.a.n_rows * sizeof(float), scores, x.size))
         return TQKV__INVALID("scores overlap the weights");
     if (index->weights && !tqkv__all_finite(index->weights, x.a.n_rows))
         return TQKV__REFUSE(NOT_FINITE, "weights hold NaN or infinity");
@@ -371,16 +369,16 @@ static bool tqkv__scores_nan(const tqkv__index *x, const float *scores)
 TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *index, const float *scores, int k, int32_t *list)
 {
     tqkv__index x;
-    size_t size, list_size;
+    size_t list_size;
     tqkv_result r = tqkv__index_shape(index, &x);
     if (r == TQKV_OK && k < 0) r = TQKV__INVALID("k is negative");
     if (r == TQKV_OK && !x.a.call.n_queries) return r;
-    if (r == TQKV_OK) r = tqkv__index_array(&x, scores, &size);
     if (r != TQKV_OK) return r;
+    if (!tqkv__floats_at(scores)) return TQKV__INVALID(TQKV__NO_SCORES);
     if (!tqkv__aligned_at(list, sizeof *list)) return TQKV__INVALID("list: NULL or not aligned as int32_t");
     if (!tqkv__array_size(x.a.call.n_queries, k, 1, sizeof *list, &list_size))
         return TQKV__INVALID("a list of more than SIZE_MAX bytes");
-    if (tqkv__overlap(scores, size, list, list_size)) return TQKV__INVALID("the list overlaps the scores");
+    if (tqkv__overlap(scores, x.size, list, list_size)) return TQKV__INVALID("the list overlaps the scores");
     if (tqkv__scores_nan(&x, scores)) return TQKV__REFUSE(NOT_FINITE, "scores hold NaN");
     tqkv__choosing job = {&x, scores, k, list};
     const tqkv_parallel *parallel = &x.a.call.parallel;

@@ -34,15 +34,6 @@ static const void *tqkv__query_at(const tqkv__attention *a, const void *q, size_
     return (const uint8_t *)q + tqkv__row_begin(a, a->call.query_strides, row) * tqkv__type_size(a->call.query_type);
 }
 
-/* Returns where a row of the output lies; sums of slices have no gaps. */
-static void *tqkv__output_at(const tqkv__request *request, size_t row)
-{
-    const tqkv__attention *a = request->a;
-    if (request->max) return (float *)request->out + row * (size_t)a->value_dim;
-    return (uint8_t *)request->out +
-           tqkv__row_begin(a, a->call.output_strides, row) * tqkv__type_size(a->call.output_type);
-}
-
 /* Returns a part of the caller's query: [head_dim] of part 0 or 1 of the keys */
 static const void *tqkv__query_part(const tqkv__attention *a, const void *query, int part)
 {
@@ -189,11 +180,13 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
     const float *center = tqkv__output_center(a, item->kv_head, room);
     TQKV__ALIGNED float wide[TQKV_MAX_HEAD_DIM];
     const tqkv_type type = request->max ? TQKV_TYPE_F32 : a->call.output_type;
+    const tqkv_strides strides = {(size_t)a->call.n_heads * (size_t)a->value_dim, (size_t)a->value_dim}; /* of slices */
     const bool scored =
         (a->keys.center || a->tail.center) && a->call.softcap == 0.0f && (request->max || a->call.sinks);
     for (int i = 0; i < item->n_rows; i++) {
         const size_t row = tqkv__caller_row(a, item, i);
-        void *to = tqkv__output_at(request, row);
+        const size_t begin = tqkv__row_begin(a, request->max ? strides : a->call.output_strides, row);
+        void *to = (uint8_t *)request->out + begin * tqkv__type_size(type);
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, request->q, row)) : 0.0;
         const float *from = sums->out + (size_t)i * (size_t)a->value_dim;

@@ -147,10 +147,8 @@ static bool tqkv__rows_moderate(const tqkv__stream *s, const void *src, int n)
     if (s->type == TQKV_TYPE_F16) return true;
     for (size_t t = 0; t < (size_t)n; t++)
         for (size_t h = 0; h < (size_t)s->n_kv_heads; h++) {
-            bool beyond = false;
             codec->widen(s->type, tqkv__source_row(s, src, t, h), NULL, NULL, s->head_dim, row);
-            for (int d = 0; d < s->head_dim; d++) beyond |= fabsf(row[d]) > TQKV__LARGEST_CALIBRATED;
-            if (beyond) return false;
+            if (codec->largest_bits(row, (size_t)s->head_dim) > tqkv__bits(TQKV__LARGEST_CALIBRATED)) return false;
         }
     return true;
 }

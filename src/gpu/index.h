@@ -66,7 +66,7 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     tqkv__plan_bind_rows(d, "q", 1, q, TQKV_FC_TYPE, a->call.query_type, a->q_size, false);
     tqkv__plan_bind_store(d, "keys' codes", "keys' norms", 2, from->keys, &a->keys, false);
     tqkv__plan_bind(d, "weights", 4, from->weights, from->weights.buffer ? a->n_rows * sizeof(float) : 0, false);
-    tqkv__plan_bind(d, "scores", 5, scores, n_queries * (size_t)x->blocks * sizeof(float), true);
+    tqkv__plan_bind(d, "scores", 5, scores, x->size, true);
     const bool center = tqkv__plan_bind_channels(d, "keys' center", 6, from->keys->center, &a->keys, true);
     tqkv__plan_bind_pages(d, "keys' pages", 7, from->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_key_constants(d, a, center, false);
@@ -95,13 +95,10 @@ static tqkv_result tqkv__add_scores(const tqkv_metal_index *from, tqkv_metal_buf
 {
     tqkv__index_args args;
     tqkv__index x;
-    size_t size;
     tqkv_result r = tqkv__plan_index_open(from, &x);
     if (r != TQKV_OK) return r;
     if (x.a.key_dim != 64 && x.a.key_dim != 128)
         return TQKV__REFUSE(UNSUPPORTED, "an index on a GPU has a head_dim of 64 or 128");
-    if (!tqkv__array_size(x.a.call.n_queries, (int)x.blocks, 1, sizeof(float), &size))
-        return TQKV__INVALID("scores of more than SIZE_MAX bytes");
     if (!x.a.call.n_queries) return TQKV_OK;
     if (from->keys->shape.pages) {
         const int64_t end = tqkv__index_end(&x, x.a.call.n_queries - 1);
@@ -177,9 +174,8 @@ static tqkv_result tqkv__add_choice(const tqkv_metal_index *from, tqkv_metal_buf
     if (!scratch.buffer) /* of the whole store, whose first and last block may be cut */
         plan->scratch_size = (size_t)n_queries * sizeof(uint32_t) *
                              tqkv__choose_words(tqkv__room(&x.a.keys) / x.call.block + 2, n_queries);
-    if (k < 0 || !tqkv__array_size(n_queries, k, 1, sizeof(int32_t), &size) ||
-        !tqkv__array_size(n_queries, (int)x.blocks, 1, sizeof(float), &size))
-        return TQKV__INVALID("k is negative, or scores or list too large");
+    if (k < 0 || !tqkv__array_size(n_queries, k, 1, sizeof(int32_t), &size))
+        return TQKV__INVALID("k is negative, or the list too large");
     if (!n_queries) return TQKV_OK;
     memset(&args, 0, sizeof args);
     tqkv__plan_keys_seen(&x, &args.seen, &args.seen_rest);
