@@ -44,13 +44,6 @@ TQKV__OP __m512i tqkv__i_load_four_avx512(__mmask16 mask, const uint8_t *p, size
     b = _mm256_inserti128_si256(b, _mm_maskz_loadu_epi8(mask, (const void *)(p + 3 * stride)), 1);
     return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
 }
-TQKV__OP __m512i tqkv__i_load_bytes_avx512(const uint8_t *p, size_t stride)
-{
-    const __m256i a = _mm256_inserti128_si256(_mm256_castsi128_si256(tqkv__load_128(p)), tqkv__load_128(p + stride), 1);
-    p += 2 * stride;
-    const __m256i b = _mm256_inserti128_si256(_mm256_castsi128_si256(tqkv__load_128(p)), tqkv__load_128(p + stride), 1);
-    return _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
-}
 /* Orders 16 bytes of a field so that the half h of a sixteen is in its 64-bit word h, `bits` bytes from bits * k on. */
 TQKV__OP __m512i tqkv__i_order_avx512(const int bits, __m512i x)
 {
@@ -87,7 +80,7 @@ TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const int k, c
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
     const __m512i x =
-        main == 8 ? tqkv__i_load_bytes_avx512(raw->at + 16 * k, raw->stride) : raw->main[k * main / 8 % 2];
+        main == 8 ? tqkv__i_load_four_avx512(0xffff, raw->at + 16 * k, raw->stride) : raw->main[k * main / 8 % 2];
     __m512i index = x;
     if (TQKV__KIND(format) == TQKV__GRID) return _mm512_xor_si512(x, chunk->book);
     if (main == 4) {
