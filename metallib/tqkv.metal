@@ -158,7 +158,7 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 #define TQKV__NORM_DIM(kind, D) \
     ((kind) == TQKV__GRID ? TQKV__GRID_DIM(D) : (kind) == TQKV__BOOK && ((D) == 512 || (D) == 1024) ? 256 : (D))
 
-/* One row a codebook: its bits, which are also part of the names of its tables and hashes. */
+/* One row a codebook: its bits, which are also part of the names of its tables. */
 #define TQKV__BOOKS(row, x) row(x, 2) row(x, 3) row(x, 4) row(x, 5) row(x, 6) row(x, 8)
 /* The codebook with that many bits, and its boundaries; TQ8's for any other number. */
 #define TQKV__CODEBOOK(bits)              (TQKV__BOOKS(TQKV__CODEBOOK_OF, bits) tqkv__tables.codebook_8)
@@ -174,34 +174,6 @@ enum { TQKV__HALF = 1, TQKV__BOOK, TQKV__GRID };
 enum { TQKV__MOST_FACTORS = 5 };
 /* Of 3 or 4 bits: from this factor to the largest a value crosses one boundary at most, the next being further away. */
 #define TQKV__LEAST_CROSSING(bits) ((bits) == 3 ? 0.82f : 1.0f)
-
-/* XXH3-64 of each member of tqkv__tables, as little-endian bytes, and of the whole. */
-#ifndef __METAL_VERSION__
-#define TQKV_HASH_CODEBOOK_2   0x35aca42a30059343ULL
-#define TQKV_HASH_CODEBOOK_3   0xad2a3efb9eb356d2ULL
-#define TQKV_HASH_CODEBOOK_4   0x018b5b08c996d16aULL
-#define TQKV_HASH_CODEBOOK_5   0xdbe08401820ec7a9ULL
-#define TQKV_HASH_CODEBOOK_6   0x0eed21c443a21ee3ULL
-#define TQKV_HASH_CODEBOOK_8   0x2d46504f3e168010ULL
-#define TQKV_HASH_BOUNDARIES_2 0xee23279c43f8234dULL
-#define TQKV_HASH_BOUNDARIES_3 0x6cfbfd534da15352ULL
-#define TQKV_HASH_BOUNDARIES_4 0xe3245fbbe3c67d93ULL
-#define TQKV_HASH_BOUNDARIES_5 0x6438d6a6c202da58ULL
-#define TQKV_HASH_BOUNDARIES_6 0x8f97397fcd5e721bULL
-#define TQKV_HASH_BOUNDARIES_8 0x4736f09377a5486cULL
-#define TQKV_HASH_FACTORS_2    0xf87b05471331b3aeULL
-#define TQKV_HASH_FACTORS_3    0x57998f7e506ae86fULL
-#define TQKV_HASH_FACTORS_4    0x54499a187eace895ULL
-#define TQKV_HASH_FACTORS_5    0x5fbd13c664752f38ULL
-#define TQKV_HASH_FACTORS_6    0x3bd6ab3cea38e4dfULL
-#define TQKV_HASH_FACTORS_8    0xfcffc13f72c668deULL
-#define TQKV_HASH_SIGNS        0xd21b1578e1051b52ULL
-#define TQKV_HASH_HADAMARD_12  0x64db4ea2842f82acULL
-#define TQKV_HASH_HADAMARD_20  0x9d22670d3f30f60aULL
-#define TQKV_HASH_HADAMARD_28  0x81fcf697a2b6f6dcULL
-#define TQKV_HASH_HADAMARD_36  0xe323d35d74437d58ULL
-#define TQKV_HASH_TABLES       0x6dd24054fe7884e0ULL
-#endif
 
 typedef struct tqkv__table_set {
     float codebook_2[4], codebook_3[8], codebook_4[16], codebook_5[32], codebook_6[64],
@@ -442,9 +414,9 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 #define TQKV__TABLE_BYTES     1024 /* (0) of decode: a codebook */
                                    /* (2) of encode: squares of its centroids */
 #define TQKV__ATTEND_TABLE_BYTES \
-    (2 * TQKV__TABLE_BYTES) /* (0) codebooks of keys and values; TABLE_BYTES for a tail's */
-#define TQKV__ATTEND_QUERY_BYTES(D) (6 * (D)*TQKV__MAX_COLUMNS(D)) /* (1) padded queries */
-#define TQKV__ATTEND_PASS_FLOATS(D) ((D) <= 256 ? 512 : 256)       /* (2) of a simdgroup: a tile's weights, then sums */
+    (2 * TQKV__TABLE_BYTES)                       /* (0) codebooks of keys and values; TABLE_BYTES for a tail's */
+#define TQKV__QUERY_FLOATS(D)       (3 * (D) / 2) /* (1) of attend: a padded query */
+#define TQKV__ATTEND_PASS_FLOATS(D) ((D) <= 256 ? 512 : 256) /* (2) of a simdgroup: a tile's weights, then sums */
 #define TQKV__ATTEND_SUM_BYTES(D, columns) \
     ((columns) * (D) <= 256 && (columns) <= 4 \
          ? 1024 \
@@ -461,9 +433,6 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 #define TQKV__SLOT_LISTS(apart, same_slots, tail_elsewhere) \
     (((apart) ? (same_slots) ? 1 : 2 : 0) + ((tail_elsewhere) ? 1 : 0)) /* keys, values, tail, where rows lie apart */
 #define TQKV__MERGE_BYTES(D, n) ((n) * ((D) + 4) * 4)                   /* (0) a row and its sum, n simdgroups */
-
-/* Floats of a padded query in attend. */
-#define TQKV__QUERY_FLOATS(D) (3 * (D) / 2)
 
 /* Attention cuts the context at fixed slots of the keys into stretches with sums of their own: the first n_short have
    `length` tiles of 32 slots, the others TQKV__STRETCH_GROWTH times as many. TQKV__SECTION of them, counted from slot
@@ -501,7 +470,7 @@ TQKV__ASSERT_SIZE(tqkv__table_set, 3560);
 /* The sizes above for kernels of head_dim D. The host refuses a library with other sizes. */
 #define TQKV__KERNEL_SIZES(D) \
     TQKV__MAX_COLUMNS(D), TQKV__ENCODE_ROWS(D), TQKV__MERGE_SIMDGROUPS(D), TQKV__CELL_BYTES, TQKV__TABLE_BYTES, \
-        TQKV__ROW_BYTES(D, 1), TQKV__ATTEND_QUERY_BYTES(D), TQKV__ATTEND_PASS_FLOATS(D), TQKV__ATTEND_SUM_BYTES(D, 1), \
+        TQKV__ROW_BYTES(D, 1), TQKV__QUERY_FLOATS(D), TQKV__ATTEND_PASS_FLOATS(D), TQKV__ATTEND_SUM_BYTES(D, 1), \
         TQKV__MERGE_BYTES(D, 1), TQKV__TAIL_DIM(D), TQKV__STRETCH_GROWTH, TQKV__SECTION, TQKV__MOST_MATRIX_COLUMNS(D), \
         TQKV__MATRIX_QUERY_BYTES(D), TQKV__MATRIX_SUM_BYTES(D), TQKV__COLUMN_BYTES(1), TQKV__STATE_BYTES(1), \
         TQKV__LONG_WEIGHT_BYTES(1), TQKV__SLOT_BYTES(1)
