@@ -3976,6 +3976,13 @@ TQKV__OP TQKV__VECTOR TQKV__(load)(const float *p)
 
 TQKV__OP void TQKV__(store)(float *p, TQKV__VECTOR x) { memcpy(p, &x, sizeof x); }
 
+TQKV__OP TQKV__VECTOR TQKV__(abs)(TQKV__VECTOR x) { return (TQKV__VECTOR)((TQKV__(words))x & 0x7fffffffu); }
+
+TQKV__OP TQKV__VECTOR TQKV__(copysign)(TQKV__VECTOR magnitude, TQKV__VECTOR sign)
+{
+    return (TQKV__VECTOR)((TQKV__(words))magnitude | ((TQKV__(words))sign & 0x80000000u));
+}
+
 /* >>k-softmax: exp and tanh, weights out of scores, and sums of heads. */
 
 /* Terms of e^x - 1 = power * tail + (power - 1) for x in [-87, 0]: x = n ln2 + r, power = 2^n, tail = e^r - 1 by
@@ -4144,6 +4151,13 @@ TQKV__TARGET static void TQKV__(factors)(const tqkv__stream *s, const float *nor
 #ifdef TQKV__ENCODES
 /* >>k-widen: rows of any type as floats, and back; whether their numbers are valid */
 
+TQKV__OP TQKV__VECTOR TQKV__(load_bf16)(const uint8_t *p)
+{
+    uint16_t __attribute__((vector_size(2 * TQKV__LANES))) upper;
+    memcpy(&upper, p, sizeof upper);
+    return (TQKV__VECTOR)(__builtin_convertvector(upper, TQKV__(words)) << 16);
+}
+
 /* Loads LANES values from number i on as floats; type is a constant. */
 TQKV__OP TQKV__VECTOR TQKV__(load_as)(const tqkv_type type, const void *values, int i)
 {
@@ -4179,8 +4193,7 @@ TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const fl
 /* Does what tqkv__invert does, for whole rows. */
 TQKV__TARGET static void TQKV__(invert)(const float *scales, int n, float *inverses)
 {
-    for (int i = 0; i < n; i += TQKV__LANES)
-        TQKV__(store)(inverses + i, TQKV__(invert_above)(0.0f, TQKV__(load)(scales + i)));
+    for (int i = 0; i < n; i += TQKV__LANES) TQKV__(store)(inverses + i, TQKV__(set1)(1.0f) / TQKV__(load)(scales + i));
 }
 
 TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, int n, void *dst)
@@ -4442,6 +4455,21 @@ TQKV__TARGET static void TQKV__(unrotate)(float *y, int head_dim)
 }
 
 /* >>k-norms: sums of squares in 16 strided lanes, as in >>codec, and the norms of rows. */
+
+/* Returns magnitudes, and the next float below where v is positive: then a boundary is below v if it is at most that.
+   side: 1 less than the codes of one sign, or as many */
+TQKV__OP TQKV__VECTOR TQKV__(fold)(const int half, TQKV__VECTOR v, TQKV__(codes) * side)
+{
+    v = TQKV__(max)(v, TQKV__(set1)(-TQKV__FAR));
+    const TQKV__(words) positive = (TQKV__(words))(v > TQKV__(set1)(0.0f));
+    *side = (TQKV__(codes))((uint32_t)(half - 1) - positive);
+    return (TQKV__VECTOR)((TQKV__(words))TQKV__(abs)(v) + positive);
+}
+
+TQKV__OP TQKV__(codes) TQKV__(code_from)(TQKV__(codes) count, TQKV__VECTOR bound, TQKV__VECTOR w, TQKV__(codes) side)
+{
+    return (TQKV__(codes))(((TQKV__(words))count - (TQKV__(words))(bound <= w)) ^ (TQKV__(words))side);
+}
 
 TQKV__OP float TQKV__(sum_of_squares)(const float *x, int n)
 {
@@ -4745,6 +4773,12 @@ TQKV__TARGET static void TQKV__(pack_row)(const tqkv__stream *s, const uint8_t *
     if (s->main_bits == 4 && s->upper_bits == 2) TQKV__(pack_field)(2, 4, s->head_dim, codes, upper);
     if (s->main_bits == 2) TQKV__(pack_field)(2, 0, s->head_dim, codes, row);
     if (s->main_bits == 2 && s->upper_bits == 1) TQKV__(pack_field)(1, 2, s->head_dim, codes, upper);
+}
+
+TQKV__OP void TQKV__(store_f16)(uint8_t *p, TQKV__VECTOR x)
+{
+    const TQKV__VECTOR most = TQKV__(set1)(65504.0f);
+    TQKV__(store_half)(p, TQKV__(max)(TQKV__(min)(x, most), -most));
 }
 
 TQKV__OP void TQKV__(store_f16_as)(const tqkv_type type, const void *src, int head_dim, uint8_t *row)
@@ -5858,11 +5892,6 @@ TQKV__OP __m256 tqkv__mul_nonzero_avx2(__m256 a, __m256 b)
 {
     return _mm256_and_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_NEQ_UQ), _mm256_mul_ps(a, b));
 }
-TQKV__OP __m256 tqkv__abs_avx2(__m256 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
-TQKV__OP __m256 tqkv__copysign_avx2(__m256 magnitude, __m256 sign)
-{
-    return _mm256_or_ps(magnitude, _mm256_and_ps(_mm256_set1_ps(-0.0f), sign));
-}
 TQKV__OP __m256 tqkv__round_avx2(__m256 x) { return _mm256_round_ps(x, 8); }
 TQKV__OP __m256 tqkv__exp2_avx2(__m256 n)
 {
@@ -5895,10 +5924,6 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
 TQKV__OP __m256 tqkv__load_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(tqkv__load_128(p)); }
-TQKV__OP __m256 tqkv__load_bf16_avx2(const uint8_t *p)
-{
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(tqkv__load_128(p)), 16));
-}
 
 TQKV__OP __m256 tqkv__rounded_avx2(__m256 x)
 {
@@ -5907,10 +5932,6 @@ TQKV__OP __m256 tqkv__rounded_avx2(__m256 x)
 }
 TQKV__OP __m256 tqkv__min_avx2(__m256 a, __m256 b) { return _mm256_min_ps(a, b); }
 TQKV__OP __m256 tqkv__sqrt_avx2(__m256 x) { return _mm256_sqrt_ps(x); }
-TQKV__OP __m256 tqkv__invert_above_avx2(float least, __m256 x)
-{
-    return _mm256_and_ps(_mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GT_OQ), _mm256_div_ps(_mm256_set1_ps(1.0f), x));
-}
 /* Flips the signs whose bits are set, from bit i on. */
 TQKV__OP __m256 tqkv__flip_avx2(__m256 x, const uint8_t *signs, int i)
 {
@@ -5944,14 +5965,7 @@ TQKV__OP __m256 tqkv__butterfly_avx2(const int stage, __m256 x)
 }
 TQKV__OP __m256i tqkv__larger_bits_avx2(__m256i largest, __m256 x)
 {
-    return _mm256_max_epu32(largest, _mm256_castps_si256(tqkv__abs_avx2(x)));
-}
-TQKV__OP __m256 tqkv__fold_avx2(const int half, __m256 v, __m256i *side)
-{
-    v = _mm256_max_ps(v, _mm256_set1_ps(-TQKV__FAR));
-    const __m256i positive = _mm256_castps_si256(_mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_GT_OQ));
-    *side = _mm256_sub_epi32(_mm256_set1_epi32(half - 1), positive);
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(tqkv__abs_avx2(v)), positive));
+    return _mm256_max_epu32(largest, _mm256_andnot_si256(_mm256_set1_epi32((int)0x80000000), _mm256_castps_si256(x)));
 }
 TQKV__OP __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); }
 /* Loads a table of 16 bytes, the same in either half of a register, and looks up: the upper three bytes of each lane
@@ -5961,11 +5975,6 @@ TQKV__OP __m256i tqkv__look_up_16_avx2(__m256i table, __m256i index) { return _m
 TQKV__OP __m256 tqkv__look_up_8_avx2(const __m256 *table, __m256i index)
 {
     return _mm256_permutevar8x32_ps(*table, index);
-}
-TQKV__OP __m256i tqkv__code_from_avx2(__m256i count, __m256 bound, __m256 w, __m256i side)
-{
-    const __m256i above = _mm256_castps_si256(_mm256_cmp_ps(bound, w, _CMP_LE_OQ));
-    return _mm256_xor_si256(_mm256_sub_epi32(count, above), side);
 }
 TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 above)
 {
@@ -6020,10 +6029,6 @@ TQKV__OP void tqkv__store_half_avx2(uint8_t *p, __m256 x)
 {
     _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-TQKV__OP void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
-{
-    tqkv__store_half_avx2(p, _mm256_max_ps(_mm256_min_ps(x, _mm256_set1_ps(65504.0f)), _mm256_set1_ps(-65504.0f)));
-}
 TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
 {
     const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
@@ -6049,11 +6054,6 @@ TQKV__OP __m512 tqkv__set1_avx512(float x) { return _mm512_set1_ps(x); }
 TQKV__OP __m512 tqkv__fma_avx512(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
 /* Returns a > b ? a : b; gives b if either is NaN, in every set */
 TQKV__OP __m512 tqkv__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
-TQKV__OP __m512 tqkv__abs_avx512(__m512 x) { return _mm512_abs_ps(x); }
-TQKV__OP __m512 tqkv__copysign_avx512(__m512 magnitude, __m512 sign)
-{
-    return _mm512_or_ps(magnitude, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign)); /* magnitude >= 0 */
-}
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored \
     "-Wsign-conversion" /* without optimisation GCC's intrinsic is a macro with a cast of -1 */
@@ -6233,11 +6233,6 @@ typedef uint32x4_t tqkv__codes_neon;
 TQKV__OP float32x4_t tqkv__set1_neon(float x) { return vdupq_n_f32(x); }
 TQKV__OP float32x4_t tqkv__fma_neon(float32x4_t a, float32x4_t b, float32x4_t c) { return vfmaq_f32(c, a, b); }
 TQKV__OP float32x4_t tqkv__max_neon(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
-TQKV__OP float32x4_t tqkv__abs_neon(float32x4_t x) { return vabsq_f32(x); }
-TQKV__OP float32x4_t tqkv__copysign_neon(float32x4_t magnitude, float32x4_t sign)
-{
-    return vbslq_f32(vdupq_n_u32(0x80000000u), sign, magnitude);
-}
 TQKV__OP float32x4_t tqkv__round_neon(float32x4_t x) { return vrndnq_f32(x); }
 TQKV__OP float32x4_t tqkv__exp2_neon(float32x4_t n)
 {
@@ -6274,10 +6269,6 @@ TQKV__OP void tqkv__add_sums_of_16_neon(const float32x4_t *x, bool add, float *t
     vst1q_f32(to, vaddq_f32(add ? vld1q_f32(to) : vdupq_n_f32(0.0f), vpaddq_f32(pairs[0], pairs[1])));
 }
 TQKV__OP float32x4_t tqkv__load_f16_neon(const uint8_t *p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
-TQKV__OP float32x4_t tqkv__load_bf16_neon(const uint8_t *p)
-{
-    return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vreinterpret_u16_u8(vld1_u8(p))), 16));
-}
 
 TQKV__OP float32x4_t tqkv__rounded_neon(float32x4_t x)
 {
@@ -6286,11 +6277,6 @@ TQKV__OP float32x4_t tqkv__rounded_neon(float32x4_t x)
 }
 TQKV__OP float32x4_t tqkv__min_neon(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 TQKV__OP float32x4_t tqkv__sqrt_neon(float32x4_t x) { return vsqrtq_f32(x); }
-TQKV__OP float32x4_t tqkv__invert_above_neon(float least, float32x4_t x)
-{
-    const uint32x4_t above = vcgtq_f32(x, vdupq_n_f32(least));
-    return vreinterpretq_f32_u32(vandq_u32(above, vreinterpretq_u32_f32(vdivq_f32(vdupq_n_f32(1.0f), x))));
-}
 TQKV__OP float32x4_t tqkv__flip_neon(float32x4_t x, const uint8_t *signs, int i)
 {
     const int32_t shifts[4] = {31, 30, 29, 28};
@@ -6328,13 +6314,6 @@ TQKV__OP uint32x4_t tqkv__larger_bits_neon(uint32x4_t largest, float32x4_t x)
 {
     return vmaxq_u32(largest, vreinterpretq_u32_f32(vabsq_f32(x)));
 }
-TQKV__OP float32x4_t tqkv__fold_neon(const int half, float32x4_t v, uint32x4_t *side)
-{
-    v = tqkv__max_neon(v, vdupq_n_f32(-TQKV__FAR));
-    const uint32x4_t positive = vcgtzq_f32(v);
-    *side = vsubq_u32(vdupq_n_u32((uint32_t)half - 1u), positive);
-    return vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(vabsq_f32(v)), positive));
-}
 TQKV__OP uint32x4_t tqkv__truncate_neon(float32x4_t x) { return vcvtq_u32_f32(x); }
 TQKV__OP uint32x4_t tqkv__load_16_neon(const uint8_t *table) { return vreinterpretq_u32_u8(vld1q_u8(table)); }
 TQKV__OP uint32x4_t tqkv__look_up_16_neon(uint32x4_t table, uint32x4_t index)
@@ -6346,10 +6325,6 @@ TQKV__OP float32x4_t tqkv__look_up_8_neon(const float32x4_t *table, uint32x4_t i
     const uint8x16x2_t entries = {{vreinterpretq_u8_f32(table[0]), vreinterpretq_u8_f32(table[1])}};
     const uint32x4_t bytes = vmlaq_n_u32(vdupq_n_u32(0x03020100u), index, 0x04040404u);
     return vreinterpretq_f32_u8(vqtbl2q_u8(entries, vreinterpretq_u8_u32(bytes)));
-}
-TQKV__OP uint32x4_t tqkv__code_from_neon(uint32x4_t count, float32x4_t bound, float32x4_t w, uint32x4_t side)
-{
-    return veorq_u32(vsubq_u32(count, vcleq_f32(bound, w)), side);
 }
 TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32x4_t below, float32x4_t above)
 {
@@ -6402,10 +6377,6 @@ TQKV__OP void tqkv__pack_neon(const int bits, const int low, uint32x4_t codes, u
     memcpy(p, &bytes, sizeof bytes);
 }
 TQKV__OP void tqkv__store_half_neon(uint8_t *p, float32x4_t x) { vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(x))); }
-TQKV__OP void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
-{
-    tqkv__store_half_neon(p, tqkv__max_neon(tqkv__min_neon(x, vdupq_n_f32(65504.0f)), vdupq_n_f32(-65504.0f)));
-}
 TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 {
     vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(words)));

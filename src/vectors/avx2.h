@@ -15,11 +15,6 @@ TQKV__OP __m256 tqkv__mul_nonzero_avx2(__m256 a, __m256 b)
 {
     return _mm256_and_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_NEQ_UQ), _mm256_mul_ps(a, b));
 }
-TQKV__OP __m256 tqkv__abs_avx2(__m256 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
-TQKV__OP __m256 tqkv__copysign_avx2(__m256 magnitude, __m256 sign)
-{
-    return _mm256_or_ps(magnitude, _mm256_and_ps(_mm256_set1_ps(-0.0f), sign));
-}
 TQKV__OP __m256 tqkv__round_avx2(__m256 x) { return _mm256_round_ps(x, 8); }
 TQKV__OP __m256 tqkv__exp2_avx2(__m256 n)
 {
@@ -52,10 +47,6 @@ TQKV__OP void tqkv__add_sums_of_16_avx2(const __m256 *x, bool add, float *to)
     _mm_storeu_ps(to, _mm_add_ps(add ? _mm_loadu_ps(to) : _mm_setzero_ps(), sums));
 }
 TQKV__OP __m256 tqkv__load_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(tqkv__load_128(p)); }
-TQKV__OP __m256 tqkv__load_bf16_avx2(const uint8_t *p)
-{
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(tqkv__load_128(p)), 16));
-}
 
 TQKV__OP __m256 tqkv__rounded_avx2(__m256 x)
 {
@@ -64,10 +55,6 @@ TQKV__OP __m256 tqkv__rounded_avx2(__m256 x)
 }
 TQKV__OP __m256 tqkv__min_avx2(__m256 a, __m256 b) { return _mm256_min_ps(a, b); }
 TQKV__OP __m256 tqkv__sqrt_avx2(__m256 x) { return _mm256_sqrt_ps(x); }
-TQKV__OP __m256 tqkv__invert_above_avx2(float least, __m256 x)
-{
-    return _mm256_and_ps(_mm256_cmp_ps(x, _mm256_set1_ps(least), _CMP_GT_OQ), _mm256_div_ps(_mm256_set1_ps(1.0f), x));
-}
 /* Flips the signs whose bits are set, from bit i on. */
 TQKV__OP __m256 tqkv__flip_avx2(__m256 x, const uint8_t *signs, int i)
 {
@@ -101,14 +88,7 @@ TQKV__OP __m256 tqkv__butterfly_avx2(const int stage, __m256 x)
 }
 TQKV__OP __m256i tqkv__larger_bits_avx2(__m256i largest, __m256 x)
 {
-    return _mm256_max_epu32(largest, _mm256_castps_si256(tqkv__abs_avx2(x)));
-}
-TQKV__OP __m256 tqkv__fold_avx2(const int half, __m256 v, __m256i *side)
-{
-    v = _mm256_max_ps(v, _mm256_set1_ps(-TQKV__FAR));
-    const __m256i positive = _mm256_castps_si256(_mm256_cmp_ps(v, _mm256_setzero_ps(), _CMP_GT_OQ));
-    *side = _mm256_sub_epi32(_mm256_set1_epi32(half - 1), positive);
-    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(tqkv__abs_avx2(v)), positive));
+    return _mm256_max_epu32(largest, _mm256_andnot_si256(_mm256_set1_epi32((int)0x80000000), _mm256_castps_si256(x)));
 }
 TQKV__OP __m256i tqkv__truncate_avx2(__m256 x) { return _mm256_cvttps_epi32(x); }
 /* Loads a table of 16 bytes, the same in either half of a register, and looks up: the upper three bytes of each lane
@@ -118,11 +98,6 @@ TQKV__OP __m256i tqkv__look_up_16_avx2(__m256i table, __m256i index) { return _m
 TQKV__OP __m256 tqkv__look_up_8_avx2(const __m256 *table, __m256i index)
 {
     return _mm256_permutevar8x32_ps(*table, index);
-}
-TQKV__OP __m256i tqkv__code_from_avx2(__m256i count, __m256 bound, __m256 w, __m256i side)
-{
-    const __m256i above = _mm256_castps_si256(_mm256_cmp_ps(bound, w, _CMP_LE_OQ));
-    return _mm256_xor_si256(_mm256_sub_epi32(count, above), side);
 }
 TQKV__OP __m256 tqkv__choose_avx2(__m256 bound, __m256 w, __m256 below, __m256 above)
 {
@@ -176,10 +151,6 @@ TQKV__OP void tqkv__pack_avx2(const int bits, const int low, __m256i codes, uint
 TQKV__OP void tqkv__store_half_avx2(uint8_t *p, __m256 x)
 {
     _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-}
-TQKV__OP void tqkv__store_f16_avx2(uint8_t *p, __m256 x)
-{
-    tqkv__store_half_avx2(p, _mm256_max_ps(_mm256_min_ps(x, _mm256_set1_ps(65504.0f)), _mm256_set1_ps(-65504.0f)));
 }
 TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
 {

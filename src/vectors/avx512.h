@@ -10,11 +10,6 @@ TQKV__OP __m512 tqkv__set1_avx512(float x) { return _mm512_set1_ps(x); }
 TQKV__OP __m512 tqkv__fma_avx512(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
 /* Returns a > b ? a : b; gives b if either is NaN, in every set */
 TQKV__OP __m512 tqkv__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
-TQKV__OP __m512 tqkv__abs_avx512(__m512 x) { return _mm512_abs_ps(x); }
-TQKV__OP __m512 tqkv__copysign_avx512(__m512 magnitude, __m512 sign)
-{
-    return _mm512_or_ps(magnitude, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign)); /* magnitude >= 0 */
-}
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored \
     "-Wsign-conversion" /* without optimisation GCC's intrinsic is a macro with a cast of -1 */

@@ -7,11 +7,6 @@ typedef uint32x4_t tqkv__codes_neon;
 TQKV__OP float32x4_t tqkv__set1_neon(float x) { return vdupq_n_f32(x); }
 TQKV__OP float32x4_t tqkv__fma_neon(float32x4_t a, float32x4_t b, float32x4_t c) { return vfmaq_f32(c, a, b); }
 TQKV__OP float32x4_t tqkv__max_neon(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
-TQKV__OP float32x4_t tqkv__abs_neon(float32x4_t x) { return vabsq_f32(x); }
-TQKV__OP float32x4_t tqkv__copysign_neon(float32x4_t magnitude, float32x4_t sign)
-{
-    return vbslq_f32(vdupq_n_u32(0x80000000u), sign, magnitude);
-}
 TQKV__OP float32x4_t tqkv__round_neon(float32x4_t x) { return vrndnq_f32(x); }
 TQKV__OP float32x4_t tqkv__exp2_neon(float32x4_t n)
 {
@@ -48,10 +43,6 @@ TQKV__OP void tqkv__add_sums_of_16_neon(const float32x4_t *x, bool add, float *t
     vst1q_f32(to, vaddq_f32(add ? vld1q_f32(to) : vdupq_n_f32(0.0f), vpaddq_f32(pairs[0], pairs[1])));
 }
 TQKV__OP float32x4_t tqkv__load_f16_neon(const uint8_t *p) { return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
-TQKV__OP float32x4_t tqkv__load_bf16_neon(const uint8_t *p)
-{
-    return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vreinterpret_u16_u8(vld1_u8(p))), 16));
-}
 
 TQKV__OP float32x4_t tqkv__rounded_neon(float32x4_t x)
 {
@@ -60,11 +51,6 @@ TQKV__OP float32x4_t tqkv__rounded_neon(float32x4_t x)
 }
 TQKV__OP float32x4_t tqkv__min_neon(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 TQKV__OP float32x4_t tqkv__sqrt_neon(float32x4_t x) { return vsqrtq_f32(x); }
-TQKV__OP float32x4_t tqkv__invert_above_neon(float least, float32x4_t x)
-{
-    const uint32x4_t above = vcgtq_f32(x, vdupq_n_f32(least));
-    return vreinterpretq_f32_u32(vandq_u32(above, vreinterpretq_u32_f32(vdivq_f32(vdupq_n_f32(1.0f), x))));
-}
 TQKV__OP float32x4_t tqkv__flip_neon(float32x4_t x, const uint8_t *signs, int i)
 {
     const int32_t shifts[4] = {31, 30, 29, 28};
@@ -102,13 +88,6 @@ TQKV__OP uint32x4_t tqkv__larger_bits_neon(uint32x4_t largest, float32x4_t x)
 {
     return vmaxq_u32(largest, vreinterpretq_u32_f32(vabsq_f32(x)));
 }
-TQKV__OP float32x4_t tqkv__fold_neon(const int half, float32x4_t v, uint32x4_t *side)
-{
-    v = tqkv__max_neon(v, vdupq_n_f32(-TQKV__FAR));
-    const uint32x4_t positive = vcgtzq_f32(v);
-    *side = vsubq_u32(vdupq_n_u32((uint32_t)half - 1u), positive);
-    return vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(vabsq_f32(v)), positive));
-}
 TQKV__OP uint32x4_t tqkv__truncate_neon(float32x4_t x) { return vcvtq_u32_f32(x); }
 TQKV__OP uint32x4_t tqkv__load_16_neon(const uint8_t *table) { return vreinterpretq_u32_u8(vld1q_u8(table)); }
 TQKV__OP uint32x4_t tqkv__look_up_16_neon(uint32x4_t table, uint32x4_t index)
@@ -120,10 +99,6 @@ TQKV__OP float32x4_t tqkv__look_up_8_neon(const float32x4_t *table, uint32x4_t i
     const uint8x16x2_t entries = {{vreinterpretq_u8_f32(table[0]), vreinterpretq_u8_f32(table[1])}};
     const uint32x4_t bytes = vmlaq_n_u32(vdupq_n_u32(0x03020100u), index, 0x04040404u);
     return vreinterpretq_f32_u8(vqtbl2q_u8(entries, vreinterpretq_u8_u32(bytes)));
-}
-TQKV__OP uint32x4_t tqkv__code_from_neon(uint32x4_t count, float32x4_t bound, float32x4_t w, uint32x4_t side)
-{
-    return veorq_u32(vsubq_u32(count, vcleq_f32(bound, w)), side);
 }
 TQKV__OP float32x4_t tqkv__choose_neon(float32x4_t bound, float32x4_t w, float32x4_t below, float32x4_t above)
 {
@@ -176,10 +151,6 @@ TQKV__OP void tqkv__pack_neon(const int bits, const int low, uint32x4_t codes, u
     memcpy(p, &bytes, sizeof bytes);
 }
 TQKV__OP void tqkv__store_half_neon(uint8_t *p, float32x4_t x) { vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(x))); }
-TQKV__OP void tqkv__store_f16_neon(uint8_t *p, float32x4_t x)
-{
-    tqkv__store_half_neon(p, tqkv__max_neon(tqkv__min_neon(x, vdupq_n_f32(65504.0f)), vdupq_n_f32(-65504.0f)));
-}
 TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 {
     vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(words)));

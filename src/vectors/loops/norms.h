@@ -1,5 +1,20 @@
 /* >>k-norms: sums of squares in 16 strided lanes, as in >>codec, and the norms of rows. */
 
+/* Returns magnitudes, and the next float below where v is positive: then a boundary is below v if it is at most that.
+   side: 1 less than the codes of one sign, or as many */
+TQKV__OP TQKV__VECTOR TQKV__(fold)(const int half, TQKV__VECTOR v, TQKV__(codes) * side)
+{
+    v = TQKV__(max)(v, TQKV__(set1)(-TQKV__FAR));
+    const TQKV__(words) positive = (TQKV__(words))(v > TQKV__(set1)(0.0f));
+    *side = (TQKV__(codes))((uint32_t)(half - 1) - positive);
+    return (TQKV__VECTOR)((TQKV__(words))TQKV__(abs)(v) + positive);
+}
+
+TQKV__OP TQKV__(codes) TQKV__(code_from)(TQKV__(codes) count, TQKV__VECTOR bound, TQKV__VECTOR w, TQKV__(codes) side)
+{
+    return (TQKV__(codes))(((TQKV__(words))count - (TQKV__(words))(bound <= w)) ^ (TQKV__(words))side);
+}
+
 TQKV__OP float TQKV__(sum_of_squares)(const float *x, int n)
 {
     TQKV__VECTOR lanes[16 / TQKV__LANES];

@@ -98,6 +98,12 @@ TQKV__TARGET static void TQKV__(pack_row)(const tqkv__stream *s, const uint8_t *
     if (s->main_bits == 2 && s->upper_bits == 1) TQKV__(pack_field)(1, 2, s->head_dim, codes, upper);
 }
 
+TQKV__OP void TQKV__(store_f16)(uint8_t *p, TQKV__VECTOR x)
+{
+    const TQKV__VECTOR most = TQKV__(set1)(65504.0f);
+    TQKV__(store_half)(p, TQKV__(max)(TQKV__(min)(x, most), -most));
+}
+
 TQKV__OP void TQKV__(store_f16_as)(const tqkv_type type, const void *src, int head_dim, uint8_t *row)
 {
     for (int d = 0; d < head_dim; d += 16) {

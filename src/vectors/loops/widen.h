@@ -1,5 +1,12 @@
 /* >>k-widen: rows of any type as floats, and back; whether their numbers are valid */
 
+TQKV__OP TQKV__VECTOR TQKV__(load_bf16)(const uint8_t *p)
+{
+    uint16_t __attribute__((vector_size(2 * TQKV__LANES))) upper;
+    memcpy(&upper, p, sizeof upper);
+    return (TQKV__VECTOR)(__builtin_convertvector(upper, TQKV__(words)) << 16);
+}
+
 /* Loads LANES values from number i on as floats; type is a constant. */
 TQKV__OP TQKV__VECTOR TQKV__(load_as)(const tqkv_type type, const void *values, int i)
 {
@@ -35,8 +42,7 @@ TQKV__TARGET static void TQKV__(widen)(tqkv_type type, const void *src, const fl
 /* Does what tqkv__invert does, for whole rows. */
 TQKV__TARGET static void TQKV__(invert)(const float *scales, int n, float *inverses)
 {
-    for (int i = 0; i < n; i += TQKV__LANES)
-        TQKV__(store)(inverses + i, TQKV__(invert_above)(0.0f, TQKV__(load)(scales + i)));
+    for (int i = 0; i < n; i += TQKV__LANES) TQKV__(store)(inverses + i, TQKV__(set1)(1.0f) / TQKV__(load)(scales + i));
 }
 
 TQKV__TARGET static void TQKV__(narrow_row)(tqkv_type type, const float *row, int n, void *dst)
