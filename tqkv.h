@@ -6578,7 +6578,6 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_
 #define TQKV__(name)        tqkv__##name##_avx512
 #define TQKV__I(name)       tqkv__i_##name##_avx512
 #define TQKV__S(name)       tqkv__i_##name##_avx512
-#define TQKV__ISA_NAME      "avx512"
 #define TQKV__INTEGER_LANES 16
 #define TQKV__PRODUCTS      4
 #define TQKV__CODE_OFFSET   128
@@ -6794,7 +6793,6 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
 #define TQKV__(name)        tqkv__##name##_avx2
 #define TQKV__I(name)       tqkv__i_##name##_avx2
 #define TQKV__S(name)       tqkv__i_##name##_avx2
-#define TQKV__ISA_NAME      "avx2"
 #define TQKV__INTEGER_LANES 8
 #define TQKV__PRODUCTS      2
 #define TQKV__CODE_OFFSET   128
@@ -6970,7 +6968,6 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 #define TQKV__(name)        tqkv__##name##_neon
 #define TQKV__I(name)       tqkv__i_##name##_neon
 #define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
 #define TQKV__INTEGER_LANES 4
 #define TQKV__PRODUCTS      2
 #define TQKV__CODE_OFFSET   0
@@ -7068,7 +7065,6 @@ TQKV__OP void tqkv__i_value_lanes_dotprod(const uint32x4_t *units, uint32x4_t *x
 #define TQKV__(name)        tqkv__##name##_neon
 #define TQKV__I(name)       tqkv__i_##name##_dotprod
 #define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
 #define TQKV__INTEGER_LANES 4
 #define TQKV__PRODUCTS      4
 #define TQKV__DECODED       1
@@ -7157,7 +7153,6 @@ TQKV__OP void tqkv__i_value_lanes_i8mm(const uint32x4_t *units, tqkv__i_lanes_i8
 #define TQKV__(name)        tqkv__##name##_neon
 #define TQKV__I(name)       tqkv__i_##name##_i8mm
 #define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
 #define TQKV__INTEGER_LANES 4
 #define TQKV__PRODUCTS      8
 #define TQKV__DECODED       1
@@ -8536,12 +8531,6 @@ static bool tqkv__in_order(const int32_t *slot_list, int n)
     return !differs && slot_list[0] >= 0;
 }
 
-static bool tqkv__lies_together(const tqkv__attention *a, const tqkv__ranks *ranks)
-{
-    return tqkv__in_order(ranks->keys, ranks->n) && tqkv__in_order(ranks->values, ranks->n) &&
-           (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
-}
-
 static const tqkv__list *tqkv__list_in_pass(const tqkv__work *w, int pass)
 {
     return pass == TQKV__GONE ? NULL : w->list;
@@ -8570,7 +8559,9 @@ static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, 
     ranks->rank = rank;
     ranks->n = (int)n;
     tqkv__find_slots_of(a, l, ranks);
-    if (scattered) ranks->together = tqkv__lies_together(a, ranks);
+    if (scattered)
+        ranks->together = tqkv__in_order(ranks->keys, ranks->n) && tqkv__in_order(ranks->values, ranks->n) &&
+                          (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
     return rank + n;
 }
 

@@ -1440,12 +1440,13 @@ static void tqkv__plan_key_constants(tqkv_metal_dispatch *d, const tqkv__attenti
 /* Binds scales of the channels of the keys or of their tail, which are of queries in the original basis or, beside
    others, of the centre. The two constants say which. */
 static void tqkv__plan_bind_key_scale(tqkv_metal_dispatch *d, const char *name, int index, const tqkv_metal_store *keys,
-                                      const tqkv__stream *s, bool original, bool center, const int constants[2])
+                                      const tqkv__stream *s, bool original, bool center, int scale_constant,
+                                      int center_constant)
 {
     const bool used = s->head_dim > 0 && (original || center),
                scaled = tqkv__plan_bind_channels(d, name, index, keys->channel_scale, s, used);
-    tqkv__plan_constant(d, constants[0], scaled && original);
-    tqkv__plan_constant(d, constants[1], scaled && !original);
+    tqkv__plan_constant(d, scale_constant, scaled && original);
+    tqkv__plan_constant(d, center_constant, scaled && !original);
 }
 
 /* Names the constants that say which streams have a position in the same slot. */
@@ -1584,11 +1585,11 @@ TQKV_METAL_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan)
 static void tqkv__plan_bind_key_scales(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv_metal_store *keys,
                                        const tqkv_metal_store *tail, bool center, bool tail_center)
 {
-    static const int key_scales[] = {TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED},
-                     tail_scales[] = {TQKV_FC_TAIL_SCALED, TQKV_FC_TAIL_CENTER_SCALED};
     const bool original = a->call.query_basis == TQKV_ORIGINAL;
-    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 17, keys, &a->keys, original, center, key_scales);
-    tqkv__plan_bind_key_scale(d, "tail's channel_scale", 18, tail, &a->tail, original, tail_center, tail_scales);
+    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 17, keys, &a->keys, original, center, TQKV_FC_SCALED,
+                              TQKV_FC_CENTER_SCALED);
+    tqkv__plan_bind_key_scale(d, "tail's channel_scale", 18, tail, &a->tail, original, tail_center, TQKV_FC_TAIL_SCALED,
+                              TQKV_FC_TAIL_CENTER_SCALED);
 }
 
 static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
@@ -2673,7 +2674,6 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
                              tqkv_metal_buffer q, tqkv_metal_buffer scores, tqkv_metal_dispatch *d)
 {
     const tqkv__attention *a = &x->a;
-    static const int scales[] = {TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED};
     const size_t n_queries = (size_t)a->call.n_queries, head_dim = (size_t)a->key_dim;
     const int columns = a->call.n_heads < TQKV__INDEX_COLUMNS ? a->call.n_heads : TQKV__INDEX_COLUMNS;
     const size_t matrices = TQKV__MATRICES(columns);
@@ -2687,7 +2687,7 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     tqkv__plan_bind_pages(d, "keys' pages", 7, from->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_key_constants(d, a, center, false);
     tqkv__plan_bind_key_scale(d, "keys' channel_scale", 8, from->keys, &a->keys, a->call.query_basis == TQKV_ORIGINAL,
-                              center, scales);
+                              center, TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED);
     tqkv__plan_constant(d, TQKV_FC_TAIL_SCALED, false);
     tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER_SCALED, false);
     tqkv__plan_constant(d, TQKV_FC_HALVES, TQKV__ALL_POSITIONS);

@@ -96,12 +96,6 @@ static bool tqkv__in_order(const int32_t *slot_list, int n)
     return !differs && slot_list[0] >= 0;
 }
 
-static bool tqkv__lies_together(const tqkv__attention *a, const tqkv__ranks *ranks)
-{
-    return tqkv__in_order(ranks->keys, ranks->n) && tqkv__in_order(ranks->values, ranks->n) &&
-           (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
-}
-
 static const tqkv__list *tqkv__list_in_pass(const tqkv__work *w, int pass)
 {
     return pass == TQKV__GONE ? NULL : w->list;
@@ -130,7 +124,9 @@ static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, 
     ranks->rank = rank;
     ranks->n = (int)n;
     tqkv__find_slots_of(a, l, ranks);
-    if (scattered) ranks->together = tqkv__lies_together(a, ranks);
+    if (scattered)
+        ranks->together = tqkv__in_order(ranks->keys, ranks->n) && tqkv__in_order(ranks->values, ranks->n) &&
+                          (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
     return rank + n;
 }
 

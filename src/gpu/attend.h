@@ -129,12 +129,13 @@ static void tqkv__plan_key_constants(tqkv_metal_dispatch *d, const tqkv__attenti
 /* Binds scales of the channels of the keys or of their tail, which are of queries in the original basis or, beside
    others, of the centre. The two constants say which. */
 static void tqkv__plan_bind_key_scale(tqkv_metal_dispatch *d, const char *name, int index, const tqkv_metal_store *keys,
-                                      const tqkv__stream *s, bool original, bool center, const int constants[2])
+                                      const tqkv__stream *s, bool original, bool center, int scale_constant,
+                                      int center_constant)
 {
     const bool used = s->head_dim > 0 && (original || center),
                scaled = tqkv__plan_bind_channels(d, name, index, keys->channel_scale, s, used);
-    tqkv__plan_constant(d, constants[0], scaled && original);
-    tqkv__plan_constant(d, constants[1], scaled && !original);
+    tqkv__plan_constant(d, scale_constant, scaled && original);
+    tqkv__plan_constant(d, center_constant, scaled && !original);
 }
 
 /* Names the constants that say which streams have a position in the same slot. */
@@ -273,11 +274,11 @@ TQKV_METAL_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan)
 static void tqkv__plan_bind_key_scales(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv_metal_store *keys,
                                        const tqkv_metal_store *tail, bool center, bool tail_center)
 {
-    static const int key_scales[] = {TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED},
-                     tail_scales[] = {TQKV_FC_TAIL_SCALED, TQKV_FC_TAIL_CENTER_SCALED};
     const bool original = a->call.query_basis == TQKV_ORIGINAL;
-    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 17, keys, &a->keys, original, center, key_scales);
-    tqkv__plan_bind_key_scale(d, "tail's channel_scale", 18, tail, &a->tail, original, tail_center, tail_scales);
+    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 17, keys, &a->keys, original, center, TQKV_FC_SCALED,
+                              TQKV_FC_CENTER_SCALED);
+    tqkv__plan_bind_key_scale(d, "tail's channel_scale", 18, tail, &a->tail, original, tail_center, TQKV_FC_TAIL_SCALED,
+                              TQKV_FC_TAIL_CENTER_SCALED);
 }
 
 static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,

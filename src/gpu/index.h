@@ -57,7 +57,6 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
                              tqkv_metal_buffer q, tqkv_metal_buffer scores, tqkv_metal_dispatch *d)
 {
     const tqkv__attention *a = &x->a;
-    static const int scales[] = {TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED};
     const size_t n_queries = (size_t)a->call.n_queries, head_dim = (size_t)a->key_dim;
     const int columns = a->call.n_heads < TQKV__INDEX_COLUMNS ? a->call.n_heads : TQKV__INDEX_COLUMNS;
     const size_t matrices = TQKV__MATRICES(columns);
@@ -71,7 +70,7 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     tqkv__plan_bind_pages(d, "keys' pages", 7, from->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_key_constants(d, a, center, false);
     tqkv__plan_bind_key_scale(d, "keys' channel_scale", 8, from->keys, &a->keys, a->call.query_basis == TQKV_ORIGINAL,
-                              center, scales);
+                              center, TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED);
     tqkv__plan_constant(d, TQKV_FC_TAIL_SCALED, false);
     tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER_SCALED, false);
     tqkv__plan_constant(d, TQKV_FC_HALVES, TQKV__ALL_POSITIONS);

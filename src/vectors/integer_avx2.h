@@ -204,7 +204,6 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
 #define TQKV__(name)        tqkv__##name##_avx2
 #define TQKV__I(name)       tqkv__i_##name##_avx2
 #define TQKV__S(name)       tqkv__i_##name##_avx2
-#define TQKV__ISA_NAME      "avx2"
 #define TQKV__INTEGER_LANES 8
 #define TQKV__PRODUCTS      2
 #define TQKV__CODE_OFFSET   128

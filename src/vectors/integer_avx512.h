@@ -187,7 +187,6 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_
 #define TQKV__(name)        tqkv__##name##_avx512
 #define TQKV__I(name)       tqkv__i_##name##_avx512
 #define TQKV__S(name)       tqkv__i_##name##_avx512
-#define TQKV__ISA_NAME      "avx512"
 #define TQKV__INTEGER_LANES 16
 #define TQKV__PRODUCTS      4
 #define TQKV__CODE_OFFSET   128

@@ -161,7 +161,6 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 #define TQKV__(name)        tqkv__##name##_neon
 #define TQKV__I(name)       tqkv__i_##name##_neon
 #define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
 #define TQKV__INTEGER_LANES 4
 #define TQKV__PRODUCTS      2
 #define TQKV__CODE_OFFSET   0
@@ -259,7 +258,6 @@ TQKV__OP void tqkv__i_value_lanes_dotprod(const uint32x4_t *units, uint32x4_t *x
 #define TQKV__(name)        tqkv__##name##_neon
 #define TQKV__I(name)       tqkv__i_##name##_dotprod
 #define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
 #define TQKV__INTEGER_LANES 4
 #define TQKV__PRODUCTS      4
 #define TQKV__DECODED       1
@@ -348,7 +346,6 @@ TQKV__OP void tqkv__i_value_lanes_i8mm(const uint32x4_t *units, tqkv__i_lanes_i8
 #define TQKV__(name)        tqkv__##name##_neon
 #define TQKV__I(name)       tqkv__i_##name##_i8mm
 #define TQKV__S(name)       tqkv__i_##name##_neon
-#define TQKV__ISA_NAME      "neon"
 #define TQKV__INTEGER_LANES 4
 #define TQKV__PRODUCTS      8
 #define TQKV__DECODED       1
