@@ -3289,34 +3289,30 @@ typedef struct tqkv__queries {
     int n, group;
 } tqkv__queries;
 
-/* Loads a row to learn from, less a centre or NULL: of the caller or, where src is NULL, of a store. row: [head_dim] */
-static void tqkv__load_learnt(const tqkv__stream *s, const void *src, int t, int head, const float *center, float *row)
-{
-    if (src) {
-        const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)head);
-        tqkv__codec_for(s->head_dim)->widen(s->type, at, center, NULL, s->head_dim, row);
-        return;
-    }
-    tqkv__read_row(s, head, t, row);
-    for (int d = 0; center && d < s->head_dim; d++) row[d] = TQKV__AS_FLOAT(row[d] - center[d]);
-}
-
 /* Finds the mean over rows of n positions, or that of the squares, of the differences from a centre, unless that is
-   NULL: one float a channel, rows in order; zeros of none. counted: [n], NULL: all; means: [head_dim] */
+   NULL: one float a channel, rows in order; zeros of none. src: the caller's rows, or NULL: those of a store; counted:
+   [n], or NULL: all; means: [head_dim] */
 static TQKV__NOINLINE void tqkv__channel_means(const tqkv__stream *s, const void *src, const uint8_t *counted, int n,
                                                int first_head, int n_heads, const float *center, bool squared,
                                                float *means)
 {
     float row[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     int n_counted = 0;
     memset(means, 0, (size_t)s->head_dim * sizeof(float));
     for (int t = 0; t < n; t++) {
         if (counted && !counted[t]) continue;
         n_counted++;
         for (int h = first_head; h < first_head + n_heads; h++) {
-            tqkv__load_learnt(s, src, t, h, center, row);
-            for (int d = 0; d < s->head_dim; d++)
-                means[d] = TQKV__AS_FLOAT(means[d] + (squared ? tqkv__rounded(row[d] * row[d]) : row[d]));
+            const void *at = src ? tqkv__source_row(s, src, (size_t)t, (size_t)h) : NULL;
+            if (at)
+                codec->widen(s->type, at, NULL, NULL, s->head_dim, row);
+            else
+                tqkv__read_row(s, h, t, row);
+            for (int d = 0; d < s->head_dim; d++) {
+                const float x = center ? TQKV__AS_FLOAT(row[d] - center[d]) : row[d];
+                means[d] = TQKV__AS_FLOAT(means[d] + (squared ? tqkv__rounded(x * x) : x));
+            }
         }
     }
     const volatile float by = n_counted ? (float)n_counted * (float)n_heads : 1.0f; /* see tqkv__norm_i8 */
@@ -5395,17 +5391,6 @@ static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int,
 /* Sixteens of dimensions whose integers registers keep for so many rows */
 #define TQKV__KEPT(rows) (TQKV__INTEGER_LANES == 16 && (rows) > 2 ? 2 : 4)
 
-TQKV__OP void TQKV__I(load_rows)(const int rows, const TQKV__I(product) * p, int dim, int d, TQKV__I(row) (*q)[4])
-{
-    const int kept = TQKV__KEPT(rows);
-    TQKV__UNROLL
-    for (int r = 0; r < rows; r++) {
-        TQKV__UNROLL
-        for (int k = 0; k < kept; k++)
-            q[r][k] = TQKV__I(load_row)(p->rows + (size_t)(r * p->row_floats) * sizeof(float), dim, d + 16 * k);
-    }
-}
-
 /* Adds the products of a unit of positions with the dimensions of a pass. format and rows are constants. */
 TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const TQKV__S(chunk) * chunk,
                                 const TQKV__S(raw) * raw, int left, TQKV__I(row) (*q)[4], TQKV__I(sum) * sums)
@@ -5425,11 +5410,15 @@ TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const 
 TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
                                    const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
 {
-    const int left = a->dim - d < 16 * TQKV__KEPT(rows) ? a->dim - d : 16 * TQKV__KEPT(rows);
+    const int kept = TQKV__KEPT(rows), left = a->dim - d < 16 * kept ? a->dim - d : 16 * kept;
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
     TQKV__S(request) request = TQKV__S(open_request)(format, a, TQKV__POSITIONS, 0, d, left);
-    TQKV__I(load_rows)(rows, p, a->dim, d, q);
+    TQKV__UNROLL
+    for (int i = 0; i < rows * kept; i++) {
+        const int r = i / kept, k = i % kept;
+        q[r][k] = TQKV__I(load_row)(p->rows + (size_t)(r * p->row_floats) * sizeof(float), a->dim, d + 16 * k);
+    }
     for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
         TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
         TQKV__ROLLED
@@ -10878,18 +10867,6 @@ typedef struct tqkv__cut_call {
     int n_requests, n_raw;
 } tqkv__cut_call;
 
-/* Checks the arrays of all queries together: a request looks at its own queries and stores alone. */
-static TQKV__NOINLINE tqkv_result tqkv__check_whole(const tqkv_cache *c, const void *q, int n_queries, const void *out)
-{
-    tqkv__attention a;
-    tqkv_attention whole = c->attention;
-    whole.n_queries = n_queries;
-    tqkv_result r = tqkv__attention_shape(&whole, &a);
-    if (r == TQKV_OK) r = tqkv__check_q_out(&a, q, out);
-    if (r == TQKV_OK && tqkv__in_cache(c, out, a.out_size)) r = TQKV__INVALID("out overlaps the cache");
-    return r;
-}
-
 static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const void *q, int n_queries, void *out, tqkv__cut_call *cut)
 {
     tqkv__attention *a = &cut->a[0];
@@ -10918,9 +10895,14 @@ static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const void *q, int n_que
 static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const void *q, int n_queries, void *out)
 {
     tqkv__cut_call cut;
+    tqkv_attention whole = c->attention;
+    whole.n_queries = n_queries;
     cut.n_requests = 0;
     cut.n_raw = tqkv__raw_queries(c, n_queries);
-    tqkv_result r = tqkv__check_whole(c, q, n_queries, out);
+    /* A request looks at its own queries and stores alone. */
+    tqkv_result r = tqkv__attention_shape(&whole, &cut.a[0]);
+    if (r == TQKV_OK) r = tqkv__check_q_out(&cut.a[0], q, out);
+    if (r == TQKV_OK && tqkv__in_cache(c, out, cut.a[0].out_size)) r = TQKV__INVALID("out overlaps the cache");
     if (r == TQKV_OK && cut.n_raw && !c->raw[0].codes) r = TQKV__REFUSE(OUT_OF_RANGE, TQKV__NO_RAW);
     if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, q, n_queries, out, &cut);
     if (r == TQKV_OK && cut.n_raw < n_queries) r = tqkv__cut_coded(c, q, n_queries, out, &cut);

@@ -318,18 +318,6 @@ typedef struct tqkv__cut_call {
     int n_requests, n_raw;
 } tqkv__cut_call;
 
-/* Checks the arrays of all queries together: a request looks at its own queries and stores alone. */
-static TQKV__NOINLINE tqkv_result tqkv__check_whole(const tqkv_cache *c, const void *q, int n_queries, const void *out)
-{
-    tqkv__attention a;
-    tqkv_attention whole = c->attention;
-    whole.n_queries = n_queries;
-    tqkv_result r = tqkv__attention_shape(&whole, &a);
-    if (r == TQKV_OK) r = tqkv__check_q_out(&a, q, out);
-    if (r == TQKV_OK && tqkv__in_cache(c, out, a.out_size)) r = TQKV__INVALID("out overlaps the cache");
-    return r;
-}
-
 static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const void *q, int n_queries, void *out, tqkv__cut_call *cut)
 {
     tqkv__attention *a = &cut->a[0];
@@ -358,9 +346,14 @@ static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const void *q, int n_que
 static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const void *q, int n_queries, void *out)
 {
     tqkv__cut_call cut;
+    tqkv_attention whole = c->attention;
+    whole.n_queries = n_queries;
     cut.n_requests = 0;
     cut.n_raw = tqkv__raw_queries(c, n_queries);
-    tqkv_result r = tqkv__check_whole(c, q, n_queries, out);
+    /* A request looks at its own queries and stores alone. */
+    tqkv_result r = tqkv__attention_shape(&whole, &cut.a[0]);
+    if (r == TQKV_OK) r = tqkv__check_q_out(&cut.a[0], q, out);
+    if (r == TQKV_OK && tqkv__in_cache(c, out, cut.a[0].out_size)) r = TQKV__INVALID("out overlaps the cache");
     if (r == TQKV_OK && cut.n_raw && !c->raw[0].codes) r = TQKV__REFUSE(OUT_OF_RANGE, TQKV__NO_RAW);
     if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, q, n_queries, out, &cut);
     if (r == TQKV_OK && cut.n_raw < n_queries) r = tqkv__cut_coded(c, q, n_queries, out, &cut);

@@ -12,34 +12,30 @@ typedef struct tqkv__queries {
     int n, group;
 } tqkv__queries;
 
-/* Loads a row to learn from, less a centre or NULL: of the caller or, where src is NULL, of a store. row: [head_dim] */
-static void tqkv__load_learnt(const tqkv__stream *s, const void *src, int t, int head, const float *center, float *row)
-{
-    if (src) {
-        const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)head);
-        tqkv__codec_for(s->head_dim)->widen(s->type, at, center, NULL, s->head_dim, row);
-        return;
-    }
-    tqkv__read_row(s, head, t, row);
-    for (int d = 0; center && d < s->head_dim; d++) row[d] = TQKV__AS_FLOAT(row[d] - center[d]);
-}
-
 /* Finds the mean over rows of n positions, or that of the squares, of the differences from a centre, unless that is
-   NULL: one float a channel, rows in order; zeros of none. counted: [n], NULL: all; means: [head_dim] */
+   NULL: one float a channel, rows in order; zeros of none. src: the caller's rows, or NULL: those of a store; counted:
+   [n], or NULL: all; means: [head_dim] */
 static TQKV__NOINLINE void tqkv__channel_means(const tqkv__stream *s, const void *src, const uint8_t *counted, int n,
                                                int first_head, int n_heads, const float *center, bool squared,
                                                float *means)
 {
     float row[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     int n_counted = 0;
     memset(means, 0, (size_t)s->head_dim * sizeof(float));
     for (int t = 0; t < n; t++) {
         if (counted && !counted[t]) continue;
         n_counted++;
         for (int h = first_head; h < first_head + n_heads; h++) {
-            tqkv__load_learnt(s, src, t, h, center, row);
-            for (int d = 0; d < s->head_dim; d++)
-                means[d] = TQKV__AS_FLOAT(means[d] + (squared ? tqkv__rounded(row[d] * row[d]) : row[d]));
+            const void *at = src ? tqkv__source_row(s, src, (size_t)t, (size_t)h) : NULL;
+            if (at)
+                codec->widen(s->type, at, NULL, NULL, s->head_dim, row);
+            else
+                tqkv__read_row(s, h, t, row);
+            for (int d = 0; d < s->head_dim; d++) {
+                const float x = center ? TQKV__AS_FLOAT(row[d] - center[d]) : row[d];
+                means[d] = TQKV__AS_FLOAT(means[d] + (squared ? tqkv__rounded(x * x) : x));
+            }
         }
     }
     const volatile float by = n_counted ? (float)n_counted * (float)n_heads : 1.0f; /* see tqkv__norm_i8 */
