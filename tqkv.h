@@ -2697,12 +2697,6 @@ static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
 }
 
-/* Some heads of a stream at work: [first, first + n). inverses: theirs, [n][head_dim], or NULL */
-typedef struct tqkv__heads {
-    int first, n;
-    const float *inverses;
-} tqkv__heads;
-
 /* Tokens [from, to) of src; src[0] is for `position`. halves: a ring of halves that takes what remains in it of the
    tokens up to `end`, too, or NULL */
 typedef struct tqkv__tokens {
@@ -2712,8 +2706,9 @@ typedef struct tqkv__tokens {
     int64_t position, end;
 } tqkv__tokens;
 
-static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__heads *heads,
-                               const tqkv__tokens *tokens)
+/* Encodes tokens of the heads [first, first + n_heads); inverses: theirs, [n_heads][head_dim], or NULL */
+static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, int first, int n_heads,
+                               const float *inverses, const tqkv__tokens *tokens)
 {
     enum { batch = 32 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
@@ -2726,11 +2721,11 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
         const bool half = halves && tokens->end - position <= halves->capacity;
         const int half_slot = half ? tqkv__slot(halves, position) : 0;
         if (slot >= 0)
-            for (int i = 0; i < heads->n; i++) {
-                const int h = heads->first + i;
+            for (int i = 0; i < n_heads; i++) {
+                const int h = first + i;
                 rows[n].src = tqkv__source_row(s, tokens->src, (size_t)t, (size_t)h);
                 rows[n].center = tqkv__center_of(s, h);
-                rows[n].inverses = tqkv__of_head(s, heads->inverses, i);
+                rows[n].inverses = tqkv__of_head(s, inverses, i);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
                 rows[n].factors = NULL;
@@ -2752,9 +2747,8 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *token
     tqkv__quantiser q;
     if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
     for (int h = 0; h < s->n_kv_heads; h += most) {
-        tqkv__heads heads = {h, s->n_kv_heads - h < most ? s->n_kv_heads - h : most, NULL};
-        heads.inverses = tqkv__inverses_of(s, h, heads.n, room);
-        tqkv__encode_heads(s, &q, &heads, tokens);
+        const int n = s->n_kv_heads - h < most ? s->n_kv_heads - h : most;
+        tqkv__encode_heads(s, &q, h, n, tqkv__inverses_of(s, h, n, room), tokens);
     }
     tqkv__fp_restore(mode);
 }
@@ -3048,14 +3042,13 @@ static bool tqkv__same_channels(const tqkv__stream *s, const float *a, const flo
     return a == b || (a && b && memcmp(a, b, tqkv__center_size(s)) == 0);
 }
 
-static bool tqkv__same_center(const tqkv__stream *a, const tqkv__stream *b)
+static tqkv_result tqkv__check_channels_match(const tqkv__stream *a, const tqkv__stream *b)
 {
-    return tqkv__same_channels(a, a->center, b->center);
-}
-
-static bool tqkv__same_scale(const tqkv__stream *a, const tqkv__stream *b)
-{
-    return tqkv__same_channels(a, a->channel_scale, b->channel_scale);
+    if (!tqkv__same_channels(a, a->center, b->center))
+        return TQKV__INVALID("center: that of a store or slice is not that of the other");
+    if (!tqkv__same_channels(a, a->channel_scale, b->channel_scale))
+        return TQKV__INVALID("channel_scale: that of a store or slice is not that of the other");
+    return TQKV_OK;
 }
 
 TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, const tqkv_store *from_store,
@@ -3069,8 +3062,7 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
         return TQKV__INVALID("the stores differ in head_dim or n_kv_heads");
     if (to->rotated != from->rotated && to->kind != TQKV__HALF && from->kind != TQKV__HALF)
         return TQKV__INVALID("rotation: the stores differ in it");
-    if (!tqkv__same_center(to, from)) return TQKV__INVALID("center: the stores differ in it");
-    if (!tqkv__same_scale(to, from)) return TQKV__INVALID("channel_scale: the stores differ in it");
+    if ((r = tqkv__check_channels_match(to, from)) != TQKV_OK) return r;
     if (n && !tqkv__stays_apart(to, from, position, n))
         return TQKV__INVALID("`to` overlaps `from`, other than in pages of its own or with shorter rows in place");
     for (int p = 0; p < n && !tqkv__same_rows(to, from); p++)
@@ -7484,10 +7476,7 @@ static TQKV__NOINLINE tqkv_result tqkv__check_beside(const tqkv__stream *stream,
 {
     if (s->head_dim != stream->head_dim || s->n_kv_heads != stream->n_kv_heads)
         return TQKV__INVALID("first, last: a store of other head_dim or n_kv_heads than its stream");
-    if (!tqkv__same_center(s, stream)) return TQKV__INVALID("first, last: a store with another centre than its stream");
-    if (!tqkv__same_scale(s, stream))
-        return TQKV__INVALID("first, last: a store with another channel_scale than its stream");
-    return TQKV_OK;
+    return tqkv__check_channels_match(s, stream);
 }
 
 /* Checks the store that holds positions [low, high) of a stream as halves. */
@@ -9423,10 +9412,7 @@ static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv
         src->call.n_queries != a->call.n_queries)
         return TQKV__INVALID("the slices differ in the values' head_dim, n_heads or n_queries");
     if (src->n_kv_heads != a->n_kv_heads) return TQKV__INVALID("the slices differ in n_kv_heads");
-    if (!tqkv__same_scale(&a->values, &src->values))
-        return TQKV__INVALID("the slices differ in the values' channel_scale");
-    return tqkv__same_center(&a->values, &src->values) ? TQKV_OK
-                                                       : TQKV__INVALID("the slices differ in the values' centre");
+    return tqkv__check_channels_match(&a->values, &src->values);
 }
 
 static tqkv_result tqkv__slice_shape(const tqkv_attention *attention, tqkv__attention *a)

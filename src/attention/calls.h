@@ -230,10 +230,7 @@ static tqkv_result tqkv__check_slices_match(const tqkv__attention *a, const tqkv
         src->call.n_queries != a->call.n_queries)
         return TQKV__INVALID("the slices differ in the values' head_dim, n_heads or n_queries");
     if (src->n_kv_heads != a->n_kv_heads) return TQKV__INVALID("the slices differ in n_kv_heads");
-    if (!tqkv__same_scale(&a->values, &src->values))
-        return TQKV__INVALID("the slices differ in the values' channel_scale");
-    return tqkv__same_center(&a->values, &src->values) ? TQKV_OK
-                                                       : TQKV__INVALID("the slices differ in the values' centre");
+    return tqkv__check_channels_match(&a->values, &src->values);
 }
 
 static tqkv_result tqkv__slice_shape(const tqkv_attention *attention, tqkv__attention *a)

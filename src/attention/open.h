@@ -166,10 +166,7 @@ static TQKV__NOINLINE tqkv_result tqkv__check_beside(const tqkv__stream *stream,
 {
     if (s->head_dim != stream->head_dim || s->n_kv_heads != stream->n_kv_heads)
         return TQKV__INVALID("first, last: a store of other head_dim or n_kv_heads than its stream");
-    if (!tqkv__same_center(s, stream)) return TQKV__INVALID("first, last: a store with another centre than its stream");
-    if (!tqkv__same_scale(s, stream))
-        return TQKV__INVALID("first, last: a store with another channel_scale than its stream");
-    return TQKV_OK;
+    return tqkv__check_channels_match(s, stream);
 }
 
 /* Checks the store that holds positions [low, high) of a stream as halves. */

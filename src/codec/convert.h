@@ -87,14 +87,13 @@ static bool tqkv__same_channels(const tqkv__stream *s, const float *a, const flo
     return a == b || (a && b && memcmp(a, b, tqkv__center_size(s)) == 0);
 }
 
-static bool tqkv__same_center(const tqkv__stream *a, const tqkv__stream *b)
+static tqkv_result tqkv__check_channels_match(const tqkv__stream *a, const tqkv__stream *b)
 {
-    return tqkv__same_channels(a, a->center, b->center);
-}
-
-static bool tqkv__same_scale(const tqkv__stream *a, const tqkv__stream *b)
-{
-    return tqkv__same_channels(a, a->channel_scale, b->channel_scale);
+    if (!tqkv__same_channels(a, a->center, b->center))
+        return TQKV__INVALID("center: that of a store or slice is not that of the other");
+    if (!tqkv__same_channels(a, a->channel_scale, b->channel_scale))
+        return TQKV__INVALID("channel_scale: that of a store or slice is not that of the other");
+    return TQKV_OK;
 }
 
 TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, const tqkv_store *from_store,
@@ -108,8 +107,7 @@ TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, con
         return TQKV__INVALID("the stores differ in head_dim or n_kv_heads");
     if (to->rotated != from->rotated && to->kind != TQKV__HALF && from->kind != TQKV__HALF)
         return TQKV__INVALID("rotation: the stores differ in it");
-    if (!tqkv__same_center(to, from)) return TQKV__INVALID("center: the stores differ in it");
-    if (!tqkv__same_scale(to, from)) return TQKV__INVALID("channel_scale: the stores differ in it");
+    if ((r = tqkv__check_channels_match(to, from)) != TQKV_OK) return r;
     if (n && !tqkv__stays_apart(to, from, position, n))
         return TQKV__INVALID("`to` overlaps `from`, other than in pages of its own or with shorter rows in place");
     for (int p = 0; p < n && !tqkv__same_rows(to, from); p++)

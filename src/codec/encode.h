@@ -54,12 +54,6 @@ static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
 }
 
-/* Some heads of a stream at work: [first, first + n). inverses: theirs, [n][head_dim], or NULL */
-typedef struct tqkv__heads {
-    int first, n;
-    const float *inverses;
-} tqkv__heads;
-
 /* Tokens [from, to) of src; src[0] is for `position`. halves: a ring of halves that takes what remains in it of the
    tokens up to `end`, too, or NULL */
 typedef struct tqkv__tokens {
@@ -69,8 +63,9 @@ typedef struct tqkv__tokens {
     int64_t position, end;
 } tqkv__tokens;
 
-static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, const tqkv__heads *heads,
-                               const tqkv__tokens *tokens)
+/* Encodes tokens of the heads [first, first + n_heads); inverses: theirs, [n_heads][head_dim], or NULL */
+static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, int first, int n_heads,
+                               const float *inverses, const tqkv__tokens *tokens)
 {
     enum { batch = 32 };
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
@@ -83,11 +78,11 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
         const bool half = halves && tokens->end - position <= halves->capacity;
         const int half_slot = half ? tqkv__slot(halves, position) : 0;
         if (slot >= 0)
-            for (int i = 0; i < heads->n; i++) {
-                const int h = heads->first + i;
+            for (int i = 0; i < n_heads; i++) {
+                const int h = first + i;
                 rows[n].src = tqkv__source_row(s, tokens->src, (size_t)t, (size_t)h);
                 rows[n].center = tqkv__center_of(s, h);
-                rows[n].inverses = tqkv__of_head(s, heads->inverses, i);
+                rows[n].inverses = tqkv__of_head(s, inverses, i);
                 rows[n].codes = tqkv__codes_at(s, h, slot);
                 rows[n].norms = tqkv__norms_at(s, h, slot);
                 rows[n].factors = NULL;
@@ -109,9 +104,8 @@ static void tqkv__encode_tokens(const tqkv__stream *s, const tqkv__tokens *token
     tqkv__quantiser q;
     if (s->kind == TQKV__BOOK) tqkv__quantiser_open(s, &q);
     for (int h = 0; h < s->n_kv_heads; h += most) {
-        tqkv__heads heads = {h, s->n_kv_heads - h < most ? s->n_kv_heads - h : most, NULL};
-        heads.inverses = tqkv__inverses_of(s, h, heads.n, room);
-        tqkv__encode_heads(s, &q, &heads, tokens);
+        const int n = s->n_kv_heads - h < most ? s->n_kv_heads - h : most;
+        tqkv__encode_heads(s, &q, h, n, tqkv__inverses_of(s, h, n, room), tokens);
     }
     tqkv__fp_restore(mode);
 }
