@@ -54,6 +54,33 @@ T *device_array(size_t n)
     return (T *)device_memory(n * sizeof(T) + 16); // never empty
 }
 
+// The array on the host, after all work.
+template <class T>
+std::vector<T> on_host(const T *array, size_t n)
+{
+    std::vector<T> copy(n);
+    CUDA(cudaStreamSynchronize(stream));
+    CUDA(cudaMemcpy(copy.data(), array, n * sizeof(T), cudaMemcpyDeviceToHost));
+    return copy;
+}
+
+// Whether so many copies, of so many bytes together, are too few: one call's must not be in the L2 for the next.
+inline bool needs_copies(double bytes, size_t copies)
+{
+    return bytes < (double)SEVERAL_CACHES && copies < (opt.list || opt.check ? 1 : 64);
+}
+
+inline tqkv_attention attention_over(const tqkv_store &keys, const tqkv_store &values, int n_heads, int n_queries)
+{
+    tqkv_attention a = {};
+    a.keys = &keys;
+    a.values = &values;
+    a.n_heads = n_heads;
+    a.n_queries = n_queries;
+    a.end = keys.capacity;
+    return a;
+}
+
 // ---- Time and errors ----
 
 // Microseconds of one call. call(i) uses copy i of the data.

@@ -32,13 +32,7 @@ bool gains_at_two(const tqkv_store &s) { return (s.format == TQKV_TQ4 || s.forma
 
 void plan_attention(const attention &a, const tqkv_store &keys, const tqkv_store &values, tqkv_metal_dispatch d[2])
 {
-    tqkv_attention call = {};
-    call.keys = &keys;
-    call.values = &values;
-    call.n_heads = a.shape.group * N_KV_HEADS;
-    call.n_queries = a.shape.n_queries;
-    call.end = a.shape.positions;
-    gpu_attention planned(call);
+    gpu_attention planned(attention_over(keys, values, a.shape.group * N_KV_HEADS, a.shape.n_queries));
     planned.metal.matrix_group = gains_at_two(keys) && gains_at_two(values) ? 2 : 0;
     tqkv_metal_plan plan;
     check_plan(tqkv_metal_plan_attend(&planned.metal, gpu_buffer(a.q), gpu_buffer(nullptr), gpu_buffer(a.out), &plan));
@@ -109,8 +103,8 @@ void attend(const attention &a, const tqkv_store &keys, const tqkv_store &values
 std::vector<float> rows_of_head(const attention &a, const float *from)
 {
     const size_t d = (size_t)a.shape.head_dim, group = (size_t)a.shape.group;
-    std::vector<float> all((size_t)a.n_rows * d), rows;
-    CUDA(cudaMemcpy(all.data(), from, all.size() * sizeof(float), cudaMemcpyDeviceToHost));
+    const std::vector<float> all = on_host(from, (size_t)a.n_rows * d);
+    std::vector<float> rows;
     for (size_t query = 0; query < (size_t)a.shape.n_queries; query++) {
         const float *row = &all[(query * N_KV_HEADS + CHECKED_HEAD) * group * d];
         rows.insert(rows.end(), row, row + group * d);
@@ -124,14 +118,8 @@ void check_attention(const attention &a, const tqkv_store &keys, const tqkv_stor
     std::vector<char> key_codes, value_codes;
     std::vector<float> key_norms, value_norms;
     tqkv_store k = head_on_host(keys, key_codes, key_norms), v = head_on_host(values, value_codes, value_norms);
-    tqkv_attention c = {};
-    c.keys = &k;
-    c.values = &v;
-    c.n_heads = a.shape.group;
-    c.n_queries = a.shape.n_queries;
-    c.end = a.shape.positions;
+    const tqkv_attention c = attention_over(k, v, a.shape.group, a.shape.n_queries);
     attend(a, keys, values);
-    CUDA(cudaStreamSynchronize(stream));
     std::vector<float> q = rows_of_head(a, a.q), got = rows_of_head(a, a.out), expected(q.size());
     check_plan(tqkv_attend(&c, q.data(), expected.data()));
     report_error(shape_name(a.shape), got, expected, (size_t)a.shape.head_dim, c);
@@ -175,7 +163,7 @@ void bench_attention(tqkv_format key_format, tqkv_format value_format, int head_
     if (shapes.empty()) return;
     std::vector<tqkv_store> keys, values;
     double bytes = 0.0;
-    while (bytes < (double)SEVERAL_CACHES && keys.size() < (opt.list || opt.check ? 1 : 64)) {
+    while (needs_copies(bytes, keys.size())) {
         keys.push_back(make_stream(key_format, head_dim, positions));
         values.push_back(make_stream(value_format, head_dim, positions));
         if (scaled) scale_stream(keys.back());
@@ -322,14 +310,11 @@ void check_batch(const std::string &name, const batch_memory &m, const std::func
                  const std::function<void()> &all)
 {
     const size_t n = m.row * SEQUENCES;
-    std::vector<float> alone(n), together(n);
     loop();
-    CUDA(cudaStreamSynchronize(stream));
-    CUDA(cudaMemcpy(alone.data(), m.out, n * sizeof(float), cudaMemcpyDeviceToHost));
+    const std::vector<float> alone = on_host(m.out, n);
     CUDA(cudaMemset(m.out, 0xff, n * sizeof(float)));
     all();
-    CUDA(cudaStreamSynchronize(stream));
-    CUDA(cudaMemcpy(together.data(), m.out, n * sizeof(float), cudaMemcpyDeviceToHost));
+    const std::vector<float> together = on_host(m.out, n);
     const bool same = !memcmp(alone.data(), together.data(), n * sizeof(float));
     printf("%s %s\n", same ? "same_bits" : "WRONG", name.c_str());
     n_wrong += !same;

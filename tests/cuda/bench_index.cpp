@@ -70,7 +70,7 @@ index_memory make_index(tqkv_format format)
 {
     index_memory m = {};
     double bytes = 0.0;
-    while (bytes < (double)SEVERAL_CACHES && m.keys.size() < (opt.list || opt.check ? 1 : 64)) {
+    while (needs_copies(bytes, m.keys.size())) {
         m.keys.push_back(make_stream(format, 128, INDEX_KEYS, 1));
         fill_stream(m.keys.back(), 50 + (uint32_t)m.keys.size());
         bytes += stored_bytes(m.keys.back());
@@ -90,16 +90,14 @@ index_memory make_index(tqkv_format format)
 void check_index(const std::string &name, const index_memory &m)
 {
     std::vector<char> codes;
-    std::vector<float> norms, q(INDEX_HEADS * 128), weights(INDEX_HEADS), scores(INDEX_KEYS), expected(INDEX_KEYS);
-    std::vector<int32_t> list(CHOSEN), chosen(CHOSEN);
     score_index(m, 0);
     choose_index(m);
-    CUDA(cudaStreamSynchronize(stream));
+    const std::vector<float> q = on_host(m.q, INDEX_HEADS * 128), weights = on_host(m.weights, INDEX_HEADS),
+                             scores = on_host(m.scores, INDEX_KEYS);
+    const std::vector<int32_t> list = on_host(m.list, CHOSEN);
+    std::vector<float> norms, expected(INDEX_KEYS);
+    std::vector<int32_t> chosen(CHOSEN);
     const tqkv_store keys = head_on_host(m.keys[0], codes, norms);
-    CUDA(cudaMemcpy(q.data(), m.q, q.size() * sizeof(float), cudaMemcpyDeviceToHost));
-    CUDA(cudaMemcpy(weights.data(), m.weights, weights.size() * sizeof(float), cudaMemcpyDeviceToHost));
-    CUDA(cudaMemcpy(scores.data(), m.scores, scores.size() * sizeof(float), cudaMemcpyDeviceToHost));
-    CUDA(cudaMemcpy(list.data(), m.list, list.size() * sizeof(int32_t), cudaMemcpyDeviceToHost));
     const tqkv_index x = index_of(keys, weights.data());
     check_plan(tqkv_index_scores(&x, q.data(), expected.data()));
     check_plan(tqkv_index_choose(&x, scores.data(), CHOSEN, chosen.data()));
@@ -157,20 +155,22 @@ struct list_memory {
 enum { LISTED = 2048 };
 enum list_part { LIST_ALL = 1, LIST_CLEAN = 2, LIST_ATTEND = 4, LIST_MERGE = 8 }; // LIST_ALL: no list
 
+tqkv_attention list_call(const list_memory &m, const tqkv_store &keys, const tqkv_store &values, int n_heads)
+{
+    tqkv_attention call = attention_over(keys, values, n_heads, 1);
+    call.end = m.positions;
+    call.list.length = m.length;
+    call.list.block = m.block;
+    return call;
+}
+
 // As tqkv.h plans it for any GPU.
 void attend_list(const list_memory &m, size_t copy, int parts)
 {
     tqkv_metal_plan plan;
     static int32_t not_read; // NULL would be no list
     const bool listed = !(parts & LIST_ALL);
-    tqkv_attention call = {};
-    call.keys = &m.keys[copy];
-    call.values = &m.values[copy];
-    call.n_heads = m.group * m.n_kv_heads;
-    call.n_queries = 1;
-    call.end = m.positions;
-    call.list.length = m.length;
-    call.list.block = m.block;
+    tqkv_attention call = list_call(m, m.keys[copy], m.values[copy], m.group * m.n_kv_heads);
     gpu_attention planned(call);
     if (listed) planned.metal.list = gpu_buffer(opt.list ? &not_read : m.list);
     check_plan(
@@ -195,20 +195,11 @@ void check_list(const std::string &name, const list_memory &m, const std::vector
     const tqkv_store k = head_on_host(m.keys[0], key_codes, key_norms),
                      v = head_on_host(m.values[0], value_codes, value_norms);
     const size_t n = (size_t)(m.group * 128), first = n * CHECKED_HEAD;
-    std::vector<float> q(n), got(n), expected(n);
     attend_list(m, 0, LIST_CLEAN | LIST_ATTEND | LIST_MERGE);
-    CUDA(cudaStreamSynchronize(stream));
-    CUDA(cudaMemcpy(q.data(), m.q + first, n * sizeof(float), cudaMemcpyDeviceToHost));
-    CUDA(cudaMemcpy(got.data(), m.out + first, n * sizeof(float), cudaMemcpyDeviceToHost));
-    tqkv_attention c = {};
-    c.keys = &k;
-    c.values = &v;
-    c.n_heads = m.group;
-    c.n_queries = 1;
-    c.end = m.positions;
+    const std::vector<float> q = on_host(m.q + first, n), got = on_host(m.out + first, n);
+    std::vector<float> expected(n);
+    tqkv_attention c = list_call(m, k, v, m.group);
     c.list.rows = list.data();
-    c.list.length = m.length;
-    c.list.block = m.block;
     check_plan(tqkv_attend(&c, q.data(), expected.data()));
     report_error(name, got, expected, 128, c);
 }
@@ -217,7 +208,7 @@ list_memory make_list(tqkv_format format, int n_kv_heads, int positions, int gro
 {
     list_memory m = {};
     double bytes = 0.0;
-    while (bytes < (double)SEVERAL_CACHES && m.keys.size() < (opt.list || opt.check ? 1 : 64)) {
+    while (needs_copies(bytes, m.keys.size())) {
         m.keys.push_back(make_stream(format, 128, positions, n_kv_heads));
         m.values.push_back(make_stream(format, 128, positions, n_kv_heads));
         fill_stream(m.keys.back(), 90 + (uint32_t)m.keys.size());

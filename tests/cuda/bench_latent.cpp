@@ -21,7 +21,7 @@ std::vector<latent> make_latents(tqkv_format format, tqkv_format tail, int posit
 {
     std::vector<latent> copies;
     double all = 0.0;
-    while (all < (double)SEVERAL_CACHES && copies.size() < (opt.list || opt.check ? 1 : 64)) {
+    while (needs_copies(all, copies.size())) {
         latent l = {make_stream(format, LATENT_DIM, positions, 1), {}};
         fill_stream(l.rows, 1 + (uint32_t)copies.size());
         if (tail) {
@@ -37,12 +37,8 @@ std::vector<latent> make_latents(tqkv_format format, tqkv_format tail, int posit
 
 tqkv_attention latent_call(const tqkv_store &rows, const tqkv_store &tail)
 {
-    tqkv_attention call = {};
-    call.keys = call.values = &rows;
+    tqkv_attention call = attention_over(rows, rows, LATENT_HEADS, 1);
     call.tail = tail.format ? &tail : nullptr;
-    call.n_heads = LATENT_HEADS;
-    call.n_queries = 1;
-    call.end = rows.capacity;
     return call;
 }
 
@@ -91,11 +87,10 @@ void check_latent(const std::string &name, const latent &l, const latent_memory 
     std::vector<char> rows_bytes, tail_bytes;
     const tqkv_store rows = stream_on_host(l.rows, rows_bytes), tail = stream_on_host(l.tail, tail_bytes);
     const tqkv_attention call = latent_call(rows, tail);
-    std::vector<float> q(LATENT_HEADS * (LATENT_DIM + LATENT_TAIL)), got(LATENT_HEADS * LATENT_DIM), expected(got);
     attend_latent(l, m);
-    CUDA(cudaStreamSynchronize(stream));
-    CUDA(cudaMemcpy(q.data(), m.q, q.size() * sizeof(float), cudaMemcpyDeviceToHost));
-    CUDA(cudaMemcpy(got.data(), m.out, got.size() * sizeof(float), cudaMemcpyDeviceToHost));
+    const std::vector<float> q = on_host(m.q, LATENT_HEADS * (LATENT_DIM + LATENT_TAIL)),
+                             got = on_host(m.out, LATENT_HEADS * LATENT_DIM);
+    std::vector<float> expected(got);
     check_plan(tqkv_attend(&call, q.data(), expected.data()));
     report_error(name, got, expected, LATENT_DIM, call);
 }

@@ -2,6 +2,7 @@
 // Caches that learn centre and scale of their keys: at every step the snapshot and, within rounding, the
 // outputs of the processor's cache, however positions come, through edits, copies and failures;
 // a query's bits are those that it has alone.
+#include "forms.h"
 #include "shader_cases.h"
 #include "../cache_fixture.h"
 #include "../history.h"
@@ -37,8 +38,6 @@ tqkv_strides strides_or(tqkv_strides s, int n_heads, int dim)
 {
     return {s.token ? s.token : (size_t)(n_heads * dim), s.head ? s.head : (size_t)dim};
 }
-
-size_t size_of(tqkv_type type) { return type == TQKV_TYPE_F32 ? 4 : 2; }
 
 // Values [from, from + dim) of rows [n][n_heads], without gaps.
 std::vector<char> packed(const void *rows, tqkv_strides s, tqkv_type type, int n, int n_heads, int from, int dim)
@@ -196,7 +195,8 @@ struct history {
     machine gpu;
     tqkv_cache *caches[SIDES];
     int key_dim, value_dim;
-    std::vector<char> k, v, q, out[SIDES];
+    typed_rows k, v, q; // of TOKENS
+    std::vector<char> out[SIDES];
     explicit history(int seed);
     ~history()
     {
@@ -204,11 +204,6 @@ struct history {
     }
     history(const history &) = delete;
     int below(int limit) { return data_below(&random, limit); }
-    std::vector<char> random_rows(uint64_t seed, int heads, int dim, float size) const;
-    const char *at(const std::vector<char> &rows, int t, int heads, int dim) const
-    {
-        return &rows[(size_t)(t * heads * dim) * size_of(desc.type)];
-    }
     void compare(const char *when) const;
     void check_outputs(int n, const tqkv_result results[SIDES]) const;
     void append();
@@ -217,29 +212,15 @@ struct history {
     void copy();
 };
 
-// [TOKENS][heads][dim], in the cache's type
-std::vector<char> history::random_rows(uint64_t seed, int heads, int dim, float size) const
-{
-    std::vector<float> values((size_t)(TOKENS * heads * dim));
-    data_rows(seed, DATA_STUDENT, values.data(), TOKENS * heads, dim);
-    for (float &x : values) x *= size;
-    std::vector<char> rows(values.size() * size_of(desc.type));
-    for (size_t i = 0; i < values.size(); i++) {
-        const uint16_t half = desc.type == TQKV_TYPE_F32 ? (uint16_t)0 : reference_narrow(desc.type, values[i]);
-        memcpy(&rows[i * size_of(desc.type)], desc.type == TQKV_TYPE_F32 ? (const void *)&values[i] : &half,
-               size_of(desc.type));
-    }
-    return rows;
-}
-
-history::history(int seed) : random({(uint64_t)seed}), desc(random_desc(&random)), gpu(), caches()
+history::history(int seed)
+    : random({(uint64_t)seed}), desc(random_desc(&random)), gpu(), caches(), key_dim(desc.head_dim + desc.tail_dim),
+      value_dim(desc.value_dim ? desc.value_dim : desc.head_dim), k(desc.type, TOKENS, desc.n_kv_heads, key_dim, 0),
+      v(desc.type, TOKENS, desc.n_kv_heads, value_dim, 0), q(desc.type, TOKENS, desc.n_heads, key_dim, 0)
 {
     open_machine(&gpu, -1);
-    key_dim = desc.head_dim + desc.tail_dim;
-    value_dim = desc.value_dim ? desc.value_dim : desc.head_dim;
-    k = random_rows(81, desc.n_kv_heads, key_dim, 1.0f);
-    v = random_rows(82, desc.n_kv_heads, value_dim, 1.0f);
-    q = random_rows(83, desc.n_heads, key_dim, 0.3f); // scores of standard deviation 1, for the bound
+    k.fill(81, DATA_STUDENT, 1.0f);
+    v.fill(82, DATA_STUDENT, 1.0f);
+    q.fill(83, DATA_STUDENT, 0.3f); // scores of standard deviation 1, for the bound
     const tqkv_result expected = tqkv_cache_create(&desc, &caches[CPU]);
     desc.metal = gpu_context ? gpu_context : (tqkv_metal *)(void *)&gpu;
     for (int i = WAITING; i < SIDES; i++) CHECK_RESULT(tqkv_cache_create(&desc, &caches[i]), expected);
@@ -277,8 +258,8 @@ void history::check_outputs(int n, const tqkv_result results[SIDES]) const
 void history::append()
 {
     const int n = 1 + below(MOST), t = below(TOKENS - MOST);
-    const void *rows = at(k, t, desc.n_kv_heads, key_dim), *queries = at(q, t, desc.n_heads, key_dim),
-               *values = desc.shared ? nullptr : at(v, t, desc.n_kv_heads, value_dim);
+    const void *rows = k.row(t * desc.n_kv_heads), *queries = q.row(t * desc.n_heads),
+               *values = desc.shared ? nullptr : v.row(t * desc.n_kv_heads);
     tqkv_metal *m = (tqkv_metal *)(void *)&gpu;
     tqkv_result results[SIDES];
     for (int i = CPU; i <= WAITING; i++) results[i] = tqkv_cache_append(caches[i], rows, values, n);
@@ -296,7 +277,7 @@ void history::attend()
 {
     enum { LENGTH = 3 };
     const int n = 1 + below(5), t = below(TOKENS - MOST), way = 1 + below(3);
-    const void *queries = at(q, t, desc.n_heads, key_dim);
+    const void *queries = q.row(t * desc.n_heads);
     uint64_t tree[5];
     int32_t list[5 * LENGTH];
     tqkv_attention some = {};
@@ -805,7 +786,7 @@ void learn_shader_cases()
         {"one_new", TQKV_I8, TQKV_TQ4, 64, 0, 120, 20, 20, 0, 8, 0, 0, 34, none, 0, 0, 0, 0, 0, f32, 40},
         {"latent_repeated", TQKV_TQ4, none, 512, 0, 140, 34, 34, 2, 5, 64, 0, 40, TQKV_I8, 0, 1, 0, 0, 0, f32, 2},
     };
-    for (int seed = 0; seed < (gpu_record ? 60 : 120); seed++)
+    for (int seed = 0; seed < (gpu_record ? 60 : gpu_on_device ? 4 : 120); seed++)
         test_add(run_history, &seed, sizeof seed, "cache/history/%d", seed);
     for (const learn_row &row : rows) {
         if (gpu_on_device && (&row - rows) % 3 != 1) continue; // each has pipelines of its own

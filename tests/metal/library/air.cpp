@@ -1,6 +1,6 @@
 // AIR's functions for modules that run on the machine of simt.h. A meeting point is known by the address that it is
 // called from: copies of one barrier on divergent paths are found.
-#include "simt.h"
+#include <metal_stdlib> // the shim's: one text of what lanes do together
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -9,23 +9,6 @@
 #define AIR(result, name, label, parameters) \
     extern "C" result name parameters __asm__("air." label); \
     result name parameters
-
-template <class T>
-static T posted(const simt::slot *slots, unsigned lane)
-{
-    T value;
-    memcpy(&value, slots[lane].bytes, sizeof value);
-    return value;
-}
-
-template <class T>
-static T shuffled(T value, unsigned lane, const char *operation, const char *file, int line)
-{
-    if (lane >= simt::simd_width) simt::bad_lane(operation, lane, file, line);
-    return posted<T>(simt::exchange(&value, sizeof value, operation, file, line), lane);
-}
-
-static unsigned lane_xor(uint16_t mask) { return simt::current->thread_index_in_simdgroup ^ mask; }
 
 AIR(float, air_fma, "fma.f32", (float a, float b, float c)) { return fmaf(a, b, c); }
 AIR(float, air_rint, "rint.f32", (float x)) { return rintf(x); }
@@ -45,66 +28,39 @@ AIR(int32_t, air_to_s32, "convert.s.i32.f.f32", (float x)) { return (int32_t)x; 
 
 AIR(void, air_wg_barrier, "wg.barrier", (int32_t flags, int32_t))
 {
-    simt::barrier(simt::threadgroup_scope, flags != 0, HERE);
+    metal::threadgroup_barrier((metal::mem_flags)flags, HERE);
 }
 AIR(void, air_simdgroup_barrier, "simdgroup.barrier", (int32_t flags, int32_t))
 {
-    simt::barrier(simt::simdgroup_scope, flags != 0, HERE);
+    metal::simdgroup_barrier((metal::mem_flags)flags, HERE);
 }
-AIR(float, air_shuffle_f, "simd_shuffle.f32", (float v, uint16_t lane))
-{
-    return shuffled(v, lane, "simd_shuffle", HERE);
-}
+AIR(float, air_shuffle_f, "simd_shuffle.f32", (float v, uint16_t lane)) { return metal::simd_shuffle(v, lane, HERE); }
 AIR(uint32_t, air_shuffle_u, "simd_shuffle.u.i32", (uint32_t v, uint16_t lane))
 {
-    return shuffled(v, lane, "simd_shuffle", HERE);
+    return metal::simd_shuffle(v, lane, HERE);
 }
 AIR(float, air_shuffle_xor_f, "simd_shuffle_xor.f32", (float v, uint16_t mask))
 {
-    return shuffled(v, lane_xor(mask), "simd_shuffle_xor", HERE);
+    return metal::simd_shuffle_xor(v, mask, HERE);
 }
 AIR(uint32_t, air_shuffle_xor_u, "simd_shuffle_xor.u.i32", (uint32_t v, uint16_t mask))
 {
-    return shuffled(v, lane_xor(mask), "simd_shuffle_xor", HERE);
+    return metal::simd_shuffle_xor(v, mask, HERE);
 }
-AIR(float, air_simd_sum, "simd_sum.f32", (float v))
-{
-    const simt::slot *slots = simt::exchange(&v, sizeof v, "simd_sum", HERE);
-    float sum = posted<float>(slots, 0);
-    for (unsigned i = 1; i < simt::simd_width; i++) sum += posted<float>(slots, i);
-    return sum;
-}
-AIR(float, air_simd_max, "simd_max.f32", (float v))
-{
-    const simt::slot *slots = simt::exchange(&v, sizeof v, "simd_max", HERE);
-    float most = posted<float>(slots, 0);
-    for (unsigned i = 1; i < simt::simd_width; i++) most = fmaxf(most, posted<float>(slots, i));
-    return most;
-}
-AIR(uint8_t, air_simd_any, "simd_any", (uint8_t v)) // LLVM passes an i1 with its other bits unset
-{
-    v &= 1;
-    const simt::slot *slots = simt::exchange(&v, sizeof v, "simd_any", HERE);
-    uint8_t any = 0;
-    for (unsigned i = 0; i < simt::simd_width; i++) any |= posted<uint8_t>(slots, i);
-    return any;
-}
+AIR(float, air_simd_sum, "simd_sum.f32", (float v)) { return metal::simd_sum(v, HERE); }
+AIR(float, air_simd_max, "simd_max.f32", (float v)) { return metal::simd_max(v, HERE); }
+// LLVM passes an i1 with its other bits unset.
+AIR(uint8_t, air_simd_any, "simd_any", (uint8_t v)) { return metal::simd_any(v & 1, HERE); }
 // launch.py calls it with the two elements of each matrix that a lane uses.
-typedef float float2 __attribute__((vector_size(8)));
-extern "C" float2 air_multiply_accumulate(float a, float b, float c, float d, float x, float y);
-float2 air_multiply_accumulate(float a, float b, float c, float d, float x, float y)
+typedef float two_floats __attribute__((vector_size(8)));
+extern "C" two_floats air_multiply_accumulate(float a, float b, float c, float d, float x, float y);
+two_floats air_multiply_accumulate(float a, float b, float c, float d, float x, float y)
 {
-    const float elements[] = {a, b, c, d};
-    const simt::slot *slots = simt::exchange(elements, sizeof elements, "simdgroup_multiply_accumulate", HERE);
-    const simt::matrix_place place = simt::matrix_places[simt::current->thread_index_in_simdgroup];
-    for (unsigned k = 0; k < 8; k++) {
-        float left[4], right[4];
-        memcpy(left, slots[simt::lane_of_matrix_place(place.row, k)].bytes, sizeof left);
-        memcpy(right, slots[simt::lane_of_matrix_place(k, place.column)].bytes, sizeof right);
-        x = fmaf(left[k % 2], right[2], x);
-        y = fmaf(left[k % 2], right[3], y);
-    }
-    return float2{x, y};
+    metal::simdgroup_matrix<float, 8, 8> left, right, sum;
+    left.elements.x = a, left.elements.y = b, right.elements.x = c, right.elements.y = d;
+    sum.elements.x = x, sum.elements.y = y;
+    metal::simdgroup_multiply_accumulate(sum, left, right, sum, HERE);
+    return two_floats{sum.elements.x, sum.elements.y};
 }
 AIR(void, air_store, "atomic.global.store.i32", (uint32_t * at, uint32_t v, int32_t, int32_t, bool))
 {
@@ -119,10 +75,6 @@ AIR(uint32_t, air_add, "atomic.local.add.u.i32", (uint32_t * at, uint32_t v, int
 extern "C" float air_half(uint16_t bits) __asm__("__gnu_h2f_ieee");
 float air_half(uint16_t bits)
 {
-    simt::count_half();
-    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
-    const float size = exponent == 31  ? (fraction ? NAN : INFINITY)
-                       : exponent == 0 ? ldexpf((float)fraction, -24)
-                                       : ldexpf((float)(fraction + 1024), exponent - 25);
-    return bits >> 15 ? -size : size;
+    const half own = {bits};
+    return own;
 }

@@ -10,7 +10,7 @@ LIBRARY_LATER := -attend/company -attend/slices -attend/strides -attend/shape -a
 LIBRARY ?= $(METALLIB_TESTED)
 LIBRARY_SOURCE ?= $(METALLIB_PRESENT_SOURCE)
 LLC := llc-$(AIR_LLVM)
-LIBRARY_CPP := clang++ -std=c++14 -Itests/metal
+LIBRARY_CPP := clang++ -std=c++14 -Itests/metal -isystem tests/metal/shim/cpu
 LIBRARY_PLAIN := $(patsubst %,$(METAL_BUILD)/plain/%.o,simt runner $(SHADER_TESTS)) $(SHADER_IMPLEMENTATION)
 
 # Further versions that read the library.

@@ -3,7 +3,6 @@
    caches. Times are the GPU's own, the best of some rounds after 0.3 s of the same work. `share` is of the time of
    the first way of its kind. --tiny: one round, to see that it runs. */
 #include "report.h"
-#include <math.h>
 #include <string.h>
 
 /* Of the kernel: the function constant that says which way, and bytes of its tables. */
@@ -37,41 +36,18 @@ typedef struct work {
     id<MTLBuffer> codes, weights, sums;
 } work;
 
-/* Seconds that the GPU takes; 0 if it failed. */
-static double time_once(const work *w)
+static bool record_work(void *user, id<MTLComputeCommandEncoder> encoder)
 {
-    double seconds = 0;
-    @autoreleasepool {
-        const int32_t n_rounds = ROUNDS;
-        id<MTLCommandBuffer> commands = [w->queue commandBuffer];
-        id<MTLComputeCommandEncoder> encoder = [commands computeCommandEncoder];
-        [encoder setComputePipelineState:w->state];
-        [encoder setBytes:&n_rounds length:sizeof n_rounds atIndex:0];
-        [encoder setBuffer:w->codes offset:0 atIndex:1];
-        [encoder setBuffer:w->weights offset:0 atIndex:2];
-        [encoder setBuffer:w->sums offset:0 atIndex:3];
-        [encoder setThreadgroupMemoryLength:TABLES atIndex:0];
-        [encoder dispatchThreadgroups:MTLSizeMake(GROUPS, 1, 1) threadsPerThreadgroup:MTLSizeMake(THREADS, 1, 1)];
-        [encoder endEncoding];
-        [commands commit];
-        [commands waitUntilCompleted];
-        if ([commands status] == MTLCommandBufferStatusCompleted)
-            seconds = [commands GPUEndTime] - [commands GPUStartTime];
-        else
-            printf("failed: %s\n", [[[commands error] localizedDescription] UTF8String]);
-    }
-    return seconds;
-}
-
-static double time_best(const work *w)
-{
-    double best = 1e9;
-    const double start = report_seconds();
-    do
-        if (time_once(w) <= 0) return 0;
-    while (report_seconds() - start < warm);
-    for (int i = 0; i < rounds; i++) best = fmin(best, time_once(w));
-    return best;
+    const work *w = (const work *)user;
+    const int32_t n_rounds = ROUNDS;
+    [encoder setComputePipelineState:w->state];
+    [encoder setBytes:&n_rounds length:sizeof n_rounds atIndex:0];
+    [encoder setBuffer:w->codes offset:0 atIndex:1];
+    [encoder setBuffer:w->weights offset:0 atIndex:2];
+    [encoder setBuffer:w->sums offset:0 atIndex:3];
+    [encoder setThreadgroupMemoryLength:TABLES atIndex:0];
+    [encoder dispatchThreadgroups:MTLSizeMake(GROUPS, 1, 1) threadsPerThreadgroup:MTLSizeMake(THREADS, 1, 1)];
+    return true;
 }
 
 /* *first: seconds a value of the first way, or 0 before it */
@@ -82,7 +58,8 @@ static void time_way(work *w, id<MTLDevice> device, id<MTLLibrary> library, cons
     [constants setConstantValue:&one->number type:MTLDataTypeUInt atIndex:WAY_CONSTANT];
     id<MTLFunction> function = [library newFunctionWithName:@"tqkv_lookup" constantValues:constants error:&error];
     w->state = function ? [device newComputePipelineStateWithFunction:function error:&error] : nil;
-    const double t = w->state ? time_best(w) : 0, n = (double)GROUPS * THREADS * ROUNDS * one->values;
+    const double t = w->state ? report_time_best(w->queue, record_work, w, rounds, warm) : 0,
+                 n = (double)GROUPS * THREADS * ROUNDS * one->values;
     if (t <= 0) {
         printf("look-up by %s: not measured: %s\n", one->name, [[error localizedDescription] UTF8String]);
     } else {

@@ -6,7 +6,6 @@
    half floats. --tiny: one shape at 64 positions, to see that it runs. */
 #include "report.h"
 #include "../../shape.h"
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -36,22 +35,6 @@ typedef struct work {
     int n_tokens, n_queries, n_calls;
 } work;
 
-static tqkv_result record_appends(void *user, tqkv_metal_object encoder)
-{
-    const work *w = (const work *)user;
-    const tqkv_metal_buffer none = {nil, 0};
-    return tqkv_metal_cache_append(w->m, encoder, w->cache, w->k, w->v, w->n_tokens, none);
-}
-
-static tqkv_result record_attends(void *user, tqkv_metal_object encoder)
-{
-    const work *w = (const work *)user;
-    tqkv_result r = TQKV_OK;
-    for (int i = 0; i < w->n_calls && r == TQKV_OK; i++)
-        r = tqkv_metal_cache_attend(w->m, encoder, w->cache, w->q, w->n_queries, w->scratch, w->out);
-    return r;
-}
-
 static bool succeeded(tqkv_metal *m, const char *what, tqkv_result r)
 {
     char text[400];
@@ -61,36 +44,20 @@ static bool succeeded(tqkv_metal *m, const char *what, tqkv_result r)
     return false;
 }
 
-/* Seconds that the GPU takes for what is recorded; 0 if it failed. */
-static double time_once(tqkv_metal *m, const char *what, tqkv_metal_work record, void *user)
+static bool record_appends(void *user, id<MTLComputeCommandEncoder> encoder)
 {
-    double seconds = 0;
-    @autoreleasepool {
-        id<MTLCommandBuffer> commands = [queue commandBuffer];
-        id<MTLComputeCommandEncoder> encoder = [commands computeCommandEncoder];
-        const tqkv_result r = record(user, encoder);
-        [encoder endEncoding];
-        if (!succeeded(m, what, r)) return 0;
-        [commands commit];
-        [commands waitUntilCompleted];
-        if ([commands status] == MTLCommandBufferStatusCompleted)
-            seconds = [commands GPUEndTime] - [commands GPUStartTime];
-        else
-            printf("failed: %s: %s\n", what, [[[commands error] localizedDescription] UTF8String]);
-    }
-    return seconds;
+    const work *w = (const work *)user;
+    const tqkv_metal_buffer none = {nil, 0};
+    return succeeded(w->m, "append", tqkv_metal_cache_append(w->m, encoder, w->cache, w->k, w->v, w->n_tokens, none));
 }
 
-/* The best of some rounds after others that build pipelines and raise the clock. */
-static double time_best(tqkv_metal *m, const char *what, tqkv_metal_work record, void *user)
+static bool record_attends(void *user, id<MTLComputeCommandEncoder> encoder)
 {
-    double best = 1e9;
-    const double start = report_seconds();
-    do
-        if (time_once(m, what, record, user) <= 0) return 0;
-    while (report_seconds() - start < warm);
-    for (int i = 0; i < rounds; i++) best = fmin(best, time_once(m, what, record, user));
-    return best;
+    const work *w = (const work *)user;
+    tqkv_result r = TQKV_OK;
+    for (int i = 0; i < w->n_calls && r == TQKV_OK; i++)
+        r = tqkv_metal_cache_attend(w->m, encoder, w->cache, w->q, w->n_queries, w->scratch, w->out);
+    return succeeded(w->m, "attend", r);
 }
 
 /* Seconds of one call with so many queries; 0 if it failed. */
@@ -98,7 +65,7 @@ static double time_attends(work *w, int n_queries, int n_calls)
 {
     w->n_queries = n_queries;
     w->n_calls = n_calls;
-    return time_best(w->m, "attend", record_attends, w) / n_calls;
+    return report_time_best(queue, record_attends, w, rounds, warm) / n_calls;
 }
 
 /* *each: seconds of a token in the last append */
@@ -107,7 +74,7 @@ static bool fill_to(work *w, int length, double *each)
     while (tqkv_cache_end(w->cache) < length) {
         const int left = length - (int)tqkv_cache_end(w->cache);
         w->n_tokens = left < CHUNK ? left : CHUNK;
-        const double t = time_once(w->m, "append", record_appends, w);
+        const double t = report_time_once(queue, record_appends, w);
         if (t <= 0) return false;
         *each = t / w->n_tokens;
     }
@@ -130,19 +97,18 @@ typedef struct reader {
     uint32_t n;
 } reader;
 
-static tqkv_result record_reading(void *user, tqkv_metal_object encoder)
+static bool record_reading(void *user, id<MTLComputeCommandEncoder> encoder)
 {
     const reader *r = (const reader *)user;
-    [(id<MTLComputeCommandEncoder>)encoder setComputePipelineState:r->state];
-    [(id<MTLComputeCommandEncoder>)encoder setBuffer:r->from offset:0 atIndex:0];
-    [(id<MTLComputeCommandEncoder>)encoder setBuffer:r->to offset:0 atIndex:1];
-    [(id<MTLComputeCommandEncoder>)encoder setBytes:&r->n length:sizeof r->n atIndex:2];
-    [(id<MTLComputeCommandEncoder>)encoder dispatchThreadgroups:MTLSizeMake(1024, 1, 1)
-                                          threadsPerThreadgroup:MTLSizeMake(256, 1, 1)];
-    return TQKV_OK;
+    [encoder setComputePipelineState:r->state];
+    [encoder setBuffer:r->from offset:0 atIndex:0];
+    [encoder setBuffer:r->to offset:0 atIndex:1];
+    [encoder setBytes:&r->n length:sizeof r->n atIndex:2];
+    [encoder dispatchThreadgroups:MTLSizeMake(1024, 1, 1) threadsPerThreadgroup:MTLSizeMake(256, 1, 1)];
+    return true;
 }
 
-static void time_reading(tqkv_metal *m, id<MTLDevice> device)
+static void time_reading(id<MTLDevice> device)
 {
     NSError *error = nil;
     MTLCompileOptions *options = [[[MTLCompileOptions alloc] init] autorelease];
@@ -161,7 +127,7 @@ static void time_reading(tqkv_metal *m, id<MTLDevice> device)
     for (; r.n <= 256 << 20 >> 4;
          r.n *= 4) { /* of a cache of some thousand positions, and beyond what caches of chips hold */
         r.from = [device newBufferWithLength:(NSUInteger)r.n * 16 options:MTLResourceStorageModeShared];
-        const double t = time_best(m, "read", record_reading, &r);
+        const double t = report_time_best(queue, record_reading, &r, rounds, warm);
         if (t > 0) printf("only reading: %u MB: %.3f ms, %.1f GB/s\n", r.n >> 16, t * 1e3, r.n * 16.0 / t * 1e-9);
         [r.from release];
     }
@@ -288,7 +254,7 @@ int main(int argc, char **argv)
     tqkv_metal *m = NULL;
     if (tqkv_metal_create(&desc, &m) != TQKV_OK) return printf("failed: %s\n", error), 1;
     queue = [device newCommandQueue];
-    time_reading(m, device);
+    time_reading(device);
     const int n = (int)(sizeof shapes / sizeof *shapes);
     for (int i = is_tiny ? n - 2 : 0; i < (is_tiny ? n - 1 : n); i++) time_shape(m, &shapes[i], is_tiny ? tiny : usual);
     tqkv_metal_destroy(m);
