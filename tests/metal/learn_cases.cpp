@@ -786,7 +786,7 @@ void learn_shader_cases()
         {"one_new", TQKV_I8, TQKV_TQ4, 64, 0, 120, 20, 20, 0, 8, 0, 0, 34, none, 0, 0, 0, 0, 0, f32, 40},
         {"latent_repeated", TQKV_TQ4, none, 512, 0, 140, 34, 34, 2, 5, 64, 0, 40, TQKV_I8, 0, 1, 0, 0, 0, f32, 2},
     };
-    for (int seed = 0; seed < (gpu_record ? 60 : gpu_on_device ? 4 : 120); seed++)
+    for (int seed = 0; seed < (gpu_record ? 24 : gpu_on_device ? 4 : 60); seed++)
         test_add(run_history, &seed, sizeof seed, "cache/history/%d", seed);
     for (const learn_row &row : rows) {
         if (gpu_on_device && (&row - rows) % 3 != 1) continue; // each has pipelines of its own

@@ -194,7 +194,7 @@ $(HOST_BUILD)/metal_encode_attend: $(HOST_BUILD)/examples/metal_encode_attend.o 
 	@clang++ $^ -o $@ $(HOST_LINK)
 
 # What makes, keeps or frees an object, and of the rest one format.
-HOST_ARC_CASES := context/ cache/ refusals/ standin/ rotate/ attend/pages/d64 encode/tq4/d64 batch/d64
+HOST_ARC_CASES := context/ cache/one cache/strides cache/history/1 refusals/ standin/ rotate/ attend/pages/d64 encode/tq4/d64 batch/d64
 # Of the shaders' cases what goes through tqkv_metal.m as others do, and takes long here.
 HOST_LATER := $(if $(HOST_GNUSTEP),-golden/ -attend/length -attend/sections -attend/shape)
 
