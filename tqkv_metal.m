@@ -1338,13 +1338,13 @@ static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tq
 {
     const int64_t first_block = a->first / a->call.list.block;
     args->list_heads = a->call.list.heads;
-    args->list_row = TQKV__LIST_HEADER + a->call.list.length;
+    args->list_row = TQKV__LIST_HEADER + (first_block <= INT_MAX ? a->call.list.length : 0); /* or none can be named */
     args->list_shift = tqkv__list_shift(a->call.list.block);
     args->list_inside = tqkv__list_inside(a);
     args->list_base = (int)tqkv__list_base(a, slice_end);
     args->list_slots = tqkv__list_in_order(a, slice_end) ? args->key_capacity : INT_MAX;
     args->list_newest = a->call.list.newest;
-    args->list_first_block = first_block < INT_MAX ? (int32_t)first_block : INT_MAX;
+    args->list_first_block = first_block <= INT_MAX ? (int32_t)first_block : 0;
 }
 
 /* Takes what attention and index_scores have in common. slots: of a KV head in memory */

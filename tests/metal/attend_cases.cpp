@@ -432,7 +432,6 @@ void fit(attend_row &p, form as, int seed)
         p.end = 1 + p.end % std::min(p.key_capacity, p.value_capacity);
         p.kv_len = p.kv_len > p.end ? 0 : p.kv_len;
     }
-    if (p.list_block && p.end > INT32_MAX) p.end = p.key_capacity + 7000; // of blocks that entries can name
 }
 
 struct seed_row {
