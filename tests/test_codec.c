@@ -274,6 +274,24 @@ static void check_not_finite(const void *parameters)
     free(src);
 }
 
+/* A run that is longer than a ring, by the tasks of a hook and by one thread: the same bytes. */
+static void check_tasks(const void *parameters)
+{
+    (void)parameters;
+    enum { TOKENS = 700, HEADS = 2, DIM = 128 };
+    float *src = test_rows(7, DATA_GAUSSIAN, TOKENS * HEADS, DIM);
+    tqkv_store stores[2];
+    for (int i = 0; i < 2; i++) {
+        stores[i] = test_store(TQKV_TQ4, DIM, HEADS, 300, true);
+        if (i) stores[i].parallel.run = test_run_backwards;
+        CHECK_RESULT(tqkv_encode(&stores[i], src, TOKENS, 50), TQKV_OK);
+    }
+    CHECK(!memcmp(stores[0].codes, stores[1].codes, stores[0].codes_size), "other codes");
+    CHECK(!memcmp(stores[0].norms, stores[1].norms, stores[0].norms_size), "other norms");
+    for (int i = 0; i < 2; i++) test_store_free(&stores[i]);
+    free(src);
+}
+
 void test_codec_cases(void)
 {
     for (int i = 0; i < TEST_FORMATS; i++) {
@@ -300,6 +318,7 @@ void test_codec_cases(void)
             test_add(check_not_finite, &rows[j], sizeof rows[j], "types/not_finite/%s/%d", i ? "bf16" : "f16",
                      rows[j].head_dim);
     }
+    test_add(check_tasks, NULL, 0, "codec/tasks");
     test_add(check_names, NULL, 0, "codec/names");
     test_add(check_result_strings, NULL, 0, "codec/result_strings");
 }
