@@ -37,6 +37,17 @@ static inline pid_t history_fork(void)
     return child;
 }
 
+/* Ends a new process; what it ran counts where lines are counted. */
+static inline void history_exit(void)
+{
+    fflush(stdout);
+#ifdef TEST_COVERAGE
+    extern void __gcov_dump(void);
+    __gcov_dump();
+#endif
+    _exit(0);
+}
+
 static inline bool history_ended_well(pid_t child)
 {
     int status = 0;
@@ -50,8 +61,7 @@ static inline bool history_fails(const history_row *row, const uint8_t *bytes, s
     if (child == 0) {
         if (quiet && (!freopen("/dev/null", "w", stdout) || !freopen("/dev/null", "w", stderr))) _exit(0);
         (void)row->run(bytes, n);
-        fflush(stdout);
-        _exit(0);
+        history_exit();
     }
     return !history_ended_well(child);
 }
@@ -93,8 +103,7 @@ static inline int history_first_failure(const history_row *row)
             (void)row->run(bytes, n);
             if (write(pipes[1], &seed, sizeof seed) != (ssize_t)sizeof seed) _exit(1);
         }
-        fflush(stdout);
-        _exit(0);
+        history_exit();
     }
     close(pipes[1]);
     while (read(pipes[0], &done, sizeof done) == (ssize_t)sizeof done) seed = done + 1;

@@ -343,7 +343,7 @@ LCOV_BRANCHES := --rc lcov_branch_coverage=1
 coverage: ## share of the lines and branches of src/ that the tests run, by file
 	@rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
 	@for source in $(TEST_SOURCES); do \
-		gcc -std=c99 -O1 --coverage $(TEST_FLAGS) -c $$source -o $(COVERAGE)/$$(basename $$source .c).o || exit 1; done
+		gcc -std=c99 -O1 --coverage -DTEST_COVERAGE $(TEST_FLAGS) -c $$source -o $(COVERAGE)/$$(basename $$source .c).o || exit 1; done
 	@gcc --coverage $(COVERAGE)/*.o -o $(COVERAGE)/runner $(LIBRARIES)
 	@$(COVERAGE)/runner -/stack/
 	@for isa in $(ISAS); do $(COVERAGE)/runner --isa $$isa $(call cases,isa) -/stack/ || exit 1; done
