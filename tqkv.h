@@ -3696,7 +3696,7 @@ static void tqkv__integers_at(const tqkv__stream *s, const uint8_t *row, int fir
 {
     uint8_t codes[TQKV_MAX_HEAD_DIM];
     tqkv__unpack(s, row, first, n, codes);
-    for (int i = 0; i < n; i++) integers[i] = s->kind == TQKV__GRID ? (int8_t)codes[i] : s->centroids[codes[i]];
+    for (int i = 0; i < n; i++) integers[i] = (int8_t)(s->kind == TQKV__GRID ? codes[i] : s->centroids[codes[i]]);
 }
 
 /* Returns what multiplies integers against the value whose bits are `largest`: step * value / T. NaN if it is not

@@ -758,7 +758,7 @@ static inline double reference_gap(tqkv_format format)
 {
     static const double gaps[5] = {0.0003, 0.0011, 0.0032, 0.0059, 0.0069}; /* 2 to 6 bits */
     const int bits = reference_bits(format);
-    return reference_is_codebook(format) && bits < 8 ? gaps[bits - 2] : 0.0;
+    return reference_is_codebook(format) && bits <= 6 ? gaps[bits - 2] : 0.0;
 }
 
 static inline double reference_gpu_difference(tqkv_format keys, tqkv_format tail, tqkv_format values, double deviation)

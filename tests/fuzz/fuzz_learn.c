@@ -120,7 +120,7 @@ static void expect_channels(const twins *t, float *channels)
     const int heads = t->desc.n_kv_heads, d = t->desc.head_dim, step = heads * d, half = m->n / 2;
     const int n_values = t->desc.shared ? step : heads * value_dim(t);
     float *kept = fuzz_new_floats(m->n, heads, d), *used = fuzz_new_floats(m->n, heads, d);
-    bool news[128];
+    bool news[128] = {false};
     int all = 0, from = 0, n = 0;
     for (int p = 0; p < m->n; p++) {
         for (int i = 0; i < step; i++)

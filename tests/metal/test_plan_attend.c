@@ -216,7 +216,8 @@ static void check_large_scratch(const void *row)
     (void)row;
     for (int i = 0; i < 4; i++) {
         set_scene(&s, PLAIN);
-        s.keys = s.values = plan_store(TQKV_TQ4, 1024, INT_MAX - 63, false, 0);
+        s.keys = plan_store(TQKV_TQ4, 1024, INT_MAX - 63, false, 0);
+        s.values = s.keys;
         s.first = plan_store(TQKV_F16, 1024, INT_MAX - 63, false, 4);
         s.first.shape.rotation = TQKV_ROTATION_ON;
         s.keys.shape.n_kv_heads = s.values.shape.n_kv_heads = s.first.shape.n_kv_heads = cases[i].n_kv_heads;
