@@ -126,7 +126,8 @@ static tqkv_store new_store(const tqkv_store *shape)
 static void check_same_store(const tqkv_store *a, const tqkv_store *b, const char *what)
 {
     CHECK(!memcmp(a->codes, b->codes, a->codes_size), "%s: other codes", what);
-    CHECK(!a->norms_size || !memcmp(a->norms, b->norms, a->norms_size), "%s: other norms", what);
+    const bool same = !a->norms_size || (a->norms && b->norms && !memcmp(a->norms, b->norms, a->norms_size));
+    CHECK(same, "%s: other norms", what);
 }
 
 /* Probes, means and measures of the rows of both stores are the same. */
