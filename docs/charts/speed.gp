@@ -4,6 +4,7 @@ machine = system("sed -n 's/^# machine: //p' ".input)
 set title "One token over 32,768 positions: one thread, head_dim 128, 16 query heads over 8 KV heads\n".machine
 set ylabel "milliseconds"
 set yrange [0:*]
+set ytics 5
 set style data histogram
 set style histogram clustered gap 1
 set style fill solid noborder
