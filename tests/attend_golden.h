@@ -3,6 +3,7 @@
 #define TQKV_TESTS_ATTEND_GOLDEN_H
 
 #include "golden.h"
+#include "runner.h"
 
 typedef enum attend_golden_option {
     ATTEND_PLAIN,
@@ -37,66 +38,34 @@ enum { ATTEND_GOLDEN_HEADS = 2, ATTEND_GOLDEN_GROUP = 2, ATTEND_GOLDEN_PAGE = 64
 
 static const tqkv_format attend_golden_formats[10] = {TQKV_F16, TQKV_TQ4, TQKV_TQ5,       TQKV_TQ6,       TQKV_TQ2,
                                                       TQKV_TQ3, TQKV_I8,  TQKV_TQ5_BYTES, TQKV_TQ6_BYTES, TQKV_TQ8};
-enum { ATTEND_GOLDEN_EIGHT = 9, ATTEND_GOLDEN_FORMATS }; /* TQ8's place, and the number of formats */
-
-/* These set *found to case number *index of theirs, or take their number from *index and return 0. Here: formats
-   [first, end) with each size. */
-static inline int attend_golden_sizes(int first, int end, int *index, attend_golden_case *found)
-{
-    for (int head_dim = 32; head_dim <= 1024; head_dim += 16)
-        for (int f = first; f < end; f++) {
-            const attend_golden_case c = {attend_golden_formats[f], attend_golden_formats[f], head_dim, ATTEND_PLAIN};
-            if (test_row_bytes(c.keys, head_dim) == 0 || (*index)-- > 0) continue;
-            *found = c;
-            return 1;
-        }
-    return 0;
-}
-
-static inline int attend_golden_pairs(int first, int end, int *index, attend_golden_case *found)
-{
-    static const tqkv_format pairs[12][2] = {{TQKV_I8, TQKV_TQ4},  {TQKV_F16, TQKV_TQ4}, {TQKV_TQ4, TQKV_F16},
-                                             {TQKV_I8, TQKV_F16},  {TQKV_TQ6, TQKV_TQ2}, {TQKV_TQ3, TQKV_I8},
-                                             {TQKV_TQ5, TQKV_TQ4}, {TQKV_F16, TQKV_I8},  {TQKV_TQ8, TQKV_TQ4},
-                                             {TQKV_I8, TQKV_TQ8},  {TQKV_TQ8, TQKV_F16}, {TQKV_F16, TQKV_TQ8}};
-    for (int i = first; i < end; i++) {
-        const attend_golden_case c = {pairs[i][0], pairs[i][1], i % 2 ? 576 : 128, ATTEND_PLAIN};
-        if ((*index)-- > 0) continue;
-        *found = c;
-        return 1;
-    }
-    return 0;
-}
-
-/* Options [first, end) with each format from first_format on. */
-static inline int attend_golden_options(int first, int end, int first_format, int end_format, int *index,
-                                        attend_golden_case *found)
-{
-    static const int sizes[6] = {128, 64, 80, 256, 512, 48}, sizes_of_one[6] = {192, 96, 112, 288, 224, 160};
-    for (int option = first; option < end; option++)
-        for (int f = first_format; f < end_format; f++) {
-            const int *of_option = option == ATTEND_ONE ? sizes_of_one : sizes;
-            const attend_golden_case c = {attend_golden_formats[f],
-                                          attend_golden_formats[(f + option) % ATTEND_GOLDEN_EIGHT],
-                                          of_option[(f + option) % 6], option};
-            if ((*index)-- > 0) continue;
-            *found = c;
-            return 1;
-        }
-    return 0;
-}
+enum { ATTEND_GOLDEN_FORMATS = 10, ATTEND_GOLDEN_PLAIN = ATTEND_GOLDEN_FORMATS * TEST_ALL_HEAD_DIMS };
 
 /* Sets *found to case number `index`: each format with each size, pairs, and each option with each format. 0 past the
    last. */
 static inline int attend_golden_find(int index, attend_golden_case *found)
 {
-    return attend_golden_sizes(0, ATTEND_GOLDEN_EIGHT, &index, found) || attend_golden_pairs(0, 8, &index, found) ||
-           attend_golden_options(ATTEND_WINDOW, ATTEND_ENDS, 0, ATTEND_GOLDEN_EIGHT, &index, found) ||
-           attend_golden_sizes(ATTEND_GOLDEN_EIGHT, ATTEND_GOLDEN_FORMATS, &index, found) ||
-           attend_golden_pairs(8, 12, &index, found) ||
-           attend_golden_options(ATTEND_WINDOW, ATTEND_ENDS, ATTEND_GOLDEN_EIGHT, ATTEND_GOLDEN_FORMATS, &index,
-                                 found) ||
-           attend_golden_options(ATTEND_ENDS, ATTEND_GOLDEN_OPTIONS, 0, ATTEND_GOLDEN_FORMATS, &index, found);
+    enum { PAIRS = 12 };
+    static const tqkv_format pairs[PAIRS][2] = {{TQKV_I8, TQKV_TQ4},  {TQKV_F16, TQKV_TQ4}, {TQKV_TQ4, TQKV_F16},
+                                                {TQKV_I8, TQKV_F16},  {TQKV_TQ6, TQKV_TQ2}, {TQKV_TQ3, TQKV_I8},
+                                                {TQKV_TQ5, TQKV_TQ4}, {TQKV_F16, TQKV_I8},  {TQKV_TQ8, TQKV_TQ4},
+                                                {TQKV_I8, TQKV_TQ8},  {TQKV_TQ8, TQKV_F16}, {TQKV_F16, TQKV_TQ8}};
+    static const int sizes[6] = {128, 64, 80, 256, 512, 48}, sizes_of_one[6] = {192, 96, 112, 288, 224, 160};
+    const int pair = index - ATTEND_GOLDEN_PLAIN, with_option = pair - PAIRS;
+    const int option = with_option < 0 ? ATTEND_PLAIN : ATTEND_WINDOW + with_option / ATTEND_GOLDEN_FORMATS;
+    const int f = (pair < 0 ? index : with_option) % ATTEND_GOLDEN_FORMATS;
+    attend_golden_case c = {attend_golden_formats[f], attend_golden_formats[f], 0, option};
+    if (pair < 0) {
+        c.head_dim = test_all_head_dims[index / ATTEND_GOLDEN_FORMATS];
+    } else if (with_option < 0) {
+        c.keys = pairs[pair][0];
+        c.values = pairs[pair][1];
+        c.head_dim = pair % 2 ? 576 : 128;
+    } else {
+        c.values = attend_golden_formats[(f + option) % 9];
+        c.head_dim = (option == ATTEND_ONE ? sizes_of_one : sizes)[(f + option) % 6];
+    }
+    *found = c;
+    return option < ATTEND_GOLDEN_OPTIONS;
 }
 
 static inline const char *attend_golden_option_name(int option)
@@ -134,7 +103,7 @@ static inline float *attend_golden_rows(uint64_t seed, data_kind kind, int n_row
 static inline int attend_golden_channels(const attend_golden_case *c, attend_golden_problem *p)
 {
     const size_t each = (size_t)(ATTEND_GOLDEN_HEADS * c->head_dim);
-    const golden_case shape = {(int)c->keys, c->head_dim, DATA_GAUSSIAN, GOLDEN_SCALE};
+    const golden_case shape = {(int)c->keys, c->head_dim, GOLDEN_SCALE};
     if (c->option != ATTEND_CENTERS && c->option != ATTEND_SCALED) return 1;
     p->centers = attend_golden_rows(3, DATA_GAUSSIAN, 2 * ATTEND_GOLDEN_HEADS, c->head_dim);
     p->scales = (float *)malloc(2 * each * sizeof(float));

@@ -15,13 +15,6 @@
 
 enum { GOLDEN_TOKENS = 7, GOLDEN_HEADS = 2, GOLDEN_CAPACITY = 9, GOLDEN_POSITION = 1, GOLDEN_NAME_SIZE = 64 };
 
-typedef struct golden {
-    uint64_t codes, norms; /* XXH3-64 of the store's whole buffers */
-} golden;
-
-/* What goldens.h keeps of them. */
-static inline uint32_t golden_word(const golden *made) { return (uint32_t)((made->codes ^ made->norms << 1) >> 32); }
-
 typedef enum golden_option {
     GOLDEN_PLAIN,
     GOLDEN_UNROTATED,
@@ -32,24 +25,25 @@ typedef enum golden_option {
     GOLDEN_OPTIONS
 } golden_option;
 
+/* A case has all kinds of rows that golden_has allows. */
 typedef struct golden_case {
-    int format, head_dim, kind, option;
+    int format, head_dim, option;
 } golden_case;
 
 /* A few kinds of rows are enough for sizes that are no power of two: the steps after the rotation are the same. */
-static inline int golden_is_offered(const golden_case *c)
+static inline int golden_has(const golden_case *c, int kind)
 {
     int codebook = c->format != TQKV_F16 && c->format != TQKV_I8;
     int power = (c->head_dim & (c->head_dim - 1)) == 0;
     if (test_row_bytes((tqkv_format)c->format, c->head_dim) == 0) return 0; /* no head_dim */
-    if (!power && c->kind != DATA_EXTREMES && (c->kind != DATA_OUTLIERS || c->option != GOLDEN_PLAIN)) return 0;
+    if (!power && kind != DATA_EXTREMES && (kind != DATA_OUTLIERS || c->option != GOLDEN_PLAIN)) return 0;
     if (c->option == GOLDEN_UNROTATED)
         return codebook && c->format != TQKV_TQ4 && c->format != TQKV_TQ3 && c->format != TQKV_TQ2;
     if (c->option == GOLDEN_BLOCK_SCALE) return codebook && power && c->head_dim >= 512;
     if ((c->option == GOLDEN_CENTER || c->option == GOLDEN_SCALE) && c->head_dim == 80) return 1;
-    if (c->option == GOLDEN_ROTATED) return c->format == TQKV_F16 && c->kind <= DATA_OUTLIERS;
-    if (c->option == GOLDEN_CENTER) return (c->head_dim == 64 || c->head_dim == 512) && c->kind <= DATA_OUTLIERS;
-    if (c->option == GOLDEN_SCALE) return c->head_dim <= 128 || c->head_dim == 512 ? c->kind <= DATA_OUTLIERS : 0;
+    if (c->option == GOLDEN_ROTATED) return c->format == TQKV_F16 && kind <= DATA_OUTLIERS;
+    if (c->option == GOLDEN_CENTER) return (c->head_dim == 64 || c->head_dim == 512) && kind <= DATA_OUTLIERS;
+    if (c->option == GOLDEN_SCALE) return c->head_dim <= 128 || c->head_dim == 512 ? kind <= DATA_OUTLIERS : 0;
     return 1;
 }
 
@@ -67,31 +61,31 @@ static inline void golden_scale(const golden_case *c, float *scale)
         scale[i] = (float)(1 << data_below(&random, 15)) * (1.0f + (float)data_below(&random, 1024) / 1024.0f) / 128.0f;
 }
 
-/* Goes to the next case; before the first stands golden_first. 0 past the last. */
-static const golden_case golden_first = {TQKV_F16, 32, -1, 0};
-
-static inline int golden_next(golden_case *c)
+/* Sets *found to case number `index`. 0 past the last. */
+static inline int golden_find(int index, golden_case *found)
 {
-    do {
-        if (++c->kind == DATA_KINDS) c->kind = 0, c->head_dim += 16;
-        if (c->head_dim > 1024) c->head_dim = 32, c->format++;
-        if (c->format > TQKV_TQ2) c->format = TQKV_F16, c->option++;
-        if (c->option == GOLDEN_OPTIONS) return 0;
-    } while (!golden_is_offered(c));
-    return 1;
+    for (int option = 0; option < GOLDEN_OPTIONS; option++)
+        for (int format = TQKV_F16; format <= TQKV_TQ2; format++)
+            for (int head_dim = 32; head_dim <= 1024; head_dim += 16) {
+                const golden_case c = {format, head_dim, option};
+                if (!golden_has(&c, DATA_OUTLIERS) && !golden_has(&c, DATA_EXTREMES)) continue;
+                *found = c;
+                if (index-- == 0) return 1;
+            }
+    return 0;
 }
 
-static inline const char *golden_suffix(const golden_case *c)
+static inline const char *golden_option_name(int option)
 {
-    static const char *const suffix[GOLDEN_OPTIONS] = {"",        "/unrotated", "/block_scale",
-                                                       "/center", "/rotated",   "/scale"};
-    return suffix[c->option];
+    static const char *const names[GOLDEN_OPTIONS] = {"plain",  "unrotated", "block_scale",
+                                                      "center", "rotated",   "scale"};
+    return names[option];
 }
 
 static inline void golden_name(const golden_case *c, char name[GOLDEN_NAME_SIZE])
 {
-    snprintf(name, GOLDEN_NAME_SIZE, "%s/%d/%s%s", tqkv_format_name((tqkv_format)c->format), c->head_dim,
-             data_kind_name(c->kind), golden_suffix(c));
+    snprintf(name, GOLDEN_NAME_SIZE, "%s/%d/%s", tqkv_format_name((tqkv_format)c->format), c->head_dim,
+             golden_option_name(c->option));
 }
 
 static inline tqkv_store golden_store(const golden_case *c)
@@ -111,28 +105,39 @@ static inline tqkv_store golden_store(const golden_case *c)
     return store;
 }
 
-/* Encodes the rows of the case into a store filled with 0xa5 and hashes the whole store. 0 on failure. */
-static inline int golden_make(const golden_case *c, golden *made)
+/* The hash of a store's codes and norms, with that of what came before. */
+static inline uint64_t golden_hash(const tqkv_store *s, uint64_t before)
+{
+    data_to_little_endian(s->norms, s->norms_size / sizeof(float));
+    return XXH3_64bits_withSeed(s->norms, s->norms_size, XXH3_64bits_withSeed(s->codes, s->codes_size, before));
+}
+
+/* What goldens.h keeps of it. */
+static inline uint32_t golden_word(uint64_t hash) { return (uint32_t)(hash >> 32); }
+
+/* Encodes the rows of each kind into a store filled with 0xa5 and hashes the whole store. 0 on failure. */
+static inline int golden_make(const golden_case *c, uint32_t *word)
 {
     tqkv_store store = golden_store(c);
+    uint64_t hash = 0;
     float center[GOLDEN_HEADS * TQKV_MAX_HEAD_DIM], scale[GOLDEN_HEADS * TQKV_MAX_HEAD_DIM];
     float *source = (float *)malloc(sizeof(float) * GOLDEN_TOKENS * GOLDEN_HEADS * (size_t)c->head_dim);
     store.codes = malloc(store.codes_size + 1);
     store.norms = (float *)malloc(store.norms_size + 1);
-    int ok = 0;
-    if (source && store.codes && store.norms) {
-        golden_center(c, center);
-        golden_scale(c, scale);
-        if (c->option == GOLDEN_CENTER || c->option == GOLDEN_SCALE) store.center = center;
-        if (c->option == GOLDEN_SCALE) store.channel_scale = scale;
+    int ok = source && store.codes && store.norms;
+    golden_center(c, center);
+    golden_scale(c, scale);
+    if (c->option == GOLDEN_CENTER || c->option == GOLDEN_SCALE) store.center = center;
+    if (c->option == GOLDEN_SCALE) store.channel_scale = scale;
+    for (int kind = 0; ok && kind < DATA_KINDS; kind++) {
+        if (!golden_has(c, kind)) continue;
         memset(store.codes, 0xa5, store.codes_size);
         memset(store.norms, 0xa5, store.norms_size);
-        data_rows((uint64_t)c->head_dim, (data_kind)c->kind, source, GOLDEN_TOKENS * GOLDEN_HEADS, c->head_dim);
+        data_rows((uint64_t)c->head_dim, (data_kind)kind, source, GOLDEN_TOKENS * GOLDEN_HEADS, c->head_dim);
         ok = tqkv_encode(&store, source, GOLDEN_TOKENS, GOLDEN_POSITION) == TQKV_OK;
-        made->codes = XXH3_64bits(store.codes, store.codes_size);
-        data_to_little_endian(store.norms, store.norms_size / sizeof(float));
-        made->norms = XXH3_64bits(store.norms, store.norms_size);
+        hash = golden_hash(&store, hash);
     }
+    *word = golden_word(hash);
     free(source);
     free(store.codes);
     free(store.norms);
@@ -160,17 +165,18 @@ static inline int golden_pair_find(int index, golden_pair *found)
 
 static inline void golden_pair_name(const golden_pair *p, char name[GOLDEN_NAME_SIZE])
 {
-    snprintf(name, GOLDEN_NAME_SIZE, "%s-%s/%d", tqkv_format_name(p->from), tqkv_format_name(p->to), p->head_dim);
+    snprintf(name, GOLDEN_NAME_SIZE, "%s-%s/%d/converted", tqkv_format_name(p->from), tqkv_format_name(p->to),
+             p->head_dim);
 }
 
 /* Encodes rows, converts them and hashes what they became. 0 on failure. */
-static inline int golden_pair_make(const golden_pair *p, golden *made)
+static inline int golden_pair_make(const golden_pair *p, uint32_t *word)
 {
     static uint8_t codes[2][GOLDEN_CAPACITY * GOLDEN_HEADS * 1024];
     static float norms[2][GOLDEN_CAPACITY * GOLDEN_HEADS * 4], source[GOLDEN_TOKENS * GOLDEN_HEADS * 512];
     tqkv_store stores[2];
     for (int i = 0; i < 2; i++) {
-        const golden_case shape = {i ? (int)p->to : (int)p->from, p->head_dim, DATA_STUDENT, GOLDEN_PLAIN};
+        const golden_case shape = {i ? (int)p->to : (int)p->from, p->head_dim, GOLDEN_PLAIN};
         stores[i] = golden_store(&shape);
         stores[i].codes = codes[i];
         stores[i].norms = norms[i];
@@ -180,9 +186,7 @@ static inline int golden_pair_make(const golden_pair *p, golden *made)
     data_rows((uint64_t)p->head_dim, DATA_STUDENT, source, GOLDEN_TOKENS * GOLDEN_HEADS, p->head_dim);
     if (tqkv_encode(&stores[0], source, GOLDEN_TOKENS, GOLDEN_POSITION) != TQKV_OK) return 0;
     if (tqkv_store_convert(&stores[1], &stores[0], GOLDEN_POSITION, GOLDEN_TOKENS) != TQKV_OK) return 0;
-    made->codes = XXH3_64bits(codes[1], stores[1].codes_size);
-    data_to_little_endian(norms[1], stores[1].norms_size / sizeof(float));
-    made->norms = XXH3_64bits(norms[1], stores[1].norms_size);
+    *word = golden_word(golden_hash(&stores[1], 0));
     return 1;
 }
 

@@ -328,14 +328,12 @@ TEST_TARGETS += test-zig
 # ---- Goldens and coverage ----
 
 .PHONY: goldens coverage
-goldens: $(TEST_BUILD)/make_goldens ## regenerate tests/goldens.h and attend_goldens.h, after a deliberate change only
+goldens: $(TEST_BUILD)/make_goldens ## regenerate tests/goldens.h, after a deliberate change only
 	TQKV_ISA=scalar $< > $(TEST_BUILD)/goldens.h
-	TQKV_ISA=scalar $< attend > $(TEST_BUILD)/attend_goldens.h
-	mv $(TEST_BUILD)/goldens.h $(TEST_BUILD)/attend_goldens.h tests
+	mv $(TEST_BUILD)/goldens.h tests
 
-$(TEST_BUILD)/make_goldens: tests/make_goldens.c tests/golden.h tests/attend_golden.h tests/data.h $(TQKV_FILES)
-	@mkdir -p $(@D)
-	$(CC) $(STANDARD) -O2 $(TEST_FLAGS) $< -o $@ $(LIBRARIES)
+$(TEST_BUILD)/make_goldens: tests/make_goldens.c $(TEST_TQKV) $(wildcard tests/*golden*)
+	$(CC) $(STANDARD) $(TEST_FLAGS) $< $(TEST_TQKV) -o $@ $(LIBRARIES)
 
 COVERAGE := $(TEST_BUILD)/coverage
 LCOV_BRANCHES := --rc lcov_branch_coverage=1

@@ -1,5 +1,5 @@
 /* What integers alone have trouble with: weights and norms that are far apart, one large coordinate, infinite norms.
- * The hashes of outputs are in attend_goldens.h. */
+ * The hashes of outputs are in goldens.h. */
 #include "attend_fixture.h"
 
 /* ---- Hard cases ---- */
