@@ -1,5 +1,5 @@
-/* The C tests: runner [--list | --isa NAME] [[-]part of a name]..., or runner --save FILE | --load FILE | --best, which
- * names the instruction set that the runs without --isa use */
+/* The C tests: runner [--list | --isa NAME] [[-]part of a name]..., or runner --best, which names the instruction set
+ * that the runs without --isa use */
 #include "runner.h"
 
 static void add_all_cases(void)
@@ -26,8 +26,6 @@ static int run_on_isa(const char *name, int n_filters, char **filters)
 
 int main(int argc, char **argv)
 {
-    if (argc == 3 && !strcmp(argv[1], "--save")) return test_snapshot_save_file(argv[2]);
-    if (argc == 3 && !strcmp(argv[1], "--load")) return test_snapshot_load_file(argv[2]);
     if (argc == 2 && !strcmp(argv[1], "--best")) return puts(tqkv_isa_name()) < 0;
     if (argc > 2 && !strcmp(argv[1], "--isa")) {
         add_all_cases();

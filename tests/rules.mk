@@ -179,7 +179,7 @@ test-isa-sanitize: $(TEST_BUILD)/sanitize/runner
 TEST_TARGETS += test-isa test-isa-sanitize
 
 # ---- Other machines under qemu: 64-bit ARM; 32-bit x86 without SSE, whose registers are wider than a float; s390x,
-# ---- which is big-endian. Snapshots cross between all of them. ----
+# ---- which is big-endian. ----
 
 ifneq ($(filter x86_64,$(MACHINE)),)
 ifneq ($(SYSTEM),Darwin)
@@ -229,17 +229,6 @@ TEST_TARGETS += $(CROSS_MACHINES:%=test-%) $(CROSS_MISSING:%=test-%)
 .PHONY: $(CROSS_MISSING:%=test-%)
 $(CROSS_MISSING:%=test-%):
 	@echo "skipped: no compiler for $(@:test-%=%), make deps-more installs it"
-
-.PHONY: test-snapshot-crossing
-test-snapshot-crossing: $(TEST_BUILD)/gcc/runner $(CROSS_MACHINES:%=$(TEST_BUILD)/%/runner)
-	@$(TEST_BUILD)/gcc/runner --save $(TEST_BUILD)/x86_64.snapshot >/dev/null
-	@$(foreach machine,$(CROSS_MACHINES),echo "== snapshots between x86-64 and $(machine)" && \
-		$(QEMU_$(machine)) $(TEST_BUILD)/$(machine)/runner --load $(TEST_BUILD)/x86_64.snapshot && \
-		$(QEMU_$(machine)) $(TEST_BUILD)/$(machine)/runner --save $(TEST_BUILD)/$(machine).snapshot && \
-		$(TEST_BUILD)/gcc/runner --load $(TEST_BUILD)/$(machine).snapshot && \
-		cmp $(TEST_BUILD)/x86_64.snapshot $(TEST_BUILD)/$(machine).snapshot && echo "1 passed, 0 failed" &&) true
-
-TEST_TARGETS += test-snapshot-crossing
 endif
 endif
 
@@ -354,7 +343,3 @@ coverage: ## share of the lines and branches of src/ that the tests run, by file
 		END { printf "ratio coverage_lines %.4f\nratio coverage_branches %.4f\n", lines_hit / lines, \
 			branches_hit / branches; \
 			exit lines_hit < 0.95 * lines || branches_hit < 0.90 * branches }' $(COVERAGE)/tqkv.info
-
-# Their text is that of fuzzers.
-$(VARIANTS:%=$(TEST_BUILD)/%/test_history.o): tests/fuzz/fuzz_cache.c tests/fuzz/fuzz.h
-$(VARIANTS:%=$(TEST_BUILD)/%/test_learn_history.o): tests/fuzz/fuzz_learn.c tests/fuzz/fuzz.h

@@ -104,10 +104,6 @@ const float *test_boundaries(int bits); /* [(1 << bits) - 1] */
 const uint8_t *test_signs(void);        /* [64] */
 const uint8_t *test_hadamard(int m);    /* [m][(m + 7) / 8], of order 12, 20, 28 or 36 */
 
-/* Writes the snapshots of fixed caches to a file, or loads such a file and checks it. 0 if nothing failed. */
-int test_snapshot_save_file(const char *path);
-int test_snapshot_load_file(const char *path);
-
 /* malloc that ends the program instead of returning NULL; the second fills the memory with a byte. */
 void *test_alloc(size_t bytes);
 void *test_alloc_filled(size_t bytes, int byte);
