@@ -2,6 +2,7 @@
 #include "cache_fixture.h"
 #include "examples/snapshot_file.h"
 
+#include <glob.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
@@ -40,103 +41,62 @@ static void check_file_holds(const char *path, const tqkv_cache *cache)
     tqkv_cache_destroy(loaded);
 }
 
-/* ---- Killed ---- */
+/* ---- Killed, and no room ---- */
 
-typedef struct deadly_file {
-    FILE *file;
-    size_t left; /* bytes until the end of the process */
-} deadly_file;
-
-static size_t deadly_write(void *user, const void *bytes, size_t n)
-{
-    deadly_file *deadly = (deadly_file *)user;
-    size_t share = n < deadly->left ? n : deadly->left, written = fwrite(bytes, 1, share, deadly->file);
-    deadly->left -= share;
-    if (deadly->left == 0) {
-        fflush(deadly->file);
-        kill(getpid(), SIGKILL);
-    }
-    return written;
-}
-
-/* A child process writes n bytes of the snapshot to `path` and kills itself; true if it did. */
-static bool die_while_saving(const tqkv_cache *cache, const char *path, size_t n)
-{
-    int status = 0;
-    fflush(stdout);
-    pid_t child = fork();
-    if (child == 0) {
-        deadly_file deadly = {fopen(path, "wb"), n};
-        if (deadly.file) tqkv_cache_save(cache, deadly_write, &deadly);
-        _exit(1);
-    }
-    if (child < 0 || waitpid(child, &status, 0) != child) return false;
-    return WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
-}
-
-static void check_killed(const void *parameters)
-{
-    (void)parameters;
-    char path[PATH_SIZE], half[PATH_SIZE];
-    make_path(path, "whole");
-    make_path(half, "half");
-    tqkv_cache *old = make_cache(3), *cache = make_cache(25);
-    REQUIRE(old && cache, "no cache");
-    stream whole = stream_of_cache(cache);
-    CHECK_RESULT(snapshot_save(old, path), TQKV_OK);
-    for (size_t n = 1; n < whole.size; n += 1 + whole.size / 60) {
-        struct stat status;
-        tqkv_cache_desc any;
-        tqkv_cache *loaded = NULL;
-        memset(&any, 0, sizeof any);
-        REQUIRE(die_while_saving(cache, half, n), "the child lived");
-        test_faults++;
-        CHECK(stat(half, &status) == 0 && (size_t)status.st_size == n, "%d bytes, not %d", (int)status.st_size, (int)n);
-        tqkv_result result = snapshot_load(&any, half, &loaded);
-        CHECK(result == TQKV_CORRUPT && !loaded, "killed after %d bytes: %s", (int)n, tqkv_result_string(result));
-        check_file_holds(path, old);
-    }
-    CHECK_RESULT(snapshot_save(cache, path), TQKV_OK);
-    check_file_holds(path, cache);
-    remove(path);
-    remove(half);
-    stream_free(&whole);
-    tqkv_cache_destroy(old);
-    tqkv_cache_destroy(cache);
-}
-
-/* ---- No room ---- */
-
-/* Saves in a child process whose files cannot grow beyond `limit` bytes: write fails, because SIGXFSZ is ignored. */
-static int save_with_limit(const tqkv_cache *cache, const char *path, size_t limit)
+/* Saves in a child process whose files cannot grow beyond `limit` bytes: write fails, or the signal SIGXFSZ ends the
+   process. The child's status. */
+static int save_with_limit(const tqkv_cache *cache, const char *path, size_t limit, bool dies)
 {
     int status = 0;
     fflush(stdout);
     pid_t child = fork();
     if (child == 0) {
         struct rlimit size = {(rlim_t)limit, (rlim_t)limit};
-        signal(SIGXFSZ, SIG_IGN);
+        signal(SIGXFSZ, dies ? SIG_DFL : SIG_IGN);
         _exit(setrlimit(RLIMIT_FSIZE, &size) ? 99 : (int)snapshot_save(cache, path));
     }
-    return child < 0 || waitpid(child, &status, 0) != child || !WIFEXITED(status) ? 99 : WEXITSTATUS(status);
+    return child < 0 || waitpid(child, &status, 0) != child ? -1 : status;
 }
 
+/* The file of a child that died, beside path: it has n bytes and is no snapshot. */
+static void check_left(const char *path, size_t n)
+{
+    char pattern[PATH_SIZE + 4];
+    glob_t left;
+    struct stat status;
+    tqkv_cache_desc any;
+    tqkv_cache *loaded = NULL;
+    memset(&any, 0, sizeof any);
+    snprintf(pattern, sizeof pattern, "%s.*", path);
+    REQUIRE(glob(pattern, 0, NULL, &left) == 0 && left.gl_pathc == 1, "no file is left");
+    CHECK(stat(left.gl_pathv[0], &status) == 0 && (size_t)status.st_size == n, "%d bytes, not %d", (int)status.st_size,
+          (int)n);
+    const tqkv_result result = snapshot_load(&any, left.gl_pathv[0], &loaded);
+    CHECK(result == TQKV_CORRUPT && !loaded, "killed after %d bytes: %s", (int)n, tqkv_result_string(result));
+    remove(left.gl_pathv[0]);
+    globfree(&left);
+}
+
+/* A process that saves over a snapshot dies, or has no room: the old one stays. */
 static void check_limited(const void *parameters)
 {
-    (void)parameters;
+    const bool dies = *(const bool *)parameters;
     char path[PATH_SIZE];
-    make_path(path, "limited");
+    make_path(path, dies ? "killed" : "limited");
     tqkv_cache *old = make_cache(3), *cache = make_cache(25);
     REQUIRE(old && cache, "no cache");
     stream whole = stream_of_cache(cache);
     CHECK_RESULT(snapshot_save(old, path), TQKV_OK);
     for (size_t limit = 0; limit < whole.size; limit += 1 + whole.size / 40) {
-        int result = save_with_limit(cache, path, limit);
+        const int status = save_with_limit(cache, path, limit, dies);
         test_faults++;
-        CHECK(result == (int)TQKV_IO, "at most %d bytes: result %d", (int)limit, result);
+        CHECK(dies ? WIFSIGNALED(status) && WTERMSIG(status) == SIGXFSZ
+                   : WIFEXITED(status) && WEXITSTATUS(status) == (int)TQKV_IO,
+              "at most %d bytes: status %d", (int)limit, status);
         check_file_holds(path, old);
+        if (dies) check_left(path, limit);
     }
-    CHECK(save_with_limit(cache, path, whole.size) == (int)TQKV_OK, "a limit that is large enough");
+    CHECK(save_with_limit(cache, path, whole.size, dies) == (int)TQKV_OK, "a limit that is large enough");
     check_file_holds(path, cache);
     remove(path);
     stream_free(&whole);
@@ -243,8 +203,10 @@ static void check_longer(const void *parameters)
 
 void test_file_cases(void)
 {
-    test_add(check_killed, NULL, 0, "file/killed");
-    test_add(check_limited, NULL, 0, "file/limited");
+    for (int i = 0; i < 2; i++) {
+        const bool dies = i > 0;
+        test_add(check_limited, &dies, sizeof dies, "file/%s", dies ? "killed" : "limited");
+    }
 #ifdef __linux__
     test_add(check_full, NULL, 0, "file/full");
 #endif
