@@ -547,22 +547,6 @@ static void check_sizes_of_invalid(const void *parameters)
     free(m);
 }
 
-/* Unknown names of instruction sets are refused; known ones can be set, and set back. */
-static void check_isa_names(const void *parameters)
-{
-    (void)parameters;
-    const char *used = tqkv_isa_name();
-    CHECK_RESULT(tqkv_isa_force("sse9"), TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_isa_force(""), TQKV_INVALID_ARGUMENT);
-    CHECK(tqkv_isa_name() == used, "a refused name changed the set to %s", tqkv_isa_name());
-    CHECK_RESULT(tqkv_isa_force("scalar"), TQKV_OK);
-    CHECK(!strcmp(tqkv_isa_name(), "scalar"), "%s", tqkv_isa_name());
-    CHECK_RESULT(tqkv_isa_force(NULL), TQKV_OK);
-    CHECK(tqkv_isa_name() != NULL, "no set was chosen anew");
-    CHECK_RESULT(tqkv_isa_force(used), TQKV_OK);
-    CHECK(!strcmp(tqkv_isa_name(), used), "%s, not %s", tqkv_isa_name(), used);
-}
-
 /* A desc that is not that of a snapshot or a cache is refused with the name of the field. */
 static void check_desc_names(const void *parameters)
 {
@@ -613,6 +597,5 @@ void test_input_cases(void)
         }
     test_add(check_nothing_to_do, NULL, 0, "input/nothing_to_do");
     test_add(check_desc_names, NULL, 0, "input/desc_names");
-    test_add(check_isa_names, NULL, 0, "input/isa_names");
     test_add(check_sizes_of_invalid, NULL, 0, "input/sizes_of_invalid");
 }

@@ -1,6 +1,7 @@
 /* The choice of an instruction set by name and by the environment. */
 #include "runner.h"
 
+/* Unknown names are refused; known ones can be set, and set back. */
 static void check_force(const void *parameters)
 {
     (void)parameters;
@@ -10,6 +11,8 @@ static void check_force(const void *parameters)
     CHECK(!strcmp(tqkv_isa_name(), before), "a refused name changed %s to %s", before, tqkv_isa_name());
     CHECK_RESULT(tqkv_isa_force("scalar"), TQKV_OK);
     CHECK(!strcmp(tqkv_isa_name(), "scalar"), "%s", tqkv_isa_name());
+    CHECK_RESULT(tqkv_isa_force(NULL), TQKV_OK);
+    CHECK(tqkv_isa_name() != NULL, "no set was chosen anew");
     CHECK_RESULT(tqkv_isa_force(before), TQKV_OK);
     CHECK(!strcmp(tqkv_isa_name(), before), "%s, not %s", tqkv_isa_name(), before);
 }
