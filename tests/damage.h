@@ -4,6 +4,9 @@
 
 #include "counting.h"
 
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
 typedef struct saved_thing {
     tqkv_result (*save)(const struct saved_thing *s, stream *to);
     tqkv_result (*load)(const struct saved_thing *s, stream *from); /* checks what a refused one leaves, too */
@@ -77,6 +80,41 @@ static inline void damage_calls(const saved_thing *s, const failing_call *call)
     stream_free(&whole);
     stream_free(&fast);
     stream_free(&after);
+}
+
+/* Puts an integer at an offset in the part [begin, end), whose hash follows it. */
+static inline void damage_put(stream *s, size_t begin, size_t end, size_t offset, int bytes, uint64_t value)
+{
+    for (int i = 0; i < bytes; i++) s->bytes[offset + (size_t)i] = (unsigned char)(value >> (8 * i));
+    const uint64_t hash = XXH3_64bits(s->bytes + begin, end - begin);
+    for (int i = 0; i < 8; i++) s->bytes[end + (size_t)i] = (unsigned char)(hash >> (8 * i));
+}
+
+/* A field of a header, little-endian: what else it may be; most 0: nothing. */
+typedef struct field_row {
+    const char *name;
+    int offset, bytes;
+    uint64_t least, most, step; /* least, least + step, ... most */
+    int set;                    /* of things that have it so, in bits; or what a load of another value gives */
+} field_row;
+
+/* Each bit of the field changed, and values beside its range and far away, in headers with a valid hash. */
+static inline void damage_field(const saved_thing *s, const field_row *row, size_t header_size, tqkv_result expected)
+{
+    const int bits = 8 * row->bytes;
+    const uint64_t all = UINT64_MAX >> (64 - bits);
+    stream bytes = damage_stream(s);
+    uint64_t is = 0;
+    for (int i = row->bytes; i-- > 0;) is = is << 8 | bytes.bytes[row->offset + i];
+    const uint64_t low = row->most ? row->least : is, high = row->most ? row->most : is;
+    const uint64_t far[5] = {low - 1, high + 1, 0, all, (uint64_t)3 << (bits - 2)};
+    for (int i = 0; i < bits + 5; i++) {
+        const uint64_t value = (i < bits ? is ^ (uint64_t)1 << i : far[i - bits]) & all;
+        if (value == is || (value >= low && value <= high && (value - low) % row->step == 0)) continue;
+        damage_put(&bytes, 0, header_size, (size_t)row->offset, row->bytes, value);
+        damage_expect(s, &bytes, expected, row->name, (size_t)value);
+    }
+    stream_free(&bytes);
 }
 
 typedef struct damage_row {
