@@ -24,8 +24,8 @@ CHANGE(null_norms, PROBE | MEASURE | MEAN, OK, w->keys.norms = NULL)
 CHANGE(small_codes, BUFFERS, INVALID_ARGUMENT, w->keys.codes_size--)
 CHANGE(small_norms, BUFFERS, INVALID_ARGUMENT, w->keys.norms_size--)
 CHANGE(no_codes_size, BUFFERS, INVALID_ARGUMENT, w->keys.codes_size = 0)
-CHANGE(overlapping_store, BUFFERS, INVALID_ARGUMENT, w->keys.norms = (float *)(void *)w->m->key_codes)
-CHANGE(misaligned_norms, BUFFERS, INVALID_ARGUMENT, w->keys.norms = (float *)((uintptr_t)w->m->key_norms + 1);
+CHANGE(overlapping_store, BUFFERS, INVALID_ARGUMENT, w->keys.norms = behind(w->m->key_codes, 0))
+CHANGE(misaligned_norms, BUFFERS, INVALID_ARGUMENT, w->keys.norms = behind(w->m->key_norms, 1);
        w->keys.norms_size = 1000)
 CHANGE(unrotated_tq4, STORE, UNSUPPORTED, w->keys.format = TQKV_TQ4; w->keys.rotation = TQKV_ROTATION_OFF)
 CHANGE(unrotated_i8, STORE, UNSUPPORTED, w->keys.format = TQKV_I8; w->keys.rotation = TQKV_ROTATION_OFF)
@@ -43,13 +43,10 @@ CHANGE(center_is_src, CODEC, OK, w->keys.center = w->m->src)
 CHANGE(nan_center, CENTER, NOT_FINITE, w->keys.center = w->m->center; w->m->center[0] = (float)NAN)
 CHANGE(infinite_center, CENTER, NOT_FINITE, w->keys.center = w->m->center;
        w->m->center[HEADS * D - 1] = (float)INFINITY)
-CHANGE(misaligned_center, CENTER, INVALID_ARGUMENT, w->keys.center = (const float *)((uintptr_t)w->m->center + 2))
-CHANGE(center_in_codes, BUFFERS, INVALID_ARGUMENT, memset(w->m->key_codes, 0, sizeof w->m->key_codes);
-       w->keys.center = (const float *)(const void *)w->m->key_codes)
-CHANGE(center_in_norms, BUFFERS, INVALID_ARGUMENT, memset(w->m->key_norms, 0, sizeof w->m->key_norms);
-       w->keys.center = w->m->key_norms)
-CHANGE(center_is_out, RESIDENT | DECODE | PROBE | MEASURE, INVALID_ARGUMENT, memset(w->m->out, 0, sizeof w->m->out);
-       w->keys.center = w->m->out)
+CHANGE(misaligned_center, CENTER, INVALID_ARGUMENT, w->keys.center = behind(w->m->center, 2))
+CHANGE(center_in_codes, BUFFERS, INVALID_ARGUMENT, w->keys.center = filled(w->m->key_codes, 0))
+CHANGE(center_in_norms, BUFFERS, INVALID_ARGUMENT, w->keys.center = filled(w->m->key_norms, 0))
+CHANGE(center_is_out, RESIDENT | DECODE | PROBE | MEASURE, INVALID_ARGUMENT, w->keys.center = filled(w->m->out, 0))
 CHANGE(scaled, CODEC | RESIDENT | SLOTS, OK, w->keys.channel_scale = w->m->scale)
 CHANGE(nan_scale, CENTER, NOT_FINITE, w->keys.channel_scale = w->m->scale; w->m->scale[HEADS * D - 1] = (float)NAN)
 CHANGE(infinite_scale, CENTER, NOT_FINITE, w->keys.channel_scale = w->m->scale; w->m->scale[0] = (float)INFINITY)
@@ -60,17 +57,14 @@ CHANGE(small_scale, CENTER, INVALID_ARGUMENT, w->keys.channel_scale = w->m->scal
 CHANGE(large_scale, CENTER, INVALID_ARGUMENT, w->keys.channel_scale = w->m->scale; w->m->scale[9] = 4294967808.0f)
 CHANGE(largest_scale, CENTER - STORED - RESIDENT, OK, w->keys.channel_scale = w->m->scale;
        w->m->scale[HEADS * D - 1] = 4294967296.0f)
-CHANGE(misaligned_scale, CENTER, INVALID_ARGUMENT, w->keys.channel_scale = (const float *)((uintptr_t)w->m->scale + 2))
-CHANGE(scale_in_codes, BUFFERS, INVALID_ARGUMENT, memset(w->m->key_codes, 0x40, sizeof w->m->key_codes);
-       w->keys.channel_scale = (const float *)(const void *)w->m->key_codes)
-CHANGE(scale_in_norms, BUFFERS, INVALID_ARGUMENT, memset(w->m->key_norms, 0x40, sizeof w->m->key_norms);
-       w->keys.channel_scale = w->m->key_norms)
-CHANGE(scale_is_out, RESIDENT | DECODE | PROBE | MEASURE, INVALID_ARGUMENT, memset(w->m->out, 0x40, sizeof w->m->out);
-       w->keys.channel_scale = w->m->out)
+CHANGE(misaligned_scale, CENTER, INVALID_ARGUMENT, w->keys.channel_scale = behind(w->m->scale, 2))
+CHANGE(scale_in_codes, BUFFERS, INVALID_ARGUMENT, w->keys.channel_scale = filled(w->m->key_codes, 0x40))
+CHANGE(scale_in_norms, BUFFERS, INVALID_ARGUMENT, w->keys.channel_scale = filled(w->m->key_norms, 0x40))
+CHANGE(scale_is_out, RESIDENT | DECODE | PROBE | MEASURE, INVALID_ARGUMENT,
+       w->keys.channel_scale = filled(w->m->out, 0x40))
 CHANGE(scale_of_values_is_nan, ATTENTION, NOT_FINITE, w->values.channel_scale = w->m->scale;
        w->m->scale[0] = (float)NAN)
-CHANGE(scale_of_values_is_out, ATTENTION - MERGE, INVALID_ARGUMENT, memset(w->m->out, 0x40, sizeof w->m->out);
-       w->values.channel_scale = w->m->out)
+CHANGE(scale_of_values_is_out, ATTENTION - MERGE, INVALID_ARGUMENT, w->values.channel_scale = filled(w->m->out, 0x40))
 /* pages and slots */
 CHANGE(paged, STORE | SLOTS, OK, use_pages(w)) /* a snapshot of a linear store too */
 CHANGE(paged_ring, STORE, INVALID_ARGUMENT, use_pages(w); w->keys.ring = true)
@@ -111,21 +105,18 @@ CHANGE(null_src2, APPEND, INVALID_ARGUMENT, w->src2 = NULL)
 CHANGE(no_type, CODEC, UNSUPPORTED, w->keys.type = test_no_type(3))
 CHANGE(negative_type, CODEC, UNSUPPORTED, w->keys.type = test_no_type(-1))
 CHANGE(no_type, RESIDENT, OK, w->keys.type = test_no_type(3)) /* attention does not look at it */
-CHANGE(misaligned_floats, SOURCE, INVALID_ARGUMENT, w->src = (float *)((uintptr_t)w->m->src + 2))
-CHANGE(misaligned_halves, SOURCE, INVALID_ARGUMENT, w->src = (float *)((uintptr_t)w->m->src + 1);
+CHANGE(misaligned_floats, SOURCE, INVALID_ARGUMENT, w->src = behind(w->m->src, 2))
+CHANGE(misaligned_halves, SOURCE, INVALID_ARGUMENT, w->src = behind(w->m->src, 1); w->keys.type = TQKV_TYPE_F16)
+CHANGE(misaligned_bfloat16s, SOURCE, INVALID_ARGUMENT, w->src = behind(w->m->src, 3); w->keys.type = TQKV_TYPE_BF16)
+CHANGE(halves_between_floats, SOURCE, OK, memset(w->m->src, 0, sizeof w->m->src); w->src = behind(w->m->src, 2);
        w->keys.type = TQKV_TYPE_F16)
-CHANGE(misaligned_bfloat16s, SOURCE, INVALID_ARGUMENT, w->src = (float *)((uintptr_t)w->m->src + 3);
-       w->keys.type = TQKV_TYPE_BF16)
-CHANGE(halves_between_floats, SOURCE, OK, memset(w->m->src, 0, sizeof w->m->src);
-       w->src = (float *)((uintptr_t)w->m->src + 2); w->keys.type = TQKV_TYPE_F16)
-CHANGE(misaligned_decoded, DECODE, INVALID_ARGUMENT, w->out = (float *)((uintptr_t)w->m->out + 1);
-       w->keys.type = TQKV_TYPE_BF16)
+CHANGE(misaligned_decoded, DECODE, INVALID_ARGUMENT, w->out = behind(w->m->out, 1); w->keys.type = TQKV_TYPE_BF16)
 CHANGE(half_is_nan, SOURCE, NOT_FINITE, memset(w->m->src, 0, sizeof w->m->src); w->keys.type = TQKV_TYPE_F16;
        memset((char *)w->m->src + 2 * TOKENS * HEADS * D - 2, 0x7e, 2))
 CHANGE(bfloat16_is_infinite, SOURCE, NOT_FINITE, memset(w->m->src, 0, sizeof w->m->src); w->keys.type = TQKV_TYPE_BF16;
        memset(w->m->src, 0x7f, 2); ((unsigned char *)w->m->src)[0] = 0x80)
-CHANGE(misaligned_k, APPEND, INVALID_ARGUMENT, w->src = (float *)((uintptr_t)w->m->src + 1))
-CHANGE(misaligned_v, APPEND, INVALID_ARGUMENT, w->src2 = (float *)((uintptr_t)w->m->src2 + 2))
+CHANGE(misaligned_k, APPEND, INVALID_ARGUMENT, w->src = behind(w->m->src, 1))
+CHANGE(misaligned_v, APPEND, INVALID_ARGUMENT, w->src2 = behind(w->m->src2, 2))
 CHANGE(negative_tokens, SOURCE | APPEND | CALIBRATE, INVALID_ARGUMENT, w->n_tokens = -1)
 CHANGE(most_negative_tokens, SOURCE, INVALID_ARGUMENT, w->n_tokens = INT_MIN)
 CHANGE(huge_rows, PROBE | MEASURE | MEAN, INVALID_ARGUMENT, w->n_tokens = 1 << 30; w->keys.n_kv_heads = 1 << 28;
@@ -142,13 +133,12 @@ CHANGE(last_is_infinite, SOURCE, NOT_FINITE, w->m->src[TOKENS * HEADS * D - 1] =
 CHANGE(first_is_minus_infinite, SOURCE, NOT_FINITE, w->m->src[0] = -(float)INFINITY)
 CHANGE(last_of_src2_is_nan, APPEND, NOT_FINITE, w->m->src2[TOKENS * HEADS * D - 1] = (float)NAN)
 CHANGE(nan_that_a_ring_drops, ENCODE, NOT_FINITE, w->m->src[0] = (float)NAN; w->keys.ring = true; w->keys.capacity = 1)
-CHANGE(src_in_codes, ENCODE | SLOTS, INVALID_ARGUMENT, w->src = (float *)(void *)w->m->key_codes)
+CHANGE(src_in_codes, ENCODE | SLOTS, INVALID_ARGUMENT, w->src = behind(w->m->key_codes, 0))
 CHANGE(src_in_norms, ENCODE | SLOTS, INVALID_ARGUMENT, w->src = w->m->key_norms + 1)
 CHANGE(src_after_out, MEASURE, INVALID_ARGUMENT, w->src = w->m->out + 1)
 CHANGE(src_is_out, PROBE | MEAN, INVALID_ARGUMENT, w->src = w->m->out + SPARE)
 CHANGE(null_out, ATTENTION | (CODEC - ENCODE) | CACHE_ATTEND | NOISE | SCORE | CHOOSE, INVALID_ARGUMENT, w->out = NULL)
-CHANGE(out_in_codes, RESIDENT | DECODE, INVALID_ARGUMENT,
-       w->out = (float *)(void *)(w->m->key_codes + sizeof w->m->key_codes / 4))
+CHANGE(out_in_codes, RESIDENT | DECODE, INVALID_ARGUMENT, w->out = behind(w->m->key_codes, sizeof w->m->key_codes / 4))
 CHANGE(out_in_norms, RESIDENT | DECODE, INVALID_ARGUMENT, w->out = w->m->key_norms)
 CHANGE(negative_positions, DECODE | STORED, INVALID_ARGUMENT, w->n_positions = -1)
 CHANGE(more_than_the_ring, DECODE | STORED, OUT_OF_RANGE, w->n_positions = CAPACITY + 1; w->keys.ring = true)
@@ -209,17 +199,16 @@ CHANGE(half_q_is_nan, RESIDENT, NOT_FINITE, memset(w->m->q, 0, sizeof w->m->q); 
        w->attention.query_type = TQKV_TYPE_F16)
 CHANGE(query_type, ATTENTION, UNSUPPORTED, w->attention.query_type = test_no_type(3))
 CHANGE(output_type, ATTENTION, UNSUPPORTED, w->attention.output_type = test_no_type(-1))
-CHANGE(misaligned_q, RESIDENT | CACHE_ATTEND | CALIBRATE | SCORE, INVALID_ARGUMENT,
-       w->q = (float *)((uintptr_t)w->m->q + 2))
-CHANGE(misaligned_half_q, RESIDENT, INVALID_ARGUMENT, w->q = (float *)((uintptr_t)w->m->q + 1);
+CHANGE(misaligned_q, RESIDENT | CACHE_ATTEND | CALIBRATE | SCORE, INVALID_ARGUMENT, w->q = behind(w->m->q, 2))
+CHANGE(misaligned_half_q, RESIDENT, INVALID_ARGUMENT, w->q = behind(w->m->q, 1);
        w->attention.query_type = TQKV_TYPE_F16)
 CHANGE(misaligned_out, ATTENTION | CACHE_ATTEND | PROBE | MEAN | MEASURE | CALIBRATE | CHOOSE, INVALID_ARGUMENT,
-       w->out = (float *)((uintptr_t)w->m->out + 2))
-CHANGE(misaligned_max, PARTIAL | MERGE | FINISH, INVALID_ARGUMENT, w->max = (float *)((uintptr_t)w->m->max + 1))
-CHANGE(misaligned_other_sum, MERGE, INVALID_ARGUMENT, w->other_sum = (float *)((uintptr_t)w->m->other_sum + 2))
-CHANGE(misaligned_sinks, ATTENTION, INVALID_ARGUMENT, w->attention.sinks = (const float *)((uintptr_t)w->m->sinks + 2))
-CHANGE(misaligned_rows, ROTATIONS, INVALID_ARGUMENT, w->src = (float *)((uintptr_t)w->m->src + 2))
-CHANGE(misaligned_half_out, WHOLE, INVALID_ARGUMENT, w->out = (float *)((uintptr_t)w->m->out + 1);
+       w->out = behind(w->m->out, 2))
+CHANGE(misaligned_max, PARTIAL | MERGE | FINISH, INVALID_ARGUMENT, w->max = behind(w->m->max, 1))
+CHANGE(misaligned_other_sum, MERGE, INVALID_ARGUMENT, w->other_sum = behind(w->m->other_sum, 2))
+CHANGE(misaligned_sinks, ATTENTION, INVALID_ARGUMENT, w->attention.sinks = behind(w->m->sinks, 2))
+CHANGE(misaligned_rows, ROTATIONS, INVALID_ARGUMENT, w->src = behind(w->m->src, 2))
+CHANGE(misaligned_half_out, WHOLE, INVALID_ARGUMENT, w->out = behind(w->m->out, 1);
        w->attention.output_type = TQKV_TYPE_BF16)
 CHANGE(types, ATTENTION, OK, memset(w->m->q, 0, sizeof w->m->q); w->attention.query_type = TQKV_TYPE_F16;
        w->attention.output_type = TQKV_TYPE_BF16)
@@ -232,7 +221,7 @@ CHANGE(out_touches_q, RESIDENT, INVALID_ARGUMENT, w->q = w->m->out + SPARE)
 CHANGE(max_is_sum, PARTIAL | MERGE, INVALID_ARGUMENT, w->max = w->sum)
 CHANGE(max_in_out, PARTIAL | MERGE | FINISH, INVALID_ARGUMENT, w->max = w->m->out + 1)
 CHANGE(sum_in_q, PARTIAL, INVALID_ARGUMENT, w->sum = w->m->q)
-CHANGE(sum_in_codes, PARTIAL, INVALID_ARGUMENT, w->sum = (float *)(void *)w->m->key_codes)
+CHANGE(sum_in_codes, PARTIAL, INVALID_ARGUMENT, w->sum = behind(w->m->key_codes, 0))
 CHANGE(first_before, PARTIAL, OUT_OF_RANGE, w->attention.kv_len = 3; w->first = 1)
 CHANGE(first_negative, PARTIAL, OUT_OF_RANGE, w->first = -1)
 CHANGE(first_beyond, PARTIAL, OUT_OF_RANGE, w->first = 6; w->count = 0)
@@ -269,7 +258,7 @@ CHANGE(one_stream_other_scale, RESIDENT, INVALID_ARGUMENT, w->values = w->keys; 
 CHANGE(one_stream_ring, RESIDENT, INVALID_ARGUMENT, w->values = w->keys; w->values.ring = true)
 CHANGE(one_stream_later, RESIDENT, INVALID_ARGUMENT, w->values = w->keys; w->values.codes = w->m->key_codes + D)
 CHANGE(norms_in_common, RESIDENT, INVALID_ARGUMENT, w->values.norms = w->m->key_norms)
-CHANGE(values_in_norms, RESIDENT, INVALID_ARGUMENT, w->values.norms = (float *)(void *)w->m->key_codes)
+CHANGE(values_in_norms, RESIDENT, INVALID_ARGUMENT, w->values.norms = behind(w->m->key_codes, 0))
 CHANGE(huge_queries, ATTENTION, INVALID_ARGUMENT, w->attention.n_queries = INT_MAX; w->attention.n_heads = INT_MAX - 1)
 CHANGE(ends, ATTENTION, OK, use_ends(w))
 CHANGE(ends_not_there, ATTENTION, OK, w->attention.first.n = w->attention.last.n = 3)
@@ -286,7 +275,7 @@ CHANGE(ends_null_codes, RESIDENT, INVALID_ARGUMENT, use_ends(w); w->ends.codes =
 CHANGE(ends_too_few, RESIDENT, OUT_OF_RANGE, use_ends(w); w->ends.capacity = 2; w->attention.first.n = 3)
 CHANGE(ends_ring_too_small, RESIDENT, OUT_OF_RANGE, use_ends(w); w->ends.capacity = 2; w->ends.ring = true;
        w->attention.last.n = 3)
-CHANGE(out_in_ends, RESIDENT, INVALID_ARGUMENT, use_ends(w); w->out = (float *)(void *)w->m->pool_codes)
+CHANGE(out_in_ends, RESIDENT, INVALID_ARGUMENT, use_ends(w); w->out = behind(w->m->pool_codes, 0))
 CHANGE(kept, RESIDENT, OK, use_kept(w))
 CHANGE(kept_tail_rotated, RESIDENT, INVALID_ARGUMENT, use_kept(w); w->kept_tail.rotation = TQKV_ROTATION_ON)
 CHANGE(kept_tail_kv_heads, RESIDENT, INVALID_ARGUMENT, use_kept(w); w->kept_tail.n_kv_heads = 1)
@@ -342,7 +331,7 @@ CHANGE(no_outputs, CALIBRATE, INVALID_ARGUMENT, w->out = w->scale = NULL)
 CHANGE(scale_in_center, CALIBRATE, INVALID_ARGUMENT, w->scale = w->out + 1)
 CHANGE(center_in_src, CALIBRATE, INVALID_ARGUMENT, w->out = w->src)
 CHANGE(scale_in_q, CALIBRATE, INVALID_ARGUMENT, w->scale = w->q)
-CHANGE(misaligned_src, CALIBRATE, INVALID_ARGUMENT, w->src = (float *)((uintptr_t)w->m->src + 1))
+CHANGE(misaligned_src, CALIBRATE, INVALID_ARGUMENT, w->src = behind(w->m->src, 1))
 CHANGE(negative_rotary_dim, CALIBRATE, INVALID_ARGUMENT, w->keys.rotary_dim = -2)
 CHANGE(odd_rotary_dim, CALIBRATE, INVALID_ARGUMENT, w->keys.rotary_dim = 63)
 CHANGE(large_rotary_dim, CALIBRATE, INVALID_ARGUMENT, w->keys.rotary_dim = D + 2)
@@ -410,15 +399,15 @@ CHANGE(desc_softcap, CREATE, INVALID_ARGUMENT, w->desc.softcap = (float)NAN)
 CHANGE(desc_nan_center, CREATE, NOT_FINITE, w->desc.key_center = w->m->center; w->m->center[0] = (float)NAN)
 CHANGE(desc_infinite_center, CREATE, NOT_FINITE, w->desc.value_center = w->m->center;
        w->m->center[HEADS * D - 1] = -(float)INFINITY)
-CHANGE(desc_misaligned_center, CREATE, INVALID_ARGUMENT, w->desc.key_center = (float *)((uintptr_t)w->m->center + 1))
-CHANGE(desc_misaligned_values, CREATE, INVALID_ARGUMENT, w->desc.value_center = (float *)((uintptr_t)w->m->center + 1))
+CHANGE(desc_misaligned_center, CREATE, INVALID_ARGUMENT, w->desc.key_center = behind(w->m->center, 1))
+CHANGE(desc_misaligned_values, CREATE, INVALID_ARGUMENT, w->desc.value_center = behind(w->m->center, 1))
 CHANGE(desc_shared_center, CREATE, INVALID_ARGUMENT, w->desc.shared = true; w->desc.value_center = w->m->center)
 CHANGE(desc_key_scale, CREATE, INVALID_ARGUMENT, w->desc.key_scale = w->m->scale; w->m->scale[0] = -1.0f)
 CHANGE(desc_value_scale, CREATE, INVALID_ARGUMENT, w->desc.value_scale = w->m->scale;
        w->m->scale[HEADS * D - 1] = 1e30f)
 CHANGE(desc_zero_scale, CREATE, INVALID_ARGUMENT, w->desc.value_scale = w->m->scale; w->m->scale[3] = 0.0f)
 CHANGE(desc_nan_scale, CREATE, NOT_FINITE, w->desc.key_scale = w->m->scale; w->m->scale[HEADS * D - 1] = (float)NAN)
-CHANGE(desc_misaligned_scale, CREATE, INVALID_ARGUMENT, w->desc.key_scale = (float *)((uintptr_t)w->m->scale + 1))
+CHANGE(desc_misaligned_scale, CREATE, INVALID_ARGUMENT, w->desc.key_scale = behind(w->m->scale, 1))
 CHANGE(desc_head_dim_alone, LOAD, OK, memset(&w->desc, 0, sizeof w->desc); w->desc.head_dim = D;
        w->desc.allocator = counting_allocator(&w->counter))
 CHANGE(desc_same_value_dim, LOAD | FORK, OK, w->desc.value_dim = D)
@@ -443,8 +432,7 @@ CHANGE(desc_calibrate_one, CREATE, INVALID_ARGUMENT, w->desc.capacity = 200; w->
 CHANGE(desc_calibrate_in_16, CREATE, OK, w->desc.capacity = 16; w->desc.calibrate = INT_MAX)
 CHANGE(desc_calibrate_in_15, CREATE, INVALID_ARGUMENT, w->desc.capacity = 15; w->desc.calibrate = 512)
 CHANGE(desc_sinks, CREATE | LOAD | FORK, NOT_FINITE, w->m->sinks[0] = (float)NAN)
-CHANGE(desc_misaligned_sinks, CREATE | LOAD | FORK, INVALID_ARGUMENT,
-       w->desc.sinks = (const float *)((uintptr_t)w->m->sinks + 2))
+CHANGE(desc_misaligned_sinks, CREATE | LOAD | FORK, INVALID_ARGUMENT, w->desc.sinks = behind(w->m->sinks, 2))
 CHANGE(desc_alloc_alone, CREATE | LOAD | FORK, INVALID_ARGUMENT, w->desc.allocator.free = NULL)
 CHANGE(k_in_the_values, APPEND, INVALID_ARGUMENT, w->n_tokens = 1; w->src = (float *)test_values(w->cache)->codes)
 CHANGE(v_in_the_keys, APPEND, INVALID_ARGUMENT, w->n_tokens = 1; w->src2 = (float *)test_keys(w->cache)->codes)
@@ -514,7 +502,7 @@ CHANGE(convert_to_longer_rows, CONVERT, INVALID_ARGUMENT, w->keys.codes = w->m->
 CHANGE(convert_fewer_in_place, CONVERT, INVALID_ARGUMENT, w->values.codes = w->m->key_codes; w->values.capacity = 7)
 CHANGE(convert_ring_in_place, CONVERT, INVALID_ARGUMENT, w->values.norms = w->m->key_norms; w->values.ring = true)
 CHANGE(convert_onto_norms, CONVERT, INVALID_ARGUMENT, w->values.codes = w->m->key_norms)
-CHANGE(convert_norms_onto_codes, CONVERT, INVALID_ARGUMENT, w->values.norms = (float *)(void *)w->m->key_codes)
+CHANGE(convert_norms_onto_codes, CONVERT, INVALID_ARGUMENT, w->values.norms = behind(w->m->key_codes, 0))
 CHANGE(convert_nan, CONVERT, NOT_FINITE, w->m->key_norms[CAPACITY + 4] = (float)NAN)
 CHANGE(convert_infinite, CONVERT, NOT_FINITE, w->m->key_norms[CAPACITY + 4] = (float)INFINITY)
 CHANGE(convert_large, CONVERT, NOT_FINITE, w->m->key_norms[CAPACITY + 4] = 2e31f)

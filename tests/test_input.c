@@ -188,6 +188,12 @@ static void make_world(world *w, memory *m)
     make_cache(w);
 }
 
+/* A place some bytes behind p, for arrays that overlap or are not aligned. */
+static float *behind(const void *p, size_t bytes) { return (float *)((uintptr_t)p + bytes); }
+
+/* Fills memory that is to be a centre (0), scales (0x40) or pages. */
+static float *filled(void *p, int byte) { return (float *)memset(p, byte, HEADS * D * sizeof(float)); }
+
 /* Gives the keys a pool of two pages. */
 static void use_pages(world *w)
 {
