@@ -14,17 +14,11 @@
 #include <string>
 #include <vector>
 
-enum { N_KV_HEADS = 8, MATRIX_ROWS = 32, CHECKED_HEAD = 3, SEVERAL_CACHES = 400 << 20, SHORT_CONTEXT = 4096 };
+enum { N_KV_HEADS = 8, SEVERAL_CACHES = 400 << 20 };
 
 struct options {
     std::string folder;
     bool list, quick, check;
-    int n_simdgroups, threadgroups; // 0: choose_split chooses
-    bool planned;                   // as tqkv.h plans it
-    int stretches;                  // of the store, each threadgroup adds up all; 0: choose_split chooses
-    int kernel;                     // GPU_LANES or GPU_MATRICES; 0: as planned
-    int columns;                    // most of the kernel; 0: as planned
-    int index_keys;                 // of a threadgroup of index_scores; 0: as planned
     std::vector<std::string> filters;
 };
 extern options opt;
@@ -43,9 +37,17 @@ void check_plan(tqkv_result r);
 
 // With --list it is only named.
 void launch(const tqkv_metal_dispatch &planned);
+void launch(const tqkv_metal_plan &plan);
 
 // Threadgroups of this kind that the GPU has room for.
 int threadgroups_at_once(const tqkv_metal_dispatch &planned);
+
+// What device_memory gives while it lives is freed at its end.
+struct device_scope {
+    const size_t n_before;
+    device_scope();
+    ~device_scope();
+};
 
 void *device_memory(size_t bytes); // NULL with --list
 template <class T>
@@ -53,6 +55,17 @@ T *device_array(size_t n)
 {
     return (T *)device_memory(n * sizeof(T) + 16); // never empty
 }
+
+template <class T>
+T *device_copy(const std::vector<T> &from)
+{
+    static T not_read; // NULL would be no array
+    T *array = opt.list ? &not_read : device_array<T>(from.size());
+    if (!opt.list) CUDA(cudaMemcpy(array, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice));
+    return array;
+}
+
+float *gaussian_array(size_t n, uint32_t seed);
 
 // The array on the host, after all work.
 template <class T>
@@ -70,50 +83,56 @@ inline bool needs_copies(double bytes, size_t copies)
     return bytes < (double)SEVERAL_CACHES && copies < (opt.list || opt.check ? 1 : 64);
 }
 
-inline tqkv_attention attention_over(const tqkv_store &keys, const tqkv_store &values, int n_heads, int n_queries)
-{
-    tqkv_attention a = {};
-    a.keys = &keys;
-    a.values = &values;
-    a.n_heads = n_heads;
-    a.n_queries = n_queries;
-    a.end = keys.capacity;
-    return a;
-}
+// ---- One benchmark ----
 
-// ---- Time and errors ----
+typedef std::function<void(int)> bench_call; // over copy i of the data
 
-// Microseconds of one call. call(i) uses copy i of the data.
-double time_calls(int n_copies, const std::function<void(int)> &call);
-void measure_limits();
-void report(const std::string &name, double microseconds);
-void report_ratio(const std::string &name, double ratio);
+// Checks, and times each call under its name. With --list the calls only name their pipelines.
+void run_bench(int n_copies, const std::function<void()> &check,
+               const std::vector<std::pair<std::string, bench_call>> &calls);
+
+// Nothing if the name was not timed.
+void report_share(const std::string &ratio, const std::string &name, double microseconds);
+void report_ratio(const std::string &ratio, const std::string &name, const std::string &of);
+void report_right(const std::string &name, bool right, double error);
 
 // The largest error of a row of D values, relative to the row. Each side may differ from double precision by 2e-5.
 void report_error(const std::string &name, const std::vector<float> &got, const std::vector<float> &expected, size_t D,
                   const tqkv_attention &call);
 
+void measure_limits();
+
 // ---- Stores on the GPU ----
 
-tqkv_store make_stream(tqkv_format format, int head_dim, int positions, int n_kv_heads = N_KV_HEADS);
+tqkv_store make_stream(tqkv_format format, int head_dim, int positions, int n_kv_heads, uint32_t seed); // Gaussian rows
 double stored_bytes(const tqkv_store &s);
-void scale_stream(tqkv_store &s); // gives its channels scales
-void free_stream(const tqkv_store &s);
-void encode(const tqkv_store &s, const void *source, int n_tokens, int position);
-void fill_stream(const tqkv_store &s, uint32_t seed); // Gaussian rows, encoded by the shaders
+void encode(const tqkv_store &s, const float *source, int n_tokens, int position);
 
-// Copies on the host: all of a store, and the rows of one KV head.
-tqkv_store stream_on_host(const tqkv_store &s, std::vector<char> &bytes);
-tqkv_store head_on_host(const tqkv_store &s, std::vector<char> &codes, std::vector<float> &norms);
+// The rows of one KV head, copied to the host.
+int checked_head(int n_kv_heads);
+struct host_head {
+    std::vector<char> codes;
+    std::vector<float> norms;
+    tqkv_store store;
+    explicit host_head(const tqkv_store &s);
+};
 
 // ---- What is timed ----
 
-// All groups and numbers of queries over the same data.
-void bench_attention(tqkv_format key_format, tqkv_format value_format, int head_dim, int positions,
-                     const std::vector<std::pair<int, int>> &groups_and_queries, bool scaled = false);
+struct attend_shape {
+    tqkv_format keys, values;
+    int head_dim, group, n_queries, positions, n_kv_heads = N_KV_HEADS;
+    // Latent: the values are the keys, which have a tail of this format or none.
+    bool latent = false;
+    tqkv_format tail = TQKV_FORMAT_DEFAULT;
+    // Listed: as tqkv.h plans it for any GPU, over a list of 2,048 positions in blocks, or over all positions (0).
+    bool listed = false;
+    int block = 0;
+};
+
+// All of them over the data of the first.
+void bench_attention(const std::vector<attend_shape> &shapes);
 void bench_batch(tqkv_format key_format, tqkv_format value_format, int group);
-void bench_latent(tqkv_format format, tqkv_format tail, int positions);
 void bench_index(tqkv_format format);
-void bench_list(tqkv_format format, int n_kv_heads, int positions, int group);
 
 #endif

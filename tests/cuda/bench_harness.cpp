@@ -51,7 +51,6 @@ int threadgroups_at_once(const tqkv_metal_dispatch &planned)
 {
     const gpu_dispatch d = gpu_planned(planned);
     int per_processor = 1, processors = 132;
-    if (opt.threadgroups) return opt.threadgroups;
     if (!opt.list) {
         CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0));
         CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_processor, find_pipeline(d), (int)d.threads,
@@ -68,11 +67,37 @@ void launch(const tqkv_metal_dispatch &planned)
     if (!opt.list) CUDA(cuda_launch(kernel, d, d.buffers, stream));
 }
 
+void launch(const tqkv_metal_plan &plan)
+{
+    for (int i = 0; i < plan.n; i++) launch(plan.d[i]);
+}
+
+// ---- Memory ----
+
+static std::vector<void *> allocated;
+
+device_scope::device_scope() : n_before(allocated.size()) {}
+
+device_scope::~device_scope()
+{
+    if (!opt.list) CUDA(cudaStreamSynchronize(stream));
+    for (; allocated.size() > n_before; allocated.pop_back()) CUDA(cudaFree(allocated.back()));
+}
+
 void *device_memory(size_t bytes)
 {
     void *pointer = nullptr;
-    if (!opt.list) CUDA(cudaMalloc(&pointer, bytes));
+    if (opt.list) return pointer;
+    CUDA(cudaMalloc(&pointer, bytes));
+    allocated.push_back(pointer);
     return pointer;
+}
+
+float *gaussian_array(size_t n, uint32_t seed)
+{
+    float *array = device_array<float>(n);
+    if (!opt.list) bench_fill(array, n, seed, stream);
+    return array;
 }
 
 // ---- Time ----
@@ -99,7 +124,8 @@ static double time_stream(const std::function<void()> &work)
     return found[found.size() / 2];
 }
 
-double time_calls(int n_copies, const std::function<void(int)> &call)
+// Microseconds of one call.
+static double time_calls(int n_copies, const bench_call &call)
 {
     const int n_calls = (std::max(n_copies, 8) + n_copies - 1) / n_copies * n_copies;
     cudaGraph_t graph;
@@ -114,21 +140,32 @@ double time_calls(int n_copies, const std::function<void(int)> &call)
     return found;
 }
 
-void report(const std::string &name, double microseconds)
+void run_bench(int n_copies, const std::function<void()> &check,
+               const std::vector<std::pair<std::string, bench_call>> &calls)
 {
-    times[name] = microseconds;
-    printf("time %s %.2f\n", name.c_str(), microseconds);
-    fflush(stdout);
+    if (!opt.list) check();
+    for (const auto &call : calls) {
+        if (opt.list) call.second(0);
+        if (opt.list || opt.check) continue;
+        times[call.first] = time_calls(n_copies, call.second);
+        printf("time %s %.2f\n", call.first.c_str(), times[call.first]);
+        fflush(stdout);
+    }
 }
 
-void report_ratio(const std::string &name, double ratio)
+void report_share(const std::string &ratio, const std::string &name, double microseconds)
 {
-    printf("ratio %s %.3f\n", name.c_str(), ratio);
-    fflush(stdout);
+    if (times.count(name)) printf("ratio %s %.3f\n", ratio.c_str(), microseconds / times[name]);
+}
+
+void report_ratio(const std::string &ratio, const std::string &name, const std::string &of)
+{
+    if (times.count(name)) report_share(ratio, of, times[name]);
 }
 
 void measure_limits()
 {
+    const device_scope scope;
     const size_t n = (size_t)4 << 30;
     char *a = device_array<char>(n), *b = device_array<char>(n);
     CUDA(cudaMemset(a, 1, n));
@@ -141,11 +178,16 @@ void measure_limits()
     copy_bandwidth = 2.0 * (double)n / (copy * 1e-6);
     multiply_add_rate = bench_multiply_adds(rounds) / (adds * 1e-6);
     printf("limit copy_bandwidth %.4g bytes/s\nlimit multiply_adds %.4g 1/s\n", copy_bandwidth, multiply_add_rate);
-    CUDA(cudaFree(a));
-    CUDA(cudaFree(b));
 }
 
 // ---- Errors ----
+
+void report_right(const std::string &name, bool right, double error)
+{
+    printf("error %s %.2g\n", name.c_str(), error);
+    if (!right) printf("WRONG %s\n", name.c_str());
+    n_wrong += !right;
+}
 
 // Whether the processor's attention has other centroids for a stream.
 static bool has_integers(const tqkv_store *s)
@@ -167,17 +209,38 @@ void report_error(const std::string &name, const std::vector<float> &got, const 
         const double relative = sqrt(error / size);
         if (!(relative <= most)) most = relative; // NaN, too
     }
-    printf("error %s %.2g\n", name.c_str(), most);
     const bool integers = has_integers(call.keys) || has_integers(call.values) || has_integers(call.tail);
-    if (most <= (integers ? 0.035 : 3.5e-4)) return;
-    printf("WRONG %s\n", name.c_str());
-    n_wrong++;
+    report_right(name, most <= (integers ? 0.035 : 3.5e-4), most);
 }
 
 // ---- Streams ----
 
+double stored_bytes(const tqkv_store &s) { return (double)(s.codes_size + s.norms_size); }
+
+void encode(const tqkv_store &s, const float *source, int n_tokens, int position)
+{
+    const tqkv_metal_store store = gpu_store(&s);
+    tqkv_metal_plan plan;
+    check_plan(tqkv_metal_plan_encode(&store, nullptr, gpu_buffer(source), {nullptr, 0}, n_tokens, position,
+                                      gpu_buffer(nullptr), &plan));
+    launch(plan);
+}
+
+// Encoded by the shaders, one piece after the other.
+static void fill_stream(const tqkv_store &s, uint32_t seed)
+{
+    const device_scope scope;
+    const int piece = std::min(s.capacity, (1 << 18) / s.n_kv_heads);
+    const size_t n = (size_t)piece * (size_t)s.n_kv_heads * (size_t)s.head_dim;
+    float *source = device_array<float>(n);
+    for (int first = 0; first < (opt.list ? 1 : s.capacity); first += piece) {
+        if (!opt.list) bench_fill(source, n, seed + (uint32_t)first, stream);
+        encode(s, source, std::min(piece, s.capacity - first), first);
+    }
+}
+
 // Codes and norms are on the device.
-tqkv_store make_stream(tqkv_format format, int head_dim, int positions, int n_kv_heads)
+tqkv_store make_stream(tqkv_format format, int head_dim, int positions, int n_kv_heads, uint32_t seed)
 {
     tqkv_store s = {};
     s.format = format;
@@ -188,91 +251,23 @@ tqkv_store make_stream(tqkv_format format, int head_dim, int positions, int n_kv
     s.norms_size = tqkv_norms_size(&s);
     s.codes = device_array<char>(s.codes_size);
     s.norms = device_array<float>(s.norms_size / sizeof(float));
+    fill_stream(s, seed);
     return s;
 }
 
-// [1024]: the same for all heads of all streams.
-static const float *scales_of_channels()
+int checked_head(int n_kv_heads) { return n_kv_heads > 3 ? 3 : 0; }
+
+// A store of format 0 is none.
+host_head::host_head(const tqkv_store &s) : store(s)
 {
-    static std::vector<float> scales;
-    for (int i = (int)scales.size(); i < 1024; i++) scales.push_back(0.5f + (float)(i * 37 % 64) / 64.0f);
-    return scales.data();
-}
-
-void scale_stream(tqkv_store &s)
-{
-    static int not_read;
-    const size_t heads = (size_t)s.n_kv_heads, n = heads * (size_t)s.head_dim;
-    float *on_device = opt.list ? (float *)&not_read : device_array<float>(n);
-    s.channel_scale = on_device;
-    if (opt.list) return;
-    for (size_t h = 0; h < heads; h++)
-        CUDA(cudaMemcpy(on_device + h * (n / heads), scales_of_channels(), n / heads * sizeof(float),
-                        cudaMemcpyHostToDevice));
-}
-
-double stored_bytes(const tqkv_store &s) { return (double)(s.codes_size + s.norms_size); }
-
-void free_stream(const tqkv_store &s)
-{
-    CUDA(cudaFree(s.codes));
-    CUDA(cudaFree(s.norms));
-    CUDA(cudaFree((void *)s.channel_scale));
-}
-
-void encode(const tqkv_store &s, const void *source, int n_tokens, int position)
-{
-    const tqkv_metal_store store = gpu_store(&s);
-    tqkv_metal_plan plan;
-    check_plan(tqkv_metal_plan_encode(&store, nullptr, gpu_buffer(source), {nullptr, 0}, n_tokens, position,
-                                      gpu_buffer(nullptr), &plan));
-    launch(plan.d[0]);
-}
-
-// Gaussian rows, encoded by the shaders, one piece after the other.
-void fill_stream(const tqkv_store &s, uint32_t seed)
-{
-    const int piece = std::min(s.capacity, (1 << 18) / s.n_kv_heads);
-    const size_t n = (size_t)piece * (size_t)s.n_kv_heads * (size_t)s.head_dim;
-    float *source = device_array<float>(n);
-    for (int first = 0; first < (opt.list ? 1 : s.capacity); first += piece) {
-        if (!opt.list) bench_fill(source, n, seed + (uint32_t)first, stream);
-        encode(s, source, std::min(piece, s.capacity - first), first);
-    }
-    if (opt.list) return;
-    CUDA(cudaStreamSynchronize(stream));
-    CUDA(cudaFree(source));
-}
-
-// ---- On the host ----
-
-tqkv_store stream_on_host(const tqkv_store &s, std::vector<char> &bytes)
-{
-    tqkv_store store = s;
-    bytes.resize(s.codes_size + s.norms_size + 16);
-    store.codes = bytes.data();
-    store.norms = (float *)(void *)(bytes.data() + (s.codes_size + 15) / 16 * 16);
-    if (!s.codes_size) return store;
-    CUDA(cudaMemcpy(store.codes, s.codes, s.codes_size, cudaMemcpyDeviceToHost));
-    CUDA(cudaMemcpy(store.norms, s.norms, s.norms_size, cudaMemcpyDeviceToHost));
-    return store;
-}
-
-// The rows of one KV head, copied to the host.
-tqkv_store head_on_host(const tqkv_store &s, std::vector<char> &codes, std::vector<float> &norms)
-{
-    const size_t heads = (size_t)s.n_kv_heads, head = heads > 1 ? CHECKED_HEAD : 0;
-    tqkv_store store = s;
-    codes.resize(s.codes_size / heads);
-    norms.resize(s.norms_size / sizeof(float) / heads);
+    if (!s.format) return;
+    const size_t heads = (size_t)s.n_kv_heads, head = (size_t)checked_head(s.n_kv_heads);
+    const size_t n_codes = s.codes_size / heads, n_norms = s.norms_size / sizeof(float) / heads;
+    codes = on_host((const char *)s.codes + n_codes * head, n_codes);
+    norms = on_host(s.norms + n_norms * head, n_norms);
     store.n_kv_heads = 1;
     store.codes = codes.data();
     store.codes_size = codes.size();
     store.norms = norms.data();
     store.norms_size = norms.size() * sizeof(float);
-    if (s.channel_scale) store.channel_scale = scales_of_channels();
-    CUDA(
-        cudaMemcpy(store.codes, (const char *)s.codes + codes.size() * head, store.codes_size, cudaMemcpyDeviceToHost));
-    CUDA(cudaMemcpy(store.norms, s.norms + norms.size() * head, store.norms_size, cudaMemcpyDeviceToHost));
-    return store;
 }

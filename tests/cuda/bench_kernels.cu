@@ -12,24 +12,15 @@ static __device__ uint32_t mix(uint32_t x)
     return x ^ (x >> 16);
 }
 
-static __device__ void put(float *to, float x) { *to = x; }
-static __device__ void put(uint16_t *to, float x) { *to = (uint16_t)(__float_as_uint(x) >> 16); }
-
-template <class T>
-static __global__ void fill(T *to, size_t n, uint32_t seed)
+static __global__ void fill(float *to, size_t n, uint32_t seed)
 {
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
         uint32_t a = mix((uint32_t)i ^ mix((uint32_t)(i >> 32) + seed)), b = mix(a + 0x9e3779b9u);
-        put(&to[i], sqrtf(-2.0f * logf(((float)a + 1.0f) * 2.3283062e-10f)) * cospif((float)b * 4.6566129e-10f));
+        to[i] = sqrtf(-2.0f * logf(((float)a + 1.0f) * 2.3283062e-10f)) * cospif((float)b * 4.6566129e-10f);
     }
 }
 
 void bench_fill(float *to, size_t n, uint32_t seed, cudaStream_t stream)
-{
-    fill<<<132 * 16, 256, 0, stream>>>(to, n, seed);
-}
-
-void bench_fill_bf16(uint16_t *to, size_t n, uint32_t seed, cudaStream_t stream)
 {
     fill<<<132 * 16, 256, 0, stream>>>(to, n, seed);
 }
@@ -74,7 +65,3 @@ void bench_run_multiply_adds(int rounds, float *sink, cudaStream_t stream)
 {
     multiply_adds<<<FMA_BLOCKS, FMA_THREADS, 0, stream>>>(rounds, sink);
 }
-
-static __global__ void nothing() {}
-
-void bench_launch_nothing(cudaStream_t stream) { nothing<<<132, 128, 0, stream>>>(); }

@@ -7,14 +7,9 @@
 
 // n Gaussian floats, different for each seed.
 void bench_fill(float *to, size_t n, uint32_t seed, cudaStream_t stream);
-// The same as bfloat16, cut off.
-void bench_fill_bf16(uint16_t *to, size_t n, uint32_t seed, cudaStream_t stream);
 void bench_copy(char *to, const char *from, size_t n, cudaStream_t stream); // n: a multiple of 16
 // bench_run_multiply_adds does bench_multiply_adds(rounds) multiply-adds in all.
 double bench_multiply_adds(int rounds);
 void bench_run_multiply_adds(int rounds, float *sink, cudaStream_t stream);
-
-// One threadgroup a multiprocessor, which does nothing.
-void bench_launch_nothing(cudaStream_t stream);
 
 #endif

@@ -54,7 +54,7 @@ endif
 
 # ---- Speed ----
 
-CUDA_BENCH := bench bench_harness bench_attend bench_latent bench_index
+CUDA_BENCH := bench bench_harness bench_attend bench_batch bench_index
 
 $(CUDA_BUILD)/bench_kernels.o: tests/cuda/bench_kernels.cu tests/cuda/bench_kernels.h
 	@mkdir -p $(@D)
