@@ -10,16 +10,7 @@ host test_host;
 
 tqkv_metal *host_context(void)
 {
-    char error[400];
-    tqkv_metal *metal = NULL;
-    tqkv_metal_desc desc = {0};
-    desc.device = test_host.device;
-    desc.library_path = test_host.library;
-    desc.error = error;
-    desc.error_size = sizeof error;
-    tqkv_result r = tqkv_metal_create(&desc, &metal);
-    CHECK(r == TQKV_OK, "%s: %s", tqkv_result_string(r), error);
-    return metal;
+    return host_create((tqkv_metal_desc){.device = test_host.device, .library_path = test_host.library}, TQKV_OK, "");
 }
 
 bool host_open(void)
@@ -28,15 +19,8 @@ bool host_open(void)
     if (!test_host.device) return false;
     printf("device: %s\n", [[test_host.device name] UTF8String]);
     test_host.queue = [test_host.device newCommandQueue];
-    char error[400];
-    tqkv_metal_desc desc = {0};
-    desc.device = test_host.device;
-    desc.library_path = test_host.library;
-    desc.error = error;
-    desc.error_size = sizeof error;
-    tqkv_result r = tqkv_metal_create(&desc, &test_host.metal);
-    if (r != TQKV_OK) fprintf(stderr, "%s: %s\n", tqkv_result_string(r), error);
-    return r == TQKV_OK;
+    test_host.metal = host_context();
+    return test_host.metal != NULL;
 }
 
 void host_close(void)
@@ -89,12 +73,6 @@ tqkv_metal_store host_store(const tqkv_store *s)
     return store;
 }
 
-void host_store_read(const tqkv_metal_store *from, tqkv_store *s)
-{
-    memcpy(s->codes, host_contents(from->codes), s->codes_size);
-    if (s->norms_size) memcpy(s->norms, host_contents(from->norms), s->norms_size);
-}
-
 void host_store_release(tqkv_metal_store *s)
 {
     const tqkv_metal_buffer all[] = {s->codes, s->norms, s->pages, s->center, s->channel_scale};
@@ -128,23 +106,6 @@ tqkv_metal_plan *host_plan(void)
 {
     static _Thread_local tqkv_metal_plan plan;
     return &plan;
-}
-
-#ifdef STANDIN
-void host_count_calls(void) { standin_fail_at(0); }
-void host_check_no_calls(void) { CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls()); }
-#else
-void host_count_calls(void) {}
-void host_check_no_calls(void) {}
-#endif
-
-tqkv_result host_attend_some(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv_cache *c,
-                             const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
-                             tqkv_metal_buffer scratch, tqkv_metal_buffer out)
-{
-    tqkv_metal_buffer memory;
-    const tqkv_result r = tqkv_metal_find(m, c, &memory);
-    return r == TQKV_OK ? HOST(m, encoder, cache_attend, c, memory, NULL, some, q, n_queries, scratch, out) : r;
 }
 
 float *host_floats(uint64_t seed, size_t count)
@@ -324,6 +285,15 @@ static void check_refusals(const tqkv_metal_plan *plan, id<MTLComputeCommandEnco
     CHECK_RESULT(tqkv_metal_record(NULL, encoder, &wrong), TQKV_INVALID_ARGUMENT);
 }
 
+/* Only the stand-in counts the calls of Metal that can fail. */
+#ifdef STANDIN
+static void count_calls(void) { standin_fail_at(0); }
+static void check_no_calls(void) { CHECK(standin_calls() == 0, "%d calls that can fail", standin_calls()); }
+#else
+static void count_calls(void) {}
+static void check_no_calls(void) {}
+#endif
+
 bool host_run(tqkv_metal_plan *plan, char *error, size_t error_size)
 {
     host_array arrays[TQKV_METAL_DISPATCHES * TQKV_METAL_BINDINGS];
@@ -333,9 +303,9 @@ bool host_run(tqkv_metal_plan *plan, char *error, size_t error_size)
     host_work work = host_begin(true);
     check_refusals(plan, work.encoder);
     tqkv_result r = tqkv_metal_prepare(test_host.metal, plan);
-    host_count_calls();
+    count_calls();
     if (r == TQKV_OK) r = tqkv_metal_record(test_host.metal, work.encoder, plan);
-    host_check_no_calls();
+    check_no_calls();
     host_end(&work);
     for (int i = 0; i < n; i++) {
         const void *made = host_contents(arrays[i].at);

@@ -32,9 +32,8 @@ tqkv_metal_buffer host_buffer(const void *bytes, size_t size);
 tqkv_metal_buffer host_zeros(size_t size);
 void host_release(tqkv_metal_buffer b);
 void *host_contents(tqkv_metal_buffer b);
-/* Copies a store's buffers into Metal buffers; copies their bytes back into the store. */
+/* Copies a store's buffers into Metal buffers. */
 tqkv_metal_store host_store(const tqkv_store *s);
-void host_store_read(const tqkv_metal_store *from, tqkv_store *s);
 void host_store_release(tqkv_metal_store *s);
 
 /* A command buffer with one encoder; between begin and end an autorelease pool is open. */
@@ -55,12 +54,8 @@ tqkv_metal_plan *host_plan(void); /* of this thread */
     ((void)tqkv_metal_plan_##call(__VA_ARGS__, host_plan()), *(bytes) = host_plan()->scratch_size, host_plan()->result)
 #define HOST_PREPARE(metal, call, ...) \
     ((void)tqkv_metal_plan_##call(__VA_ARGS__, host_plan()), tqkv_metal_prepare(metal, host_plan()))
-/* A call whose plan without buffers was prepared makes no call of Metal that can fail: only the stand-in counts them.
-   */
-void host_count_calls(void);
-void host_check_no_calls(void);
-/* Runs a plan whose buffers are plain memory through tqkv_metal.m: prepared, then recorded into a concurrent encoder.
-   False and a text on failure. */
+/* Runs a plan whose buffers are plain memory through tqkv_metal.m: prepared, then recorded into a concurrent encoder,
+   which makes no call of Metal that can fail. False and a text on failure. */
 bool host_run(tqkv_metal_plan *plan, char *error, size_t error_size);
 /* The cases of the shaders, of tests/metal/driver.cpp; run: what runs their plans. */
 void add_shader_cases(bool (*run)(tqkv_metal_plan *plan, char *error, size_t error_size), tqkv_metal *context);
@@ -75,11 +70,6 @@ typedef struct host_attention {
 void host_open_attention(host_attention *a, int n_heads);
 void host_check_attention(const host_attention *a);
 void host_close_attention(host_attention *a);
-/* A cache's attention with lists or a tree. */
-tqkv_result host_attend_some(tqkv_metal *m, id<MTLComputeCommandEncoder> encoder, const tqkv_cache *c,
-                             const tqkv_metal_attention *some, tqkv_metal_buffer q, int n_queries,
-                             tqkv_metal_buffer scratch, tqkv_metal_buffer out);
-
 /* Floats of a fixed sequence; freed by the caller. */
 float *host_floats(uint64_t seed, size_t count);
 

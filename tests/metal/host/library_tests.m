@@ -1,8 +1,6 @@
 /* Where the shaders come from: every kind of library, a source in the place of one that is refused, GPUs that take not
    all kernels. */
 #include "host.h"
-#include "tests/reference.h"
-#include <math.h>
 #ifdef STANDIN
 #include "tests/metal/standin/standin.h"
 #endif
@@ -14,29 +12,34 @@ static NSData *library_bytes(void)
     return data;
 }
 
+enum { BY_PATH, BY_BYTES, BY_OBJECT, EMBEDDED };
+
+/* A good library, given in that form. *object is the caller's to release. */
+static tqkv_metal_desc good_library(int form, id<MTLLibrary> *object)
+{
+    tqkv_metal_desc desc = {.device = test_host.device};
+    NSURL *url = [NSURL fileURLWithPath:[NSString stringWithUTF8String:test_host.library]];
+    *object = form == BY_OBJECT ? [test_host.device newLibraryWithURL:url error:NULL] : nil;
+    desc.library = *object;
+    if (form == BY_PATH) desc.library_path = test_host.library;
+    if (form == BY_BYTES) desc.library_bytes = [library_bytes() bytes], desc.library_size = [library_bytes() length];
+    return desc;
+}
+
 static void run_libraries(const void *parameters)
 {
     (void)parameters;
     @autoreleasepool {
-        NSError *error = nil;
-        NSData *data = library_bytes();
-        tqkv_metal_desc path = {0}, bytes = {0}, object = {0};
-        path.library_path = test_host.library;
-        bytes.library_bytes = [data bytes];
-        bytes.library_size = [data length];
-        object.device = test_host.device;
-        NSURL *url = [NSURL fileURLWithPath:[NSString stringWithUTF8String:test_host.library]];
-        id<MTLLibrary> library = [test_host.device newLibraryWithURL:url error:&error];
-        object.library = library;
-        const tqkv_metal_desc descs[] = {path, bytes, object};
-        for (int i = 0; i < 3; i++) {
-            tqkv_metal *m = host_create(descs[i], TQKV_OK, "");
+        for (int form = BY_PATH; form <= BY_OBJECT; form++) {
+            id<MTLLibrary> object;
+            tqkv_metal_desc desc = good_library(form, &object);
+            tqkv_metal *m = host_create(desc, TQKV_OK, "");
             host_check_works(m);
             tqkv_metal_destroy(m);
+            desc.library_path = test_host.library;
+            if (form != BY_PATH) host_create(desc, TQKV_INVALID_ARGUMENT, "more than one library");
+            [object release];
         }
-        path.library = object.library;
-        host_create(path, TQKV_INVALID_ARGUMENT, "more than one library");
-        [library release];
     }
     CHECK_RESULT(tqkv_metal_create(NULL, NULL), TQKV_INVALID_ARGUMENT);
     tqkv_metal *m = test_host.metal;
@@ -45,58 +48,47 @@ static void run_libraries(const void *parameters)
     tqkv_metal_destroy(NULL);
 }
 
-static void run_bad_libraries(const void *parameters)
-{
-    (void)parameters;
-    @autoreleasepool {
-        NSData *data = library_bytes();
-        tqkv_metal_desc desc = {0};
-        desc.library_path = "no/such/file.metallib";
-        host_create(desc, TQKV_METAL_ERROR, "no/such/file.metallib");
-        desc.library_path = "";
-        host_create(desc, TQKV_INVALID_ARGUMENT, "library_path");
-        desc.library_path = "tqkv.h"; /* a file that is not a library */
-        host_create(desc, TQKV_METAL_ERROR, "tqkv.h");
-        desc.library_path = NULL;
-        desc.library_bytes = [data bytes];
-        const size_t sizes[] = {1, 8, 16, 100, [data length] / 4, [data length] / 2};
-        for (int i = 0; i < 6; i++) {
-            desc.library_size = sizes[i];
-            host_create(desc, TQKV_METAL_ERROR, "library in memory");
-        }
-    }
-}
-
-/* A library that is refused, where a source takes its place: a path, or as many bytes of the library. */
+/* A library that is refused: a path, one in the folder of stale ones, or as many bytes of a good library. */
 typedef struct refused_library {
     const char *name, *path;
+    bool stale, with_source; /* with_source: also in its place */
     size_t size;
+    tqkv_result result;
     const char *words; /* why, in the text */
 } refused_library;
 
-static void check_refused_library(const char *path, size_t size, const char *words)
+static void check_fell_back(tqkv_metal *m, const char *words)
 {
-    char expected[200];
-    @autoreleasepool {
-        tqkv_metal_desc desc = {.library_path = path, .library_source = host_source()};
-        if (!path) desc.library_bytes = [library_bytes() bytes], desc.library_size = size;
-        tqkv_metal *m = host_create(desc, TQKV_OK, "library refused: ");
-        tqkv_metal_error(m, expected, sizeof expected);
-        CHECK(strstr(expected, words) && strstr(expected, "; compiled from source"), "the text is \"%s\"", expected);
-        host_check_works(m);
-        tqkv_metal_destroy(m);
-        desc.library_source = NULL;
-        tqkv_metal_destroy(host_create(desc, TQKV_METAL_ERROR, words));
-        desc.library_source = "int nothing;"; /* both are refused: the text has both reasons */
-        host_create(desc, TQKV_METAL_ERROR, words);
-        host_create(desc, TQKV_METAL_ERROR, "; then: ");
-    }
+    char text[400];
+    host_check_works(m);
+    tqkv_metal_error(m, text, sizeof text);
+    CHECK(!strncmp(text, "library refused: ", 17) && strstr(text, words) && strstr(text, "; compiled from source"),
+          "the text is \"%s\"", text);
+    tqkv_metal_destroy(m);
 }
 
-static void run_source_fallback(const void *parameters)
+/* Refused alone; with a source, which takes its place; and with a source that is refused, too. */
+static void run_refused(const void *parameters)
 {
     const refused_library *c = parameters;
-    check_refused_library(c->path, c->size, c->words);
+    char path[400];
+    REQUIRE(!c->stale || test_host.stale, "needs --stale");
+    if (c->stale)
+        snprintf(path, sizeof path, "%s/%s.metallib", test_host.stale, c->path);
+    else
+        snprintf(path, sizeof path, "%s", c->path);
+    @autoreleasepool {
+        tqkv_metal_desc desc = {.library_path = path};
+        if (c->size)
+            desc.library_path = NULL, desc.library_bytes = [library_bytes() bytes], desc.library_size = c->size;
+        tqkv_metal_destroy(host_create(desc, c->result, c->words));
+        if (!c->with_source) return;
+        desc.library_source = host_source();
+        check_fell_back(host_create(desc, TQKV_OK, "library refused: "), c->words);
+        desc.library_source = "int nothing;"; /* the text has both reasons */
+        host_create(desc, TQKV_METAL_ERROR, c->words);
+        host_create(desc, TQKV_METAL_ERROR, "; then: ");
+    }
 }
 
 /* Without a library the source is compiled, and with a good one it is not. */
@@ -122,8 +114,10 @@ static void run_source(const void *parameters)
         CHECK(!text[0], "a good library is refused: %s", text);
         tqkv_metal_destroy(m);
         desc.library_path = ""; /* a wrong argument stays one */
-        desc.library_source = host_source();
-        host_create(desc, TQKV_INVALID_ARGUMENT, "library_path");
+        for (int i = 0; i < 2; i++) {
+            desc.library_source = i ? host_source() : NULL;
+            host_create(desc, TQKV_INVALID_ARGUMENT, "library_path");
+        }
     }
 }
 
@@ -141,55 +135,16 @@ static void run_embedded(const void *parameters)
 
 /* -- What only the stand-in can do -- */
 
-static void run_stale(const void *parameters)
-{
-    char path[400];
-    const char *what = parameters;
-    tqkv_metal_desc desc = {0};
-    REQUIRE(test_host.stale, "needs --stale");
-    snprintf(path, sizeof path, "%s/%s.metallib", test_host.stale, what);
-    desc.library_path = path;
-    tqkv_metal_destroy(host_create(desc, TQKV_TABLE_MISMATCH, what));
-}
-
-/* With a library that lacks the kernels, each call says so and records nothing. */
-static void run_missing_kernels(const void *parameters)
+/* A library that lacks kernels is no stale one: each is compiled when it is needed. */
+static void run_no_kernels(const void *parameters)
 {
     (void)parameters;
     char path[400];
-    tqkv_metal_desc desc = {0};
     REQUIRE(test_host.stale, "needs --stale");
     snprintf(path, sizeof path, "%s/tables_alone.metallib", test_host.stale);
-    desc.library_path = path;
-    desc.device = test_host.device;
-    tqkv_metal *m = host_create(desc, TQKV_OK, "");
-    REQUIRE(m, "no context");
-    const tqkv_metal_buffer rows = host_zeros(512);
-    ((float *)host_contents(rows))[5] = 1.0f;
-    host_work work = host_begin(false);
-    CHECK_REFUSED(m, HOST(m, work.encoder, rotate, rows, 2, 64, TQKV_ROTATED), TQKV_METAL_ERROR, "tqkv_rotate_d64");
-    host_end(&work);
-    CHECK(((float *)host_contents(rows))[5] == 1.0f, "rotated");
-    host_release(rows);
-    tqkv_metal_destroy(m);
-}
-
-/* A stale library, and one that lacks kernels: the source takes their place. */
-static void run_source_of_stale(const void *parameters)
-{
-    char path[400];
-    const refused_library *c = parameters;
-    REQUIRE(test_host.stale, "needs --stale");
-    snprintf(path, sizeof path, "%s/%s.metallib", test_host.stale, c->path);
     @autoreleasepool {
-        tqkv_metal_desc desc = {.library_path = path, .library_source = host_source()};
-        char text[400];
-        tqkv_metal *m = host_create(desc, TQKV_OK, c->words);
-        host_check_works(m); /* a library without kernels is no stale one: each is compiled when it is needed */
-        tqkv_metal_error(m, text, sizeof text);
-        CHECK(!strncmp(text, "library refused: ", 17) && strstr(text, "; compiled from source"), "the text is \"%s\"",
-              text);
-        tqkv_metal_destroy(m);
+        const tqkv_metal_desc desc = {.library_path = path, .library_source = host_source()};
+        check_fell_back(host_create(desc, TQKV_OK, ""), "");
     }
 }
 
@@ -292,8 +247,6 @@ static void run_with_matrices(const void *parameters)
     tqkv_metal_destroy(m);
 }
 
-enum { BY_PATH, BY_BYTES, BY_OBJECT, EMBEDDED };
-
 /* With a good library, given in that form, and a source, each call that can fail fails once: the context works from the
    source and says so, or the result is that of the failure. */
 static void run_source_failures(const void *parameters)
@@ -301,13 +254,9 @@ static void run_source_failures(const void *parameters)
     const int form = *(const int *)parameters, live = standin_live_objects();
     int from_source = 0, n_calls;
     @autoreleasepool {
-        tqkv_metal_desc desc = {.device = test_host.device, .library_source = host_source()};
-        NSURL *url = [NSURL fileURLWithPath:[NSString stringWithUTF8String:test_host.library]];
-        id<MTLLibrary> library = form == BY_OBJECT ? [test_host.device newLibraryWithURL:url error:NULL] : nil;
-        if (form == BY_PATH) desc.library_path = test_host.library;
-        if (form == BY_BYTES)
-            desc.library_bytes = [library_bytes() bytes], desc.library_size = [library_bytes() length];
-        desc.library = library;
+        id<MTLLibrary> object;
+        tqkv_metal_desc desc = good_library(form, &object);
+        desc.library_source = host_source();
         standin_fail_at(0);
         tqkv_metal_destroy(host_create(desc, TQKV_OK, ""));
         n_calls = standin_calls();
@@ -327,7 +276,7 @@ static void run_source_failures(const void *parameters)
             from_source += fell_back;
             tqkv_metal_destroy(m);
         }
-        [library release];
+        [object release];
     }
     CHECK(standin_live_objects() == live, "%d objects leaked", standin_live_objects() - live);
     /* the library; function and pipeline of tables; command buffer, encoder and completion */
@@ -340,30 +289,31 @@ void library_host_cases(void)
 {
     test_add(run_embedded, NULL, 0, "context/embedded");
     test_add(run_libraries, NULL, 0, "context/libraries");
-    test_add(run_bad_libraries, NULL, 0, "context/bad_libraries");
     test_add(run_source, NULL, 0, "context/source/alone");
-    const refused_library refused[] = {{"no_file", "no/such/file.metallib", 0, "no/such/file.metallib"},
-                                       {"no_library", "tqkv.h", 0, "tqkv.h"},
-                                       {"empty", NULL, 1, "library in memory"},
-                                       {"truncated", NULL, 100, "library in memory"}};
-    for (int i = 0; i < 4; i++)
-        test_add(run_source_fallback, &refused[i], sizeof refused[i], "context/source/%s", refused[i].name);
+    const refused_library refused[] = {
+        {"no_file", "no/such/file.metallib", false, true, 0, TQKV_METAL_ERROR, "no/such/file.metallib"},
+        {"no_library", "tqkv.h", false, true, 0, TQKV_METAL_ERROR, "tqkv.h"},
+        {"empty", "", false, true, 1, TQKV_METAL_ERROR, "library in memory"},
+        {"no_size", "", false, false, 8, TQKV_METAL_ERROR, "library in memory"},
+        {"size_alone", "", false, false, 16, TQKV_METAL_ERROR, "library in memory"},
+        {"truncated", "", false, true, 100, TQKV_METAL_ERROR, "library in memory"},
+        {"cut", "", false, false, 100000, TQKV_METAL_ERROR, "library in memory"}};
+    for (int i = 0; i < 7; i++)
+        test_add(run_refused, &refused[i], sizeof refused[i], "context/source/%s", refused[i].name);
 #ifdef STANDIN
     const char *const stale[] = {"codebook_2",  "codebook_8", "boundaries_2", "boundaries_8", "factors_2",
                                  "factors_8",   "signs",      "version",      "rows_args",    "rotate_args",
                                  "attend_args", "merge_args", "batch_item",   "dispatch"};
-    for (size_t i = 0; i < sizeof stale / sizeof *stale; i++)
-        test_add(run_stale, stale[i], strlen(stale[i]) + 1, "context/stale/%s", stale[i]);
-    const refused_library stale_libraries[] = {{"stale", "signs", 0, "signs differs"},
-                                               {"no_kernels", "tables_alone", 0, ""}};
-    for (int i = 0; i < 2; i++)
-        test_add(run_source_of_stale, &stale_libraries[i], sizeof stale_libraries[i], "context/source/%s",
-                 stale_libraries[i].name);
+    for (size_t i = 0; i < sizeof stale / sizeof *stale; i++) {
+        const refused_library row = {stale[i], stale[i], true, !strcmp(stale[i], "signs"), 0, TQKV_TABLE_MISMATCH,
+                                     stale[i]};
+        test_add(run_refused, &row, sizeof row, "context/stale/%s", stale[i]);
+    }
+    test_add(run_no_kernels, NULL, 0, "context/source/no_kernels");
     const char *const forms[] = {"path", "bytes", "object", "embedded"};
     for (int i = BY_PATH; i <= EMBEDDED; i++)
         if ((i == EMBEDDED) == test_host.embedded)
             test_add(run_source_failures, &i, sizeof i, "context/source/failures/%s", forms[i]);
-    test_add(run_missing_kernels, NULL, 0, "context/missing_kernels");
     test_add(run_refused_kernel, NULL, 0, "context/source/kernel");
     test_add(run_no_product, NULL, 0, "context/no_product");
     for (int i = 0; i < 4; i++) test_add(run_without_matrices, &i, sizeof i, "context/without_matrices/%d", i);

@@ -80,21 +80,11 @@ def assembled(text, llvm=14):
 
 def attributes(bitcode):
     """Numbers of all attributes in the bitcode. LLVM adds to them when it reads a module, so they are looked up in its
-    records: behind two operands, (0, number), (1, number, value), (3, text, 0) or (4, text, 0, text, 0)."""
+    records."""
     dump = subprocess.run(["llvm-bcanalyzer-14", "-dump"], input=bitcode, capture_output=True, check=True).stdout.decode()
-    found = set()
-    for record in re.findall(r"<ENTRY [^>]*", dump.split("</PARAMATTR_GROUP")[0].split("<PARAMATTR_GROUP")[1]):
-        values, at = [int(v) for v in re.findall(r"\bop\d+=(\d+)", record)], 2
-        while at < len(values):
-            kind = values[at]
-            if kind < 2:
-                found.add(values[at + 1])
-                at += 2 + kind
-            else:
-                for _ in range(kind - 2):
-                    at = values.index(0, at + 1)
-                at += 1
-    return found
+    records = re.findall(r"<ENTRY [^>]*", dump.split("</PARAMATTR_GROUP")[0].split("<PARAMATTR_GROUP")[1])
+    operands = [[int(v) for v in re.findall(r"\bop\d+=(\d+)", record)] for record in records]
+    return {a for own in operands for a in reader.attributes(own) if isinstance(a, int)}
 
 
 class Tests:

@@ -16,6 +16,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from module import READ_OF, arguments  # noqa: E402
+from reader import attributes  # noqa: E402
 
 # Kinds of records whose length says which version of LLVM reads them.
 MEASURED = ("IDENTIFICATION_BLOCK_ID", "MODULE_BLOCK", "TYPE_BLOCK_ID")
@@ -96,21 +97,6 @@ def records(dump):
                 yield "length", (f"{block} {match.group(1)}", len(operands))
             if block == "PARAMATTR_GROUP_BLOCK_ID":
                 yield from (("attribute", a) for a in attributes(operands))
-
-
-def attributes(operands):
-    at = 2
-    while at < len(operands):
-        kind = operands[at]
-        if kind < 2:
-            yield operands[at + 1]
-            at += 2 + kind
-        elif kind < 5:
-            end = operands.index(0, at + 1)
-            yield "".join(map(chr, operands[at + 1:end]))
-            at = (end if kind == 3 else operands.index(0, end + 1)) + 1
-        else:
-            at += 3
 
 
 def facts(path):

@@ -161,3 +161,20 @@ def disassemble(bitcode, llvm):
     done = subprocess.run([f"llvm-dis-{llvm}", *typed, "-o", "-"], input=bitcode, capture_output=True, check=False)
     expect(done.returncode == 0, f"LLVM {llvm}: {done.stderr.decode(errors='replace').strip()[:200]}")
     return done.stdout.decode()
+
+
+def attributes(operands):
+    """Numbers and names of the attributes that a record has behind two operands: (0, number), (1, number, value), (3, text, 0) or
+    (4, text, 0, text, 0)."""
+    at = 2
+    while at < len(operands):
+        kind = operands[at]
+        if kind < 2:
+            yield operands[at + 1]
+            at += 2 + kind
+        elif kind < 5:
+            end = operands.index(0, at + 1)
+            yield "".join(map(chr, operands[at + 1:end]))
+            at = (end if kind == 3 else operands.index(0, end + 1)) + 1
+        else:
+            at += 3

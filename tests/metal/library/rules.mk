@@ -54,7 +54,7 @@ test-metallib: check-metallib-rebuilt test-metallib-quick $(METAL_BUILD)/library
 	@echo "== $(LIBRARY): container, modules, refusals"
 	@python3 $(LIBRARY_TESTS)/check.py $(LIBRARY) $(LIBRARY_SOURCE) $(METAL_BUILD)/library/check
 	@echo "== $(LIBRARY): all its pipelines, by LLVM's optimiser"
-	@python3 $(LIBRARY_TESTS)/specialise.py $(LIBRARY) --all --table
+	@python3 $(LIBRARY_TESTS)/specialise.py $(LIBRARY) --all
 	@echo "== $(LIBRARY): its bitcode on the CPU, every schedule"
 	@$(METAL_BUILD)/library/driver
 	@$(METAL_BUILD)/library/driver --flush

@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
 """Makes pipelines of a library's modules, as far as stock LLVM can: function constants become constants, then opt -O3.
 
-usage: specialise.py LIBRARY [--all] [--list] [--table] [part of a name]...
+usage: specialise.py LIBRARY [--all] [--list] [part of a name]...
 
 A case is KERNEL/FORMATS/COLUMNS/OPTION. Without --all: one or a few of each kernel, and not of the head_dims whose loops are
-those of others; with it every format, number of columns and option, and every pair of formats at head_dim 128. Of what is left of a kernel there must be no array in thread memory, no
-pointer to thread memory that is chosen while it runs, no loop that was to be unrolled, and no calculation of constants; as
-many products of matrices as its columns need. --table prints what each family of kernels comes to. Of attention each case's
-registers are printed, as registers.py counts them: more than 128 do not fit a lane of Apple's GPUs.
+those of others; with it every format, number of columns and option, and every pair of formats at head_dim 128. Of what is left
+of a kernel there must be no array in thread memory, no pointer to thread memory that is chosen while it runs, no loop that was
+to be unrolled, and no calculation of constants; as many products of matrices as its columns need.
 
 LLVM 14 unrolls a loop of more than 16384 instructions so late that it leaves the loop's arrays in memory: sroa once more
 shows whether they have to be there.
@@ -16,7 +15,6 @@ import collections
 import concurrent.futures
 import os
 import re
-import resource
 import subprocess
 import sys
 
@@ -24,7 +22,6 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.join(HERE, "..", "..", "..", "metallib")]
 import msl  # noqa: E402
 import reader  # noqa: E402
-import registers  # noqa: E402
 
 OPT = ["opt-14", "-passes=default<O3>,sroa", "-S", "-o", "-"]
 SOURCES = os.path.join(HERE, "..", "..", "..", "src")
@@ -43,7 +40,7 @@ OPTIONS = {"": {}, "everything": dict.fromkeys(EVERYTHING, 1),
            "f16": {"TYPE": 1, "VALUE_TYPE": 1}, "bf16": {"TYPE": 2, "VALUE_TYPE": 2}}
 MINUS_INFINITY = "0xFFF0000000000000" # the maximum of nothing, twice, where a path is of a context without positions
 Case = collections.namedtuple("Case", "kernel formats columns option")
-Found = collections.namedtuple("Found", "instructions arrays pointers rolled calls products registers seconds")
+Found = collections.namedtuple("Found", "arrays pointers rolled calls products")
 
 
 def most_columns(kernel):
@@ -110,27 +107,19 @@ def is_of_thread(kind):
     return kind.endswith("*") and not re.search(r"addrspace\(\d\)\*$", kind)
 
 
-def children_seconds():
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
 def specialise(text, constants, case):
     values = {NUMBERS[name]: value for name, value in {**DEFAULTS, **OPTIONS[case.option]}.items()}
     formats = [FORMATS[f] for f in case.formats] + [0, 0]
     values.update({NUMBERS["FORMAT"]: formats[0], NUMBERS["VALUE_FORMAT"]: formats[1], NUMBERS["COLUMNS"]: case.columns})
-    before = children_seconds()
     done = subprocess.run(OPT, input=fixed(text, constants, values), capture_output=True, text=True, check=False)
-    seconds = children_seconds() - before
     reader.expect(done.returncode == 0, done.stderr[:300])
     body = re.search(rf"(?ms)^define .*@{case.kernel}\(.*?^}}$", done.stdout).group(0)
     chosen = re.findall(r"= (?:phi (.*?) \[|select i1 [^,]+, (\S.*?) [%@\w]+,)", body)
     calls = re.findall(r"call [^@\n]*@(air\.[\w.]+)\((.*)\)", body)
-    return Found(len(re.findall(r"(?m)^  \S", body)), re.findall(r"= alloca (.*?), align", body),
-                 [kind for kind in map("".join, chosen) if is_of_thread(kind)], done.stderr.count("loop not unrolled"),
+    return Found(re.findall(r"= alloca (.*?), align", body), [kind for kind in map("".join, chosen) if is_of_thread(kind)],
+                 done.stderr.count("loop not unrolled"),
                  [call for call, operands in calls if "%" not in operands and "barrier" not in call
-                  and set(operands.split(", ")) != {"float " + MINUS_INFINITY}], len(re.findall(r"call .*multiply_accumulate", body)),
-                 registers.most_registers(text, body), seconds)
+                  and set(operands.split(", ")) != {"float " + MINUS_INFINITY}], len(re.findall(r"call .*multiply_accumulate", body)))
 
 
 def check(found, case):
@@ -152,18 +141,10 @@ def check(found, case):
         reader.expect(found.products == wanted, f"{found.products} products, not {wanted}")
 
 
-def print_table(rows):
-    print("| family | pipelines | instructions | arrays | loops not unrolled | optimiser's seconds each | in all |\n|---|---|---|---|---|---|---|")
-    for family, found in rows.items():
-        sizes, times = sorted(f.instructions for f in found), sorted(f.seconds for f in found)
-        print(f"| `{family}` | {len(found)} | {sizes[0]} to {sizes[-1]} | {sum(len(f.arrays) for f in found)} | "
-              f"{sum(f.rolled for f in found)} | {times[0]:.2f} to {times[-1]:.2f} | {sum(times):.0f} |")
-
-
 def main():
     path, *rest = sys.argv[1:]
     flags, parts = [r for r in rest if r.startswith("--")], [r for r in rest if not r.startswith("--")]
-    work, rows, failed = [], {}, 0
+    work, failed = [], 0
     for function in reader.read(path).functions:
         listed = [c for c in cases(function.name, function.constants, "--all" in flags)
                   if not parts or any(part in name_of(c) for part in parts)]
@@ -174,16 +155,11 @@ def main():
         return 0
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool: # a process runs one optimiser at a time
         for (_, _, case), found in zip(work, pool.map(specialise, *zip(*work))):
-            rows.setdefault(re.sub(r"_d\d.*", "", case.kernel[5:]), []).append(found)
-            if "attend_d" in case.kernel or "attend_matrix" in case.kernel:
-                print(f"{name_of(case)}: {found.registers} registers")
             try:
                 check(found, case)
             except reader.Damage as damage:
                 failed += 1
                 print(f"FAIL {name_of(case)}: {damage}", flush=True)
-    if "--table" in flags:
-        print_table(rows)
     print(f"{len(work) - failed} passed, {failed} failed")
     return failed != 0 or not work
 
