@@ -1,264 +1,293 @@
-/* Caches that keep their first and newest positions as halves, too: what remains of them after edits, in copies, and
- * over pages. Their bytes and bits: test_history.c and test_learn_history.c. */
+/* Caches with exact ends and rings: their memory, what is refused, what stays visible, and forks of halves. What edits
+ * leave of halves: test_history.c. Their bytes and bits: test_attend_history.c and test_learn_history.c. */
 #include "cache_fixture.h"
 
-enum { MOST = 400 };
+enum {
+    TOKENS = 300,
+    DIM = 64,
+    ROW = CACHE_HEADS * DIM,
+    N_HEADS = CACHE_HEADS * CACHE_GROUP,
+    OUT = TOKENS * N_HEADS * DIM
+};
 
 typedef struct ends_row {
-    tqkv_format key_format, value_format;
-    int head_dim, value_dim, capacity, exact_first, exact_last, tail_dim, window;
-    bool ring, shared, center;
+    tqkv_format keys, values;
+    int capacity;
+    bool ring;
+    int window, exact_first, exact_last;
 } ends_row;
 
-/* A cache, and the number of the row that each position was appended with. */
-typedef struct ends_model {
+/* A cache, rows and queries for TOKENS tokens, and room for their outputs. */
+typedef struct ends {
     tqkv_cache *cache;
-    const ends_row *row;
-    int key_dim, value_dim;
-    float *k, *v; /* [MOST][CACHE_HEADS][key_dim], with value_dim */
-    float *center;
-    int rows[MOST], end, n_used;
-} ends_model;
+    float *k, *v, *q, *out;
+} ends;
 
-static tqkv_cache_desc describe(const ends_row *row)
+/* Creates the cache. memory: NULL, or where from. False and a failed case without. */
+static bool ends_open(ends *e, const ends_row *row, const tqkv_allocator *memory)
 {
-    const cache_row plain = {row->key_format, row->value_format, row->head_dim, row->capacity, row->ring, 0, -1};
+    const cache_row plain = {row->keys, row->values, DIM, row->capacity, row->ring, 0, -1};
     tqkv_cache_desc desc = cache_desc(&plain, NULL);
-    if (row->shared) desc.value_format = TQKV_FORMAT_DEFAULT;
-    desc.value_dim = row->shared ? 0 : row->value_dim;
-    desc.shared = row->shared;
-    desc.tail_dim = row->tail_dim;
+    memset(e, 0, sizeof *e);
     desc.window = row->window;
     desc.exact_first = row->exact_first;
     desc.exact_last = row->exact_last;
-    return desc;
+    if (memory) desc.allocator = *memory;
+    e->k = test_rows(1, DATA_STUDENT, TOKENS * CACHE_HEADS, DIM);
+    e->v = test_rows(2, DATA_STUDENT, TOKENS * CACHE_HEADS, DIM);
+    e->q = test_rows(3, DATA_GAUSSIAN, TOKENS * N_HEADS, DIM);
+    e->out = (float *)test_alloc_filled(OUT * sizeof(float), 0xff);
+    CHECK_RESULT(tqkv_cache_create(&desc, &e->cache), TQKV_OK);
+    return e->cache != NULL;
 }
 
-static bool model_open(ends_model *m, const ends_row *row)
+static void ends_close(ends *e)
 {
-    tqkv_cache_desc desc = describe(row);
-    memset(m, 0, sizeof *m);
-    m->row = row;
-    m->key_dim = row->head_dim + row->tail_dim;
-    m->value_dim = row->value_dim && !row->shared ? row->value_dim : row->head_dim;
-    m->k = test_rows(1, DATA_STUDENT, MOST * CACHE_HEADS, m->key_dim);
-    m->v = test_rows(2, DATA_STUDENT, MOST * CACHE_HEADS, m->value_dim);
-    m->center = test_rows(3, DATA_GAUSSIAN, CACHE_HEADS, m->key_dim > m->value_dim ? m->key_dim : m->value_dim);
-    if (row->center) desc.key_center = m->center;
-    if (row->center && !row->shared) desc.value_center = m->center;
-    CHECK_RESULT(tqkv_cache_create(&desc, &m->cache), TQKV_OK);
-    return m->cache != NULL;
+    tqkv_cache_destroy(e->cache);
+    free(e->k);
+    free(e->v);
+    free(e->q);
+    free(e->out);
 }
 
-static void model_close(ends_model *m)
+static void ends_append(ends *e, int n) { CHECK_RESULT(tqkv_cache_append(e->cache, e->k, e->v, n), TQKV_OK); }
+
+static tqkv_result ends_attend(ends *e, int n) { return tqkv_cache_attend(e->cache, e->q, n, e->out); }
+
+/* ---- Memory ---- */
+
+/* What an allocator has lent, in bytes; fails where it would be more than `most`. */
+typedef struct lender {
+    size_t lent, most;
+} lender;
+
+static void *lend(void *user, size_t size)
 {
-    tqkv_cache_destroy(m->cache);
-    free(m->k);
-    free(m->v);
-    free(m->center);
+    lender *l = (lender *)user;
+    if (size > l->most - l->lent) return NULL;
+    l->lent += size;
+    return malloc(size);
 }
 
-static void model_append(ends_model *m, int n)
+static void take_back(void *user, void *p, size_t size)
 {
-    const float *k = m->k + m->n_used * CACHE_HEADS * m->key_dim, *v = m->v + m->n_used * CACHE_HEADS * m->value_dim;
-    REQUIRE(m->n_used + n <= MOST, "too many tokens");
-    CHECK_RESULT(tqkv_cache_append(m->cache, k, m->row->shared ? NULL : v, n), TQKV_OK);
-    while (n-- > 0) m->rows[m->end++] = m->n_used++;
+    ((lender *)user)->lent -= size;
+    free(p);
 }
 
-/* The halves of a position are those of the row that it was appended with. */
-static void check_half(const ends_model *m, const tqkv_store *s, int side, int position)
+/* A large append takes memory for the halves of its queries, which a smaller one gives back.
+ * Without that memory nothing happens. */
+static void check_memory(const void *parameters)
 {
-    const int dim = side ? m->value_dim : m->key_dim, row = m->rows[position];
-    for (int h = 0; h < CACHE_HEADS; h++) {
-        uint8_t codes[2 * REFERENCE_MAX_DIM];
-        float norms[1], scaled[REFERENCE_MAX_DIM];
-        const float *source = (side ? m->v : m->k) + (row * CACHE_HEADS + h) * dim;
-        reference_encode_row(s, h, source, codes, norms, scaled);
-        CHECK(!memcmp(reference_codes_at(s, h, position), codes, 2 * (size_t)s->head_dim),
-              "%s: position %d is not row %d", side ? "values" : "keys", position, row);
-    }
-}
-
-static void check_halves(const ends_model *m)
-{
-    const tqkv_attention a = test_view(m->cache, 1);
-    const tqkv_store *const stores[2][2] = {{a.first.keys, a.first.values}, {a.last.keys, a.last.values}};
-    CHECK(a.end == m->end, "end is %d, not %d", (int)a.end, m->end);
-    CHECK(a.first.n <= m->row->exact_first && a.last.n <= m->row->exact_last && a.first.n <= m->end &&
-              a.last.n <= m->end,
-          "%d and %d positions", a.first.n, a.last.n);
-    for (int side = 0; side < (m->row->shared ? 1 : 2); side++) {
-        for (int p = 0; stores[0][side] && p < a.first.n; p++) check_half(m, stores[0][side], side, p);
-        for (int p = m->end - a.last.n; stores[1][side] && p < m->end; p++) check_half(m, stores[1][side], side, p);
-    }
-}
-
-/* Returns how many of `asked` positions a cache has: no more than its capacity, or than were appended. */
-static int at_most(const ends_model *m, int asked)
-{
-    if (asked > m->row->capacity) asked = m->row->capacity;
-    return asked < m->end ? asked : m->end;
-}
-
-/* All that the end asks for are halves. */
-static void check_all_there(const ends_model *m)
-{
-    const tqkv_attention a = test_view(m->cache, 1);
-    CHECK(a.first.n == at_most(m, m->row->exact_first), "%d first positions", a.first.n);
-    CHECK(a.last.n == at_most(m, m->row->exact_last), "%d newest positions", a.last.n);
-}
-
-static tqkv_cache *reloaded(const tqkv_cache *cache, const ends_row *row)
-{
-    tqkv_cache_desc desc;
-    tqkv_cache *loaded = NULL;
-    stream saved = stream_of_cache(cache);
-    memset(&desc, 0, sizeof desc);
-    desc.exact_last = row->exact_last;
-    CHECK_RESULT(tqkv_cache_load(&desc, stream_read, &saved, &loaded), TQKV_OK);
-    if (loaded) {
-        stream again = stream_of_cache(loaded);
-        CHECK(stream_is_equal(&saved, &again), "the loaded cache saves other bytes");
-        stream_free(&again);
-    }
-    stream_free(&saved);
-    return loaded;
-}
-
-static void model_remove(ends_model *m, int first, int count)
-{
-    CHECK_RESULT(tqkv_cache_remove(m->cache, first, count), TQKV_OK);
-    memmove(m->rows + first, m->rows + first + count, (size_t)(m->end - first - count) * sizeof *m->rows);
-    m->end -= count;
-}
-
-static void model_fork(ends_model *m, bool load)
-{
-    tqkv_cache *copy = NULL;
-    if (load)
-        copy = reloaded(m->cache, m->row);
-    else
-        CHECK_RESULT(tqkv_cache_fork(m->cache, NULL, &copy), TQKV_OK);
-    if (!copy) return;
-    tqkv_cache_destroy(m->cache);
-    m->cache = copy;
-}
-
-/* What remains of the halves where it can: a part of the middle removed, the newest taken back by few. The same in the
- * cache itself, in one loaded and in a fork. */
-static void check_remains(const void *parameters)
-{
-    static const ends_row row = {TQKV_TQ4, TQKV_TQ3, 64, 0, 200, 4, 40, 0, 0, false, false, false};
-    const int way = *(const int *)parameters;
-    ends_model m;
-    if (!model_open(&m, &row)) return;
-    model_append(&m, 190);
-    model_remove(&m, 4, 100);
-    check_all_there(&m);
-    if (way) model_fork(&m, way == 1);
-    CHECK_RESULT(tqkv_cache_truncate(m.cache, m.end -= 20), TQKV_OK); /* the ring has 88 more than it must */
-    check_all_there(&m);
-    model_remove(&m, m.end - 10, 5);
-    check_halves(&m);
-    CHECK(test_view(m.cache, 1).last.n == 40, "%d newest positions", test_view(m.cache, 1).last.n);
-    model_append(&m, 1);
-    check_all_there(&m);
-    model_remove(&m, 2, 1);
-    CHECK(test_view(m.cache, 1).first.n == 3, "%d first positions", test_view(m.cache, 1).first.n);
-    model_append(&m, 130);
-    model_append(&m, 1);
-    model_remove(&m, 10, 140); /* more than the ring has */
-    check_halves(&m);
-    CHECK(test_view(m.cache, 1).last.n == 40, "%d newest positions", test_view(m.cache, 1).last.n);
-    CHECK_RESULT(tqkv_cache_truncate(m.cache, m.end = 5), TQKV_OK); /* all that the ring held is gone */
-    model_append(&m, 10);
-    check_halves(&m);
-    model_remove(&m, 1, 2); /* before what is halves */
-    check_halves(&m);
-    CHECK(test_view(m.cache, 1).last.n == 10, "%d newest positions", test_view(m.cache, 1).last.n);
-    model_close(&m);
-}
-
-/* Of drafts that begin among the first positions some are kept, also the one behind these: only those before it
- * have halves as first ones, all as newest ones. */
-static void check_keep_first(const void *parameters)
-{
-    static const ends_row row = {TQKV_TQ4, TQKV_TQ3, 64, 0, 200, 4, 40, 0, 0, false, false, false};
-    static const int kept[4] = {0, 2, 4, 5};
-    ends_model m;
+    static const ends_row row = {TQKV_TQ4, TQKV_TQ3, TOKENS, false, 0, 4, 64};
+    lender l = {0, SIZE_MAX};
+    const tqkv_allocator memory = {lend, take_back, &l};
+    ends e;
     (void)parameters;
-    if (!model_open(&m, &row)) return;
-    model_append(&m, 8);
-    CHECK_RESULT(tqkv_cache_keep(m.cache, 8, kept, 4), TQKV_OK);
-    for (int i = 0; i < 4; i++) m.rows[i] = m.rows[kept[i]];
-    m.end = 4;
-    check_halves(&m);
-    const tqkv_attention a = test_view(m.cache, 1);
-    CHECK(a.first.n == 2 && a.last.n == 4, "%d first and %d newest positions", a.first.n, a.last.n);
-    model_close(&m);
+    if (!ends_open(&e, &row, &memory)) return;
+    ends_append(&e, 64);
+    const size_t lent = l.lent, bytes = tqkv_cache_bytes(e.cache), others = lent - bytes;
+    stream before = stream_of_cache(e.cache);
+    l.most = lent + 1000;
+    CHECK_RESULT(tqkv_cache_append(e.cache, e.k, e.v, 200), TQKV_OUT_OF_MEMORY);
+    stream after = stream_of_cache(e.cache);
+    CHECK(stream_is_equal(&before, &after) && tqkv_cache_bytes(e.cache) == bytes && l.lent == lent, "changed");
+    l.most = SIZE_MAX;
+    ends_append(&e, 200);
+    CHECK(l.lent > lent && l.lent - tqkv_cache_bytes(e.cache) <= others + 128, "%d bytes, but %d are lent",
+          (int)tqkv_cache_bytes(e.cache), (int)l.lent);
+    e.k[0] = NAN;
+    CHECK_RESULT(tqkv_cache_append(e.cache, e.k, e.v, 1), TQKV_NOT_FINITE);
+    CHECK(l.lent > lent, "a refused append gave memory back");
+    CHECK_RESULT(tqkv_cache_append(e.cache, e.v, e.v, 1), TQKV_OK);
+    CHECK(l.lent == lent && tqkv_cache_bytes(e.cache) == bytes, "%d bytes are lent, %d at first", (int)l.lent,
+          (int)lent);
+    ends_close(&e);
+    CHECK(l.lent == 0, "%d bytes leaked", (int)l.lent);
+    stream_free(&before);
+    stream_free(&after);
 }
+
+/* The memory of the grown halves is the cache's, too: nothing else may lie there. */
+static void check_overlaps(const void *parameters)
+{
+    static const ends_row row = {TQKV_TQ4, TQKV_TQ3, TOKENS, false, 0, 0, 64};
+    ends e;
+    (void)parameters;
+    if (!ends_open(&e, &row, NULL)) return;
+    ends_append(&e, 200);
+    const tqkv_attention view = test_view(e.cache, 1);
+    const void *grown = view.last.keys->codes;
+    CHECK_RESULT(tqkv_cache_append(e.cache, grown, e.v, 1), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_cache_keep(e.cache, 2, (const int *)grown, 1), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_cache_attend(e.cache, e.q, 1, (void *)(uintptr_t)grown), TQKV_INVALID_ARGUMENT);
+    ends_close(&e);
+}
+
+/* More queries than find their newest halves are refused, and write nothing. */
+static void check_too_many(const void *parameters)
+{
+    static const ends_row row = {TQKV_TQ4, TQKV_TQ3, TOKENS, false, 0, 0, 65};
+    static const int appends[3] = {1, 100, 1}, most[3] = {64, 100, 64}, none[3] = {130, 165, 130};
+    ends e;
+    (void)parameters;
+    if (!ends_open(&e, &row, NULL)) return;
+    for (int i = 0; i < 150; i++) ends_append(&e, 1);
+    for (int i = 0; i < 3; i++) {
+        ends_append(&e, appends[i]);
+        CHECK_RESULT(ends_attend(&e, most[i]), TQKV_OK);
+        memset(e.out, 0xff, OUT * sizeof *e.out);
+        CHECK_RESULT(ends_attend(&e, none[i]), TQKV_OUT_OF_RANGE);
+        CHECK(test_is_untouched(e.out, OUT * sizeof *e.out), "written");
+    }
+    ends_close(&e);
+}
+
+/* ---- Rings ---- */
+
+/* Expects that n queries are refused, in all ways; their outputs are as they were. */
+static void expect_refused(ends *e, int n, const char *when)
+{
+    static float sums[2][8 * N_HEADS];
+    tqkv_attention view = test_view(e->cache, 1), some;
+    const void *const q[1] = {e->q};
+    void *const outs[1] = {e->out};
+    memset(&some, 0, sizeof some);
+    memset(e->out, 0xff, OUT * sizeof *e->out);
+    view.n_queries = n;
+    CHECK(ends_attend(e, n) == TQKV_OUT_OF_RANGE, "%s: attend", when);
+    CHECK(test_attend_some(e->cache, &some, e->q, n, e->out) == TQKV_OUT_OF_RANGE, "%s: attend_some", when);
+    CHECK(tqkv_attend(&view, e->q, e->out) == TQKV_OUT_OF_RANGE, "%s: the view", when);
+    CHECK(tqkv_attend_batch(&view, 1, q, outs) == TQKV_OUT_OF_RANGE, "%s: a batch", when);
+    CHECK(tqkv_attend_partial(&view, e->q, test_first(e->cache), 1, e->out, sums[0], sums[1]) == TQKV_OUT_OF_RANGE,
+          "%s: a slice", when);
+    CHECK(test_is_untouched(e->out, OUT * sizeof *e->out), "%s: written", when);
+}
+
+/* Queries at the newest of 204 positions of a ring that begins at 140, with a window of 64: all but the newest query
+   miss some of their windows. Refused is what asks for these, by its list or by its newest positions. A list may name
+   positions before all windows: nobody misses them, until a window begins among them. */
+static void check_lost_lists(ends *e)
+{
+    static const struct {
+        int n, block, newest;
+        int32_t of_first, of_all[2]; /* blocks that the first query's list begins with, and those of the others */
+        tqkv_result result;
+    } cases[] = {{6, 4, 0, 35, {36, -1}, TQKV_OK},
+                 {6, 4, 0, 34, {36, -1}, TQKV_OUT_OF_RANGE},
+                 {6, 4, 0, 33, {36, -1}, TQKV_OUT_OF_RANGE},
+                 {6, 4, 0, 32, {36, -1}, TQKV_OK},
+                 {6, 4, 59, 35, {36, -1}, TQKV_OK},
+                 {6, 4, 60, 35, {36, -1}, TQKV_OUT_OF_RANGE},
+                 {6, 4, 60, -1, {36, -1}, TQKV_OUT_OF_RANGE},
+                 {1, 16, 0, 7, {7, 12}, TQKV_OK}, /* positions 112 to 127, 192 to 207; windows from 128 on */
+                 {13, 16, 0, 7, {7, 12}, TQKV_OK},
+                 {13, 16, 0, 8, {7, 12}, TQKV_OUT_OF_RANGE}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int32_t lists[13][2];
+        tqkv_attention some;
+        memset(&some, 0, sizeof some);
+        for (int query = 0; query < 13; query++) memcpy(lists[query], cases[i].of_all, sizeof lists[query]);
+        lists[0][0] = cases[i].of_first;
+        some.list.rows = lists[0];
+        some.list.length = 2;
+        some.list.block = cases[i].block;
+        some.list.newest = cases[i].newest;
+        CHECK(test_attend_some(e->cache, &some, e->q, cases[i].n, e->out) == cases[i].result, "case %d", (int)i);
+    }
+}
+
+/* A ring of its window's size: a query whose window is gone gets no answer,
+ * but one that the window does not reach does. */
+static void check_lost_windows(const void *parameters)
+{
+    static const ends_row row = {TQKV_TQ4, TQKV_TQ4, 64, true, 64, 0, 0};
+    ends e;
+    (void)parameters;
+    if (!ends_open(&e, &row, NULL)) return;
+    ends_append(&e, 64);
+    CHECK_RESULT(ends_attend(&e, 8), TQKV_OK);
+    ends_append(&e, 140);
+    CHECK_RESULT(ends_attend(&e, 1), TQKV_OK);
+    expect_refused(&e, 6, "six queries");
+    check_lost_lists(&e);
+    CHECK_RESULT(tqkv_cache_truncate(e.cache, 180), TQKV_OK);
+    expect_refused(&e, 1, "truncated");
+    ends_append(&e, 20); /* end 200: back to position 137 */
+    expect_refused(&e, 1, "not yet");
+    ends_append(&e, 4); /* the oldest is 140, as before */
+    CHECK_RESULT(ends_attend(&e, 1), TQKV_OK);
+    CHECK_RESULT(tqkv_cache_keep(e.cache, 10, NULL, 0), TQKV_OK);
+    expect_refused(&e, 1, "after keep");
+    tqkv_attention store = test_view(e.cache, 1); /* the same over its stores, which know no history */
+    store.whole_window = false;
+    CHECK_RESULT(tqkv_attend(&store, e.q, e.out), TQKV_OK);
+    ends_close(&e);
+}
+
+/* ---- Forks ---- */
 
 /* A ring keeps its first positions whatever its newest ones are: no copy has less room than these take. */
 static void check_fork_below_first(const void *parameters)
 {
-    static const ends_row row = {TQKV_TQ4, TQKV_TQ4, 64, 0, 100, 60, 30, 0, 0, true, false, false};
+    static const ends_row row = {TQKV_TQ4, TQKV_TQ4, 100, true, 0, 60, 30};
     tqkv_cache_desc desc;
-    ends_model m;
+    ends e;
     (void)parameters;
-    if (!model_open(&m, &row)) return;
-    model_append(&m, 200);
-    CHECK_RESULT(tqkv_cache_keep(m.cache, 100, NULL, 0), TQKV_OK);
+    if (!ends_open(&e, &row, NULL)) return;
+    ends_append(&e, 200);
+    CHECK_RESULT(tqkv_cache_keep(e.cache, 100, NULL, 0), TQKV_OK);
     memset(&desc, 0, sizeof desc);
     for (desc.capacity = 59; desc.capacity < 61; desc.capacity++) {
         tqkv_cache *copy = NULL;
-        CHECK_RESULT(tqkv_cache_fork(m.cache, &desc, &copy), desc.capacity < 60 ? TQKV_OUT_OF_RANGE : TQKV_OK);
-        CHECK(!copy || test_view(copy, 1).first.n == test_view(m.cache, 1).first.n, "other positions");
+        CHECK_RESULT(tqkv_cache_fork(e.cache, &desc, &copy), desc.capacity < 60 ? TQKV_OUT_OF_RANGE : TQKV_OK);
+        CHECK(!copy || test_view(copy, 1).first.n == test_view(e.cache, 1).first.n, "other positions");
         tqkv_cache_destroy(copy);
     }
-    model_close(&m);
+    ends_close(&e);
+}
+
+/* Forks a cache of halves into one of codes. */
+static tqkv_cache *fork_to_codes(const ends *e, counting *counter)
+{
+    tqkv_cache_desc desc;
+    tqkv_cache *copy = NULL;
+    memset(&desc, 0, sizeof desc);
+    desc.key_format = desc.value_format = TQKV_TQ4;
+    if (counter) desc.allocator = counting_allocator(counter);
+    CHECK_RESULT(tqkv_cache_fork(e->cache, &desc, &copy), TQKV_OK);
+    return copy;
 }
 
 /* A cache of halves goes on in codes: its halves are those of its newest and first rows. */
 static void check_fork_from_f16(const void *parameters)
 {
-    static const ends_row row = {TQKV_F16, TQKV_F16, 64, 0, 200, 4, 64, 0, 0, true, false, false};
-    ends_model m;
-    tqkv_cache_desc desc;
-    tqkv_cache *copy = NULL;
+    static const ends_row row = {TQKV_F16, TQKV_F16, 200, true, 0, 4, 64};
+    ends e;
     (void)parameters;
-    if (!model_open(&m, &row)) return;
-    model_append(&m, 150);
-    CHECK(!test_view(m.cache, 1).last.keys, "halves of halves");
-    memset(&desc, 0, sizeof desc);
-    desc.key_format = desc.value_format = TQKV_TQ4;
-    CHECK_RESULT(tqkv_cache_fork(m.cache, &desc, &copy), TQKV_OK);
-    tqkv_cache_destroy(m.cache);
-    m.cache = copy;
+    if (!ends_open(&e, &row, NULL)) return;
+    ends_append(&e, 150);
+    CHECK(!test_view(e.cache, 1).last.keys, "halves of halves");
+    tqkv_cache *copy = fork_to_codes(&e, NULL);
     REQUIRE(copy, "no fork");
-    check_all_there(&m);
-    const size_t ends = 2 * CACHE_HEADS * 64 * 2 * (4 + 128), codes = 2 * CACHE_HEADS * (64 / 2 + 4) * 200;
-    CHECK(tqkv_cache_bytes(copy) == ends + codes, "%d bytes", (int)tqkv_cache_bytes(copy));
-    model_close(&m);
+    const tqkv_attention a = test_view(copy, 1);
+    CHECK(a.end == 150 && a.first.n == 4 && a.last.n == 64, "%d and %d positions", a.first.n, a.last.n);
+    const size_t halves = 2 * CACHE_HEADS * 64 * 2 * (4 + 128), codes = 2 * CACHE_HEADS * (64 / 2 + 4) * 200;
+    CHECK(tqkv_cache_bytes(copy) == halves + codes, "%d bytes", (int)tqkv_cache_bytes(copy));
+    tqkv_cache_destroy(copy);
+    ends_close(&e);
 }
 
 /* Halves of first positions that are gone from a ring of F16: no bytes of the allocator come into a snapshot. */
 static void check_fork_from_f16_ring(const void *parameters)
 {
-    static const ends_row row = {TQKV_F16, TQKV_F16, 64, 0, 100, 60, 30, 0, 0, true, false, false};
+    static const ends_row row = {TQKV_F16, TQKV_F16, 100, true, 0, 60, 30};
     counting counter = {0, 0, 0, 0, 0};
-    ends_model m;
-    tqkv_cache_desc desc;
-    tqkv_cache *copies[2] = {NULL, NULL};
+    ends e;
     (void)parameters;
-    if (!model_open(&m, &row)) return;
-    model_append(&m, 150);
-    memset(&desc, 0, sizeof desc);
-    desc.key_format = desc.value_format = TQKV_TQ4;
-    for (int i = 0; i < 2; i++) {
-        if (i) desc.allocator = counting_allocator(&counter);
-        CHECK_RESULT(tqkv_cache_fork(m.cache, &desc, &copies[i]), TQKV_OK);
-    }
+    if (!ends_open(&e, &row, NULL)) return;
+    ends_append(&e, 150);
+    tqkv_cache *copies[2] = {fork_to_codes(&e, NULL), fork_to_codes(&e, &counter)};
     if (copies[0] && copies[1]) {
         stream a = stream_of_cache(copies[0]), b = stream_of_cache(copies[1]);
         CHECK(stream_is_equal(&a, &b), "two forks save other bytes");
@@ -266,14 +295,16 @@ static void check_fork_from_f16_ring(const void *parameters)
         stream_free(&b);
     }
     for (int i = 0; i < 2; i++) tqkv_cache_destroy(copies[i]);
-    model_close(&m);
+    ends_close(&e);
 }
+
+/* ---- What halves hold ---- */
 
 /* Rows that halves cannot hold are refused where a cache keeps halves, and nothing is appended; as codes alone they are
  * as good as any. */
 static void check_range(const void *parameters)
 {
-    enum { D = 64, N = 20 };
+    enum { D = DIM, N = 20 };
     static const struct {
         float size;        /* of the row's one value that is not 0; 64 of an eighth of that when it is rotated */
         bool raw, rotated; /* halves hold it */
@@ -314,7 +345,7 @@ static void check_range(const void *parameters)
 static void check_first_half(const void *parameters)
 {
     (void)parameters;
-    enum { D = 64, N = 41 }; /* the last row gives the halves of the others back */
+    enum { D = DIM, N = 41 }; /* the last row gives the halves of the others back */
     const cache_row row = {TQKV_I8, TQKV_TQ4, D, 200, false, 0, -1};
     tqkv_cache_desc desc = cache_desc(&row, NULL);
     tqkv_cache *cache = NULL;
@@ -339,12 +370,13 @@ static void check_first_half(const void *parameters)
 
 void test_ends_cases(void)
 {
-    for (int i = 0; i < 4; i++) test_add(check_range, &i, sizeof i, "ends/range/%d", i);
-    test_add(check_first_half, NULL, 0, "ends/first_half");
-    static const char *const ways[3] = {"as_it_is", "loaded", "forked"};
-    for (int way = 0; way < 3; way++) test_add(check_remains, &way, sizeof way, "ends/remains/%s", ways[way]);
-    test_add(check_keep_first, NULL, 0, "ends/keep_first");
+    test_add(check_memory, NULL, 0, "ends/memory");
+    test_add(check_overlaps, NULL, 0, "ends/overlaps");
+    test_add(check_too_many, NULL, 0, "ends/too_many");
+    test_add(check_lost_windows, NULL, 0, "ends/lost_windows");
     test_add(check_fork_below_first, NULL, 0, "ends/fork_below_first");
     test_add(check_fork_from_f16, NULL, 0, "ends/fork_from_f16");
     test_add(check_fork_from_f16_ring, NULL, 0, "ends/fork_from_f16_ring");
+    for (int i = 0; i < 4; i++) test_add(check_range, &i, sizeof i, "ends/range/%d", i);
+    test_add(check_first_half, NULL, 0, "ends/first_half");
 }

@@ -7,7 +7,7 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-enum { MAX_OPERATIONS = 40, MAX_QUERIES = 5, MAX_HEADS = 8, MAX_PAGES = 6 };
+enum { MAX_OPERATIONS = 40, MAX_QUERIES = 5, MAX_HEADS = 8, MAX_PAGES = 6, MAX_POSITIONS = 2 * 150 + 10 };
 
 /* Position p of the model is position base + p of the cache. */
 typedef struct model {
@@ -15,14 +15,14 @@ typedef struct model {
     tqkv_cache *cache;
     tqkv_store keys, values, tail; /* linear, all positions; values: the keys again if they are the values */
     tqkv_store halves[2];          /* of all positions of keys and values, if the cache has some */
+    bool kept[2][MAX_POSITIONS];   /* which the cache must still have, as first and as newest ones */
     int positions;                 /* capacity of the model */
     int64_t base, first, end;
     counting counter;
     float sinks[MAX_HEADS];
     /* As set_center and set_scale take them, then the keys' and the tail's parts of the first one; or NULL. */
     float *centers[4], *scales[4];
-    bool edits;  /* operations 8 to 15 remove, keep and fork */
-    bool edited; /* some operation was no append */
+    bool edits; /* operations 8 to 15 remove, keep and fork */
 } model;
 
 static int n_heads(const model *m) { return m->desc.n_heads; }
@@ -177,13 +177,23 @@ static void check_row(const model *m, const tqkv_store *store, const tqkv_store 
 
 static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* What the halves hold, and after appends alone that all are there. */
+/* An edit leaves the newest halves that a ring for 64 queries has room for. */
+static void forget_halves(model *m)
+{
+    const int64_t last = at_most(m->desc.exact_last, m->desc.capacity), room = (last + 63 + 63) / 64 * 64;
+    for (int64_t at = 0; at < m->end - room; at++) m->kept[1][at] = false;
+}
+
+/* What the halves hold, and how many there are. */
 static void check_halves(const model *m)
 {
-    const tqkv_attention a = test_view(m->cache, 1);
-    const int64_t most = at_most(m->desc.capacity, m->end);
-    CHECK(m->edited || a.first.n == at_most(m->desc.exact_first, most), "%d first positions", a.first.n);
-    CHECK(m->edited || a.last.n == at_most(m->desc.exact_last, most), "%d newest positions", a.last.n);
+    const tqkv_attention a = test_view(m->cache, 0);
+    const int64_t most = at_most(m->desc.exact_last, m->end - m->first);
+    int n_first = 0, n_last = 0;
+    while (n_first < m->end && m->kept[0][n_first]) n_first++;
+    while (n_last < most && m->kept[1][m->end - 1 - n_last]) n_last++;
+    CHECK(a.first.n == n_first, "%d first positions, not %d", a.first.n, n_first);
+    CHECK(a.last.n == n_last, "%d newest positions, not %d", a.last.n, n_last);
     const tqkv_store *const first[2] = {a.first.keys, a.first.values}, *const last[2] = {a.last.keys, a.last.values};
     for (int i = 0; i < 2 * m->desc.n_kv_heads; i++) {
         for (int at = 0; first[i % 2] && at < a.first.n; at++)
@@ -280,7 +290,10 @@ static void append(fuzz_input *input, model *m)
         if (m->halves[0].codes) model_append(m, &m->halves[0], main, n);
         if (m->halves[1].codes) model_append(m, &m->halves[1], m->desc.shared ? main : values, n);
         free(tail);
-        m->end += n;
+        for (int64_t first = at_most(m->desc.exact_first, m->desc.capacity); n-- > 0; m->end++) {
+            m->kept[0][m->end] = m->end < first && (m->end == 0 || m->kept[0][m->end - 1]);
+            m->kept[1][m->end] = true;
+        }
         if (m->end - m->first > m->desc.capacity) m->first = m->end - m->desc.capacity;
     }
     free(main);
@@ -500,6 +513,7 @@ static void truncate_to(model *m, int64_t end)
     tqkv_result result = tqkv_cache_truncate(m->cache, end);
     CHECK(result == (fits ? TQKV_OK : TQKV_OUT_OF_RANGE), "truncate: %s", tqkv_result_string(result));
     if (!fits) return;
+    if (end < m->base + m->end) forget_halves(m);
     m->end = end == 0 ? 0 : end - m->base;
     if (end == 0) m->first = m->base = 0;
 }
@@ -558,6 +572,7 @@ static void save_and_load(fuzz_input *input, model *m, bool move)
 /* Moves n positions of the model down. */
 static void model_move(model *m, int64_t from, int64_t to, int64_t n)
 {
+    for (int i = 0; i < 2 && n > 0; i++) memmove(&m->kept[i][to], &m->kept[i][from], (size_t)n * sizeof(bool));
     tqkv_store *stores[5] = {&m->keys, &m->values, &m->tail, &m->halves[0], &m->halves[1]};
     for (int i = 0; i < 5 * m->desc.n_kv_heads && n > 0; i++) {
         const tqkv_store *s = stores[i % 5];
@@ -582,6 +597,7 @@ static void remove_some(fuzz_input *input, model *m)
                                               : TQKV_OUT_OF_RANGE;
     CHECK_RESULT(tqkv_cache_remove(m->cache, first, count), expected);
     if (expected != TQKV_OK) return;
+    if (count) forget_halves(m);
     model_move(m, first + count, first, m->end - first - count);
     m->end -= count;
 }
@@ -604,8 +620,12 @@ static void keep_some(fuzz_input *input, model *m)
     }
     CHECK_RESULT(tqkv_cache_keep(m->cache, n, kept, n_kept), expected);
     if (expected != TQKV_OK) return;
+    if (n_kept < n) forget_halves(m);
+    bool all = true; /* of which none moves otherwise */
+    for (int i = 0; i < n; i++) all = all && m->kept[1][m->end - 1 - i];
     for (int i = 0; i < n_kept; i++) model_move(m, m->end - n + kept[i], m->end - n + i, 1);
     m->end -= n - n_kept;
+    for (int64_t at = 0; at < m->end && !all; at++) m->kept[1][at] = false;
 }
 
 /* Asks for a copy in other formats, unless halves stand beside the codes. */
@@ -676,7 +696,6 @@ static void operate(fuzz_input *input, model *m)
     uint8_t operation = fuzz_byte(input);
     m->counter.calls = 0;
     m->counter.fail_at = operation >= 192 ? 1 + operation % 3 : 0;
-    m->edited = m->edited || operation % 8 > 4 || (m->edits && operation & 8);
     if (m->edits && operation & 8) {
         operate_edit(input, m, operation % 8);
         check_state(m);
