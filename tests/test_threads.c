@@ -31,38 +31,6 @@ static void run_threads(int n_threads, void *(*body)(void *context), void *conte
     alarm(0);
 }
 
-/* ---- A hook that gives every task its own thread, a few at a time ---- */
-
-typedef struct hook_task {
-    tqkv_task task;
-    void *context;
-    int index;
-} hook_task;
-
-static void *run_hook_task(void *context)
-{
-    hook_task *t = (hook_task *)context;
-    t->task(t->context, t->index);
-    return NULL;
-}
-
-static void run_on_threads(void *user, int count, tqkv_task task, void *context)
-{
-    const int at_once = *(const int *)user;
-    for (int first = 0; first < count; first += at_once) {
-        pthread_t threads[THREADS];
-        hook_task tasks[THREADS];
-        int n = count - first < at_once ? count - first : at_once;
-        for (int i = 0; i < n; i++) {
-            tasks[i].task = task;
-            tasks[i].context = context;
-            tasks[i].index = first + i;
-            if (pthread_create(&threads[i], NULL, run_hook_task, &tasks[i])) exit(2);
-        }
-        for (int i = 0; i < n; i++) pthread_join(threads[i], NULL);
-    }
-}
-
 /* ---- Many caches on many threads ---- */
 
 typedef struct cache_thread {
@@ -151,13 +119,12 @@ static void *read_cache(void *context)
 
 typedef struct reading_row {
     const char *name;
-    int at_once; /* tasks at once of run_on_threads; 0: another hook, or none */
     bool pool;   /* the hook is examples/thread_pool.h */
     bool nested; /* the readers are tasks of that pool, not threads of their own */
 } reading_row;
 
 static const reading_row reading_rows[] = {
-    {"hook_0", 0, false, false}, {"hook_3", 3, false, false}, {"pool", 0, true, false}, {"pool_nested", 0, true, true}};
+    {"no_hook", false, false}, {"pool", true, false}, {"pool_nested", true, true}};
 
 typedef struct reading_pool {
     thread_pool *pool;
@@ -176,12 +143,10 @@ static void *read_cache_in_pool(void *context)
 static void check_one_cache(const void *parameters)
 {
     const reading_row *reading = (const reading_row *)parameters;
-    int at_once = reading->at_once;
     thread_pool pool;
     pool_start(&pool, HELPERS);
     cache_row row = {TQKV_I8, TQKV_TQ4, DIM, 3000, true, 3100, -1};
     tqkv_cache_desc desc = cache_desc(&row, NULL);
-    if (at_once) desc.parallel.run = run_on_threads, desc.parallel.user = &at_once;
     if (reading->pool) desc.parallel.run = pool_run, desc.parallel.user = &pool;
     tqkv_cache *cache = cache_make(&row, &desc);
     REQUIRE(cache, "no cache");
@@ -293,48 +258,10 @@ static void check_pool(const void *parameters)
         CHECK(!callers[i].failures, "caller %d: %d tasks not run once", i, callers[i].failures);
 }
 
-/* A cache that learns on the threads of a pool holds, and answers, what one does without. */
-static void check_learning(const void *parameters)
-{
-    enum { N = 300, CHUNK = 60 };
-    (void)parameters;
-    const cache_row row = {TQKV_TQ4, TQKV_TQ3, DIM, 1000, false, 0, -1};
-    tqkv_cache_desc desc = cache_desc(&row, NULL);
-    tqkv_cache *caches[2] = {NULL, NULL};
-    thread_pool pool;
-    float *rows = cache_data(3, N, DIM), *q = test_rows(4, DATA_GAUSSIAN, CHUNK * CACHE_HEADS * CACHE_GROUP, DIM);
-    const size_t size = sizeof(float) * CHUNK * CACHE_HEADS * CACHE_GROUP * DIM;
-    float *out[2] = {(float *)test_alloc(size), (float *)test_alloc(size)};
-    desc.calibrate = 200;
-    desc.exact_first = 4;
-    desc.exact_last = 20;
-    pool_start(&pool, HELPERS);
-    for (int t = 0; t < N; t += CHUNK)
-        for (int i = 0; i < 2; i++) {
-            if (i) desc.parallel.run = pool_run, desc.parallel.user = &pool;
-            if (!t) CHECK_RESULT(tqkv_cache_create(&desc, &caches[i]), TQKV_OK);
-            const float *from = rows + t * CACHE_HEADS * DIM;
-            CHECK_RESULT(tqkv_cache_append(caches[i], from, from, CHUNK), TQKV_OK);
-            CHECK_RESULT(tqkv_cache_attend(caches[i], q, CHUNK, out[i]), TQKV_OK);
-            CHECK(!i || !memcmp(out[0], out[1], size), "other bits at %d", t);
-            desc.parallel.run = NULL;
-        }
-    stream a = stream_of_cache(caches[0]), b = stream_of_cache(caches[1]);
-    CHECK(stream_is_equal(&a, &b), "other bytes");
-    stream_free(&a);
-    stream_free(&b);
-    for (int i = 0; i < 2; i++) tqkv_cache_destroy(caches[i]);
-    pool_stop(&pool);
-    free(out[0]);
-    free(out[1]);
-    free(rows);
-    free(q);
-}
-
 /* ---- A team: threads that are there already ---- */
 
 enum { TEAM_PROMPT = 400, TEAM_LONG = 2600, TEAM_ITEMS = 3, TEAM_ROW = CACHE_HEADS * DIM };
-enum { TEAM_WIDE = QUERIES * CACHE_HEADS * CACHE_GROUP * DIM };
+enum { TEAM_CHUNKS = 4, TEAM_WIDE = QUERIES * CACHE_HEADS * CACHE_GROUP * DIM };
 
 typedef struct team_work {
     thread_team *team; /* NULL: none */
@@ -343,7 +270,7 @@ typedef struct team_work {
     tqkv_cache *cache;
     const float *rows, *q;
     int32_t slots[TEAM_PROMPT]; /* of the last positions, backwards */
-    float one[TEAM_WIDE], items[TEAM_ITEMS][TEAM_WIDE], cached[TEAM_WIDE];
+    float one[TEAM_WIDE], items[TEAM_ITEMS][TEAM_WIDE], cached[TEAM_CHUNKS][TEAM_WIDE];
 } team_work;
 
 static void team_work_open(team_work *w, thread_team *team, int n_threads, const float *rows, const float *q)
@@ -351,6 +278,9 @@ static void team_work_open(team_work *w, thread_team *team, int n_threads, const
     const cache_row row = {TQKV_I8, TQKV_TQ3, DIM, TEAM_LONG, true, 0, -1};
     tqkv_cache_desc desc = cache_desc(&row, NULL);
     memset(w, 0, sizeof *w);
+    desc.calibrate = TEAM_PROMPT / 2;
+    desc.exact_first = 4;
+    desc.exact_last = 20;
     w->team = team;
     w->n_threads = n_threads;
     w->rows = rows;
@@ -373,7 +303,7 @@ static void team_work_close(team_work *w)
     tqkv_cache_destroy(w->cache);
 }
 
-/* Every call that takes a hook: a prompt, single tokens, one long and several short contexts. */
+/* Every call that takes a hook: a prompt, single tokens, one long and several short contexts, a cache that learns. */
 static void do_team_work(team_work *w)
 {
     tqkv_attention a, items[TEAM_ITEMS];
@@ -404,8 +334,12 @@ static void do_team_work(team_work *w)
         outs[i] = w->items[i];
     }
     bad += tqkv_attend_batch(items, TEAM_ITEMS, queries, outs) != TQKV_OK;
-    bad += tqkv_cache_append(w->cache, w->rows, w->rows, TEAM_PROMPT) != TQKV_OK;
-    bad += tqkv_cache_attend(w->cache, w->q, QUERIES, w->cached) != TQKV_OK;
+    bad += tqkv_cache_truncate(w->cache, 0) != TQKV_OK; /* it learns again */
+    for (int i = 0; i < TEAM_CHUNKS; i++) {
+        const float *chunk = w->rows + i * (TEAM_PROMPT / TEAM_CHUNKS) * TEAM_ROW;
+        bad += tqkv_cache_append(w->cache, chunk, chunk, TEAM_PROMPT / TEAM_CHUNKS) != TQKV_OK;
+        bad += tqkv_cache_attend(w->cache, w->q, QUERIES, w->cached[i]) != TQKV_OK;
+    }
     w->calls_failed += bad;
 }
 
@@ -456,6 +390,10 @@ static void check_team(const void *parameters)
     CHECK(!memcmp(together.cached, alone.cached, sizeof alone.cached), "the cache: other bits");
     for (int i = 0; i < 2; i++)
         CHECK(!memcmp(together.stores[i].codes, alone.stores[i].codes, alone.stores[i].codes_size), "other codes");
+    stream saved[2] = {stream_of_cache(together.cache), stream_of_cache(alone.cache)};
+    CHECK(stream_is_equal(&saved[0], &saved[1]), "the cache holds other bytes");
+    stream_free(&saved[0]);
+    stream_free(&saved[1]);
     team_work_close(&together);
     team_work_close(&alone);
     team_release(team);
@@ -571,7 +509,6 @@ void test_threads_cases(void)
 {
     test_add(check_own_caches, NULL, 0, "threads/own_caches");
     for (int n = 1; n <= THREADS; n += 1 + n / 2) test_add(check_team, &n, sizeof n, "threads/team/%d", n);
-    test_add(check_learning, NULL, 0, "threads/learning");
     test_add(check_team_refusals, NULL, 0, "threads/team/refusals");
     for (int i = 0; i < TEST_FORMATS; i += 3) test_add(check_one_store, &i, sizeof i, "threads/one_store/%d", i);
     for (size_t i = 0; i < sizeof reading_rows / sizeof *reading_rows; i++)
