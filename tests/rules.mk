@@ -17,6 +17,13 @@ TEST_FLAGS = '-DTEST_STEMS=$(patsubst %,X(%),$(TEST_STEMS))' -D_POSIX_C_SOURCE=2
 # Names of cases from files of tests/cases, without their comments: a name runs, or -name leaves out, what contains it.
 cases = $(if $(1),$(strip $(shell sed 's/\#.*//' $(1:%=tests/cases/%.txt))))
 
+# Changes when a test comes or goes.
+$(TEST_BUILD)/stems: always
+	@mkdir -p $(@D)
+	@echo $(TEST_NAMES) | cmp -s - $@ || echo $(TEST_NAMES) >$@
+
+.PHONY: always
+
 # The tests that an emulator compiles: those of its cases.
 EMULATED_STEMS := attend attend_history codec codec_history defects golden snapshot store_snapshot
 
@@ -43,6 +50,7 @@ $(TEST_BUILD)/$(1)/%.o: tests/metal/%.c $(TEST_HEADERS) tests/rules.mk $(VARIANT
 
 $(TEST_BUILD)/$(1)/%.o: VARIANT := $(1)
 $(patsubst %,$(TEST_BUILD)/$(1)/%.o,$(filter %history,$(TEST_NAMES))): $(wildcard tests/fuzz/*.[ch])
+$(TEST_BUILD)/$(1)/main.o: $(TEST_BUILD)/stems
 
 $(if $(VARIANT_$(1)_STEMS),$(TEST_BUILD)/$(1)/main.o: TEST_STEMS := tables $(VARIANT_$(1)_STEMS))
 $(TEST_BUILD)/$(1)/runner: $(TEST_BUILD)/$(1)/test_tables.o $(if $(VARIANT_$(1)_STEMS),\

@@ -132,6 +132,8 @@ static void check_paged_ends(const void *row)
     PLAN_IS(OK, PAGED, WITH_LAST);
     PLAN_IS(UNSUPPORTED, PAGED, WITH_LAST; s.a.last.values = NULL);
     PLAN_IS(UNSUPPORTED, PAGED, WITH_LAST; s.last.pages = at(MORE, 2048));
+    PLAN_IS(OK, PAGED, WITH_LAST; s.values = s.keys; s.a.last.values = NULL); /* which are those of the keys */
+    PLAN_IS(UNSUPPORTED, PAGED, WITH_LAST; s.values = s.keys; s.values.shape.page_size = 320; s.a.last.values = NULL);
     PLAN_IS(UNSUPPORTED, PAGED, WITH_LAST; s.keys.shape.head_dim = s.last.shape.head_dim = 512; s.a.values = s.a.keys;
             s.tail = plan_pool(TQKV_F16, 6, s.pages); s.tail.pages = s.keys.pages; s.a.tail = &s.tail);
 #undef WITH_LAST
