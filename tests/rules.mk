@@ -142,11 +142,8 @@ VARIANT_tsan_STEMS := batch snapshot threads
 VARIANT_tsan_CASES := tsan
 
 # By hand.
-VARIANT_sanitize-avx512_CC := gcc
+$(foreach what,CC TEST_FLAGS STEMS CASES,$(eval VARIANT_sanitize-avx512_$(what) := $$(VARIANT_sanitize_$(what))))
 VARIANT_sanitize-avx512_FLAGS := -std=c99 $(SANITIZE)
-VARIANT_sanitize-avx512_TEST_FLAGS := $(SANITIZE_TESTS)
-VARIANT_sanitize-avx512_STEMS := $(SANITIZE_STEMS)
-VARIANT_sanitize-avx512_CASES := $(SANITIZE_CASES)
 $(eval $(call runner_variant,sanitize-avx512))
 
 DEB_TEST += electric-fence
