@@ -21,12 +21,7 @@ static const float cache_sinks[CACHE_HEADS * CACHE_GROUP] = {0.5f, -1.0f, 2.0f, 
 
 static inline tqkv_cache_desc cache_desc(const cache_row *row, counting *counter)
 {
-    tqkv_cache_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.head_dim = row->head_dim;
-    desc.n_kv_heads = CACHE_HEADS;
-    desc.n_heads = CACHE_HEADS * CACHE_GROUP;
-    desc.capacity = row->capacity;
+    tqkv_cache_desc desc = test_cache_desc(row->head_dim, CACHE_HEADS, CACHE_HEADS * CACHE_GROUP, row->capacity);
     desc.key_format = row->key_format;
     desc.value_format = row->value_format;
     desc.ring = row->ring;

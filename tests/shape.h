@@ -55,6 +55,18 @@ static inline tqkv_attention test_attention(const tqkv_store *keys, const tqkv_s
     return a;
 }
 
+/* A cache without options; of zeros: what takes any snapshot, or a copy as the cache is. */
+static inline tqkv_cache_desc test_cache_desc(int head_dim, int n_kv_heads, int n_heads, int capacity)
+{
+    tqkv_cache_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.head_dim = head_dim;
+    desc.n_kv_heads = n_kv_heads;
+    desc.n_heads = n_heads;
+    desc.capacity = capacity;
+    return desc;
+}
+
 /* What a cache attends to with n queries; zeros if it refuses. */
 static inline tqkv_attention test_view(const tqkv_cache *c, int n)
 {

@@ -4,13 +4,8 @@
 static void check_defaults(const void *parameters)
 {
     (void)parameters;
-    tqkv_cache_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.head_dim = 128;
-    desc.n_kv_heads = desc.n_heads = CACHE_HEADS;
-    desc.capacity = 8;
+    tqkv_cache_desc desc = test_cache_desc(128, CACHE_HEADS, 0, 8); /* n_heads has no default */
     tqkv_cache *cache = NULL;
-    desc.n_heads = 0; /* which has no default */
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_INVALID_ARGUMENT);
     desc.n_heads = CACHE_HEADS;
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
@@ -111,7 +106,7 @@ static void check_fork_bits(const void *parameters)
     const int index = *(const int *)parameters;
     const cache_row row = {
         test_formats[index % TEST_FORMATS], test_formats[(index + 3) % TEST_FORMATS], DIM, 110, true, 0, -1};
-    tqkv_cache_desc desc = cache_desc(&row, NULL), larger;
+    tqkv_cache_desc desc = cache_desc(&row, NULL), larger = test_cache_desc(0, 0, 0, 0);
     float *k = test_rows(1, DATA_STUDENT, N * CACHE_HEADS, DIM + TAIL), *v = cache_data(2, N, DIM);
     float *q = test_rows(3, DATA_GAUSSIAN, VALUES, DIM + TAIL), out[2][VALUES * DIM];
     desc.tail_dim = TAIL;
@@ -120,7 +115,6 @@ static void check_fork_bits(const void *parameters)
     int32_t list[QUERIES][2];
     tqkv_attention some;
     memset(&some, 0, sizeof some);
-    memset(&larger, 0, sizeof larger);
     for (int i = 0; i < QUERIES; i++) { /* blocks of 64 positions: the ring of 110 wraps in block 1 */
         list[i][0] = 1;
         list[i][1] = i % 2 ? 2 : -1;
@@ -161,10 +155,9 @@ static void check_non_causal_copy(const void *parameters)
     static const cache_row row = {TQKV_TQ4, TQKV_TQ3, 64, 10, false, 5, -1};
     const tqkv_cache_desc desc = cache_desc(&row, NULL);
     tqkv_cache *cache = cache_make(&row, &desc);
-    tqkv_cache_desc use;
+    tqkv_cache_desc use = test_cache_desc(0, 0, 0, 0);
     (void)parameters;
     REQUIRE(cache, "no cache");
-    memset(&use, 0, sizeof use);
     use.non_causal = true;
     for (int way = 0; way < 2; way++) {
         stream s = stream_of_cache(cache);

@@ -26,13 +26,21 @@ static tqkv_cache *make_cache(int n_tokens)
     return cache_make(&row, &desc);
 }
 
+/* A cache from a file, or the expected result and none. */
+static tqkv_cache *load_any(const char *path, tqkv_result expected)
+{
+    const tqkv_cache_desc any = test_cache_desc(0, 0, 0, 0);
+    tqkv_cache *loaded = (tqkv_cache *)(uintptr_t)1; /* must become NULL on failure */
+    const tqkv_result result = snapshot_load(&any, path, &loaded);
+    CHECK(result == expected, "%s: %s", path, tqkv_result_string(result));
+    CHECK((loaded != NULL) == (result == TQKV_OK), "%s: a cache, or none", path);
+    return loaded;
+}
+
 /* Checks that the file is the snapshot of the cache, byte for byte. */
 static void check_file_holds(const char *path, const tqkv_cache *cache)
 {
-    tqkv_cache_desc any;
-    tqkv_cache *loaded = NULL;
-    memset(&any, 0, sizeof any);
-    CHECK_RESULT(snapshot_load(&any, path, &loaded), TQKV_OK);
+    tqkv_cache *loaded = load_any(path, TQKV_OK);
     REQUIRE(loaded, "%s holds no cache", path);
     stream a = stream_of_cache(cache), b = stream_of_cache(loaded);
     CHECK(stream_is_equal(&a, &b), "%s holds another cache", path);
@@ -64,15 +72,11 @@ static void check_left(const char *path, size_t n)
     char pattern[PATH_SIZE + 4];
     glob_t left;
     struct stat status;
-    tqkv_cache_desc any;
-    tqkv_cache *loaded = NULL;
-    memset(&any, 0, sizeof any);
     snprintf(pattern, sizeof pattern, "%s.*", path);
     REQUIRE(glob(pattern, 0, NULL, &left) == 0 && left.gl_pathc == 1, "no file is left");
     CHECK(stat(left.gl_pathv[0], &status) == 0 && (size_t)status.st_size == n, "%d bytes, not %d", (int)status.st_size,
           (int)n);
-    const tqkv_result result = snapshot_load(&any, left.gl_pathv[0], &loaded);
-    CHECK(result == TQKV_CORRUPT && !loaded, "killed after %d bytes: %s", (int)n, tqkv_result_string(result));
+    (void)load_any(left.gl_pathv[0], TQKV_CORRUPT);
     remove(left.gl_pathv[0]);
     globfree(&left);
 }
@@ -126,16 +130,13 @@ static void check_paths(const void *parameters)
 {
     (void)parameters;
     char path[PATH_SIZE];
-    tqkv_cache_desc any;
-    tqkv_cache *loaded = (tqkv_cache *)(uintptr_t)1, *cache = make_cache(2);
+    tqkv_cache *cache = make_cache(2);
     REQUIRE(cache, "no cache");
-    memset(&any, 0, sizeof any);
     make_path(path, "no/such/folder");
     CHECK_RESULT(snapshot_save(cache, path), TQKV_IO);
-    CHECK_RESULT(snapshot_load(&any, path, &loaded), TQKV_IO);
-    CHECK(!loaded, "a cache from a file that does not exist");
-    CHECK_RESULT(snapshot_load(&any, "/dev/null", &loaded), TQKV_CORRUPT);
-    CHECK_RESULT(snapshot_load(&any, "/", &loaded), TQKV_IO);
+    (void)load_any(path, TQKV_IO);
+    (void)load_any("/dev/null", TQKV_CORRUPT);
+    (void)load_any("/", TQKV_IO);
     tqkv_cache_destroy(cache);
 }
 
@@ -165,13 +166,7 @@ static void check_two_threads(const void *parameters)
     saver savers[2] = {{caches[0], path, 0}, {caches[1], path, 0}};
     for (int i = 0; i < 2; i++)
         if (pthread_create(&threads[i], NULL, save_often, &savers[i]) != 0) exit(2);
-    for (int i = 0; i < 200; i++) {
-        tqkv_cache_desc any;
-        tqkv_cache *loaded = NULL;
-        memset(&any, 0, sizeof any);
-        CHECK_RESULT(snapshot_load(&any, path, &loaded), TQKV_OK);
-        tqkv_cache_destroy(loaded);
-    }
+    for (int i = 0; i < 200; i++) tqkv_cache_destroy(load_any(path, TQKV_OK));
     for (int i = 0; i < 2; i++) {
         pthread_join(threads[i], NULL);
         CHECK(savers[i].failed == 0, "%d saves failed", savers[i].failed);
@@ -185,18 +180,15 @@ static void check_longer(const void *parameters)
 {
     (void)parameters;
     char path[PATH_SIZE];
-    tqkv_cache_desc any;
-    tqkv_cache *loaded = NULL, *cache = make_cache(2);
+    tqkv_cache *cache = make_cache(2);
     REQUIRE(cache, "no cache");
-    memset(&any, 0, sizeof any);
     make_path(path, "longer");
     CHECK_RESULT(snapshot_save(cache, path), TQKV_OK);
     FILE *file = fopen(path, "ab");
     REQUIRE(file, "%s", path);
     fputc(0, file);
     fclose(file);
-    CHECK_RESULT(snapshot_load(&any, path, &loaded), TQKV_CORRUPT);
-    CHECK(!loaded, "a cache came out");
+    (void)load_any(path, TQKV_CORRUPT);
     remove(path);
     tqkv_cache_destroy(cache);
 }

@@ -95,10 +95,7 @@ static void make_attention(world *w)
 
 static void make_cache(world *w)
 {
-    w->desc.head_dim = D;
-    w->desc.n_kv_heads = HEADS;
-    w->desc.n_heads = N_HEADS;
-    w->desc.capacity = CAPACITY;
+    w->desc = test_cache_desc(D, HEADS, N_HEADS, CAPACITY);
     w->desc.sinks = w->m->sinks;
     w->desc.allocator = counting_allocator(&w->counter);
     w->d = &w->desc;

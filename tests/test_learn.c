@@ -308,12 +308,10 @@ static void check_smaller(const void *parameters)
     float *rows = test_rows(2, DATA_GAUSSIAN, N * CACHE_HEADS, D);
     for (int capacity = 400; capacity >= 50; capacity -= 50) {
         const cache_row row = {TQKV_TQ4, TQKV_TQ4, D, 400, false, 0, -1};
-        tqkv_cache_desc desc = cache_desc(&row, NULL), smaller;
+        tqkv_cache_desc desc = cache_desc(&row, NULL), smaller = test_cache_desc(0, 0, 0, capacity);
         tqkv_cache *cache = NULL, *copy = NULL;
         desc.calibrate = 64;
         desc.exact_last = 8;
-        memset(&smaller, 0, sizeof smaller);
-        smaller.capacity = capacity;
         CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
         CHECK_RESULT(tqkv_cache_append(cache, rows, rows, BEFORE), TQKV_OK);
         CHECK_RESULT(tqkv_cache_fork(cache, &smaller, &copy), TQKV_OK);

@@ -13,8 +13,7 @@ static void check_preset(const void *parameters)
         CHECK(desc.calibrate == 512 && desc.exact_first == 4 && desc.exact_last == 128, "preset %d", i);
         others.key_format = others.value_format = TQKV_FORMAT_DEFAULT;
         others.calibrate = others.exact_first = others.exact_last = 0;
-        tqkv_cache_desc none;
-        memset(&none, 0, sizeof none);
+        const tqkv_cache_desc none = test_cache_desc(0, 0, 0, 0);
         CHECK(!memcmp(&others, &none, sizeof none), "preset %d sets another field", i);
     }
 }
@@ -35,7 +34,8 @@ static void check_preset_fits(const void *parameters)
 {
     enum { D = 64, Q = CACHE_HEADS * CACHE_GROUP, GROWN = 200 };
     const int capacity = *(const int *)parameters;
-    tqkv_cache_desc desc = preset_desc(TQKV_SMALL, D, CACHE_HEADS, Q, capacity), halves = desc, grown;
+    tqkv_cache_desc desc = preset_desc(TQKV_SMALL, D, CACHE_HEADS, Q, capacity), halves = desc,
+                    grown = test_cache_desc(0, 0, 0, GROWN);
     tqkv_cache *caches[2] = {NULL, NULL}, *copy = NULL;
     float *rows = test_rows(1, DATA_GAUSSIAN, GROWN * CACHE_HEADS, D), *q = test_rows(2, DATA_GAUSSIAN, Q, D),
           out[2][Q * D];
@@ -53,9 +53,7 @@ static void check_preset_fits(const void *parameters)
     for (int i = 0; i < Q * D; i++) reference[i] = (double)out[1][i];
     const double error = reference_relative_error(out[0], reference, Q * D);
     CHECK(error < 1e-3, "error %.3g of halves", error);
-    memset(&grown, 0, sizeof grown);
     grown.exact_last = desc.exact_last;
-    grown.capacity = GROWN;
     CHECK_RESULT(tqkv_cache_fork(caches[0], &grown, &copy), TQKV_OK);
     REQUIRE(copy, "no copy");
     CHECK_RESULT(tqkv_cache_append(copy, rows, rows, GROWN - capacity), TQKV_OK);

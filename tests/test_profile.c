@@ -149,12 +149,8 @@ static void run_values(const void *row)
 /* Formats of a layer's cache: the plan's, or without one those that were there. */
 static void check_desc(const profile *read, const profile_made *made, int index)
 {
-    tqkv_cache_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.head_dim = made->head_dim;
-    desc.n_kv_heads = desc.n_heads = made->n_kv_heads;
+    tqkv_cache_desc desc = test_cache_desc(made->head_dim, made->n_kv_heads, made->n_kv_heads, 64);
     tqkv_cache *cache = NULL;
-    desc.capacity = 64;
     desc.key_format = TQKV_TQ6;
     desc.value_format = TQKV_TQ2;
     CHECK(!profile_desc(read, index, &desc), "layer %d is refused", index);
@@ -167,10 +163,7 @@ static void check_desc(const profile *read, const profile_made *made, int index)
 /* A profile that does not fit says why, and changes nothing. */
 static void check_unfit(const profile *read, int index, int head_dim, int n_kv_heads, const char *words)
 {
-    tqkv_cache_desc before;
-    memset(&before, 0, sizeof before);
-    before.head_dim = head_dim;
-    before.n_kv_heads = n_kv_heads;
+    tqkv_cache_desc before = test_cache_desc(head_dim, n_kv_heads, 0, 0);
     before.key_format = TQKV_TQ6;
     tqkv_cache_desc desc = before;
     const char *reason = profile_desc(read, index, &desc);
@@ -187,10 +180,7 @@ static void run_desc(const void *row)
     check_unfit(&read, -1, made->head_dim, made->n_kv_heads, "fewer layers");
     check_unfit(&read, 0, made->head_dim + 32, made->n_kv_heads, "other heads");
     check_unfit(&read, 0, made->head_dim, made->n_kv_heads + 1, "other heads");
-    tqkv_cache_desc shared;
-    memset(&shared, 0, sizeof shared);
-    shared.head_dim = made->head_dim;
-    shared.n_kv_heads = made->n_kv_heads;
+    tqkv_cache_desc shared = test_cache_desc(made->head_dim, made->n_kv_heads, 0, 0);
     shared.shared = true;
     CHECK(!profile_desc(&read, 0, &shared) && shared.value_format == shared.key_format, "shared: two formats");
     CHECK(profile_has_plan(&read) == made->has_plan, "the plan");

@@ -14,8 +14,7 @@ static tqkv_cache *load(const tqkv_cache_desc *desc, stream *s, tqkv_result *res
 /* A desc that accepts every snapshot. */
 static tqkv_cache_desc open_desc(counting *counter)
 {
-    tqkv_cache_desc desc;
-    memset(&desc, 0, sizeof desc);
+    tqkv_cache_desc desc = test_cache_desc(0, 0, 0, 0);
     desc.allocator = counting_allocator(counter);
     return desc;
 }
@@ -273,12 +272,11 @@ static void check_settled(const void *parameters)
 {
     (void)parameters;
     const cache_row shape = {TQKV_I8, TQKV_I8, 1024, 200, true, 0, -1};
-    tqkv_cache_desc desc = cache_desc(&shape, NULL), open;
+    tqkv_cache_desc desc = cache_desc(&shape, NULL), open = test_cache_desc(0, 0, 0, 0);
     tqkv_cache *loaded = NULL;
     float *center = test_rows(7, DATA_GAUSSIAN, CACHE_HEADS, 1024);
     desc.calibrate = 16;
     desc.exact_last = 3;
-    memset(&open, 0, sizeof open);
     tqkv_cache *cache = cache_given(&desc, NULL, NULL, center, NULL);
     stream s = stream_of_cache(cache);
     CHECK_RESULT(tqkv_cache_load(&open, stream_read, &s, &loaded), TQKV_OK);
@@ -418,8 +416,7 @@ static tqkv_result load_crossing(int index, stream *s, stream *again)
 {
     tqkv_result result;
     if (index < 16) {
-        tqkv_cache_desc open;
-        memset(&open, 0, sizeof open);
+        const tqkv_cache_desc open = test_cache_desc(0, 0, 0, 0);
         tqkv_cache *cache = NULL;
         result = tqkv_cache_load(&open, stream_read, s, &cache);
         if (result == TQKV_OK) result = tqkv_cache_save(cache, stream_write, again);
@@ -491,8 +488,7 @@ static void check_held_back(const void *parameters)
     REQUIRE(s.bytes, "no snapshot");
     const size_t whole = s.size - 6;
     bounded b = {0, 0};
-    tqkv_cache_desc open;
-    memset(&open, 0, sizeof open);
+    tqkv_cache_desc open = test_cache_desc(0, 0, 0, 0);
     open.allocator.alloc = bounded_alloc;
     open.allocator.free = bounded_free;
     open.allocator.user = &b;
