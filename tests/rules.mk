@@ -72,8 +72,9 @@ SANITIZE := -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined \
 SANITIZE_QUICK := $(SANITIZE) -DTQKV_NO_AVX512
 # What the tests themselves do is no part of the library: UBSan there would cost another third of their time to compile.
 SANITIZE_TESTS := -std=c99 -O1 -g1 -fno-omit-frame-pointer -fsanitize=address
-SANITIZE_STEMS := $(filter-out tables,$(TEST_STEMS))
-SANITIZE_CASES := once sanitized one_width
+VARIANT_sanitize_TEST_FLAGS := $(SANITIZE_TESTS)
+VARIANT_sanitize_STEMS := $(filter-out tables,$(TEST_STEMS))
+VARIANT_sanitize_CASES := once sanitized one_width
 # AddressSanitizer keeps freed memory, by default 256 MiB of it, and then takes each page from the system anew: a third
 # of its time. Tests that read what they have freed do so at once.
 export ASAN_OPTIONS ?= quarantine_size_mb=8
@@ -98,9 +99,6 @@ VARIANT_cxx_CASES := exact
 
 VARIANT_sanitize_CC := $(CC)
 VARIANT_sanitize_FLAGS := -std=c99 $(SANITIZE)
-VARIANT_sanitize_TEST_FLAGS := $(SANITIZE_TESTS)
-VARIANT_sanitize_STEMS := $(SANITIZE_STEMS)
-VARIANT_sanitize_CASES := $(SANITIZE_CASES)
 else
 VARIANTS := gcc gcc-O0 clang-O0 clangxx-O3 sanitize msan tsan
 
@@ -127,9 +125,6 @@ VARIANT_clangxx-O3_CASES := exact attend
 
 VARIANT_sanitize_CC := gcc
 VARIANT_sanitize_FLAGS := -std=c99 $(SANITIZE_QUICK)
-VARIANT_sanitize_TEST_FLAGS := $(SANITIZE_TESTS)
-VARIANT_sanitize_STEMS := $(SANITIZE_STEMS)
-VARIANT_sanitize_CASES := $(SANITIZE_CASES)
 
 VARIANT_msan_CC := clang
 VARIANT_msan_FLAGS := -std=c99 -O1 -g1 -DTQKV_NO_AVX2 -fsanitize=memory -fno-sanitize-recover=all

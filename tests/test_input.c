@@ -360,38 +360,45 @@ static tqkv_result load_store(world *w)
 /* From the keys to the values. */
 static tqkv_result convert(world *w) { return tqkv_store_convert(&w->values, w->store, w->position, w->n_positions); }
 
-/* Sets of calls. */
+/* Each call: its set, of it alone, its name and what makes it. */
+#define CALLS \
+    X(ENCODE, "encode", encode) \
+    X(SLOTS, "encode_slots", encode_slots) \
+    X(PROBE, "probe", probe) \
+    X(DECODE, "decode", decode) \
+    X(MEASURE, "measure", measure) \
+    X(MEAN, "mean", mean) \
+    X(ROTATE, "rotate", rotate) \
+    X(UNROTATE, "unrotate", unrotate) \
+    X(ATTEND, "attend", attend) \
+    X(BATCH, "batch", batch) \
+    X(CALIBRATE, "calibrate", calibrate) \
+    X(NOISE, "noise", noise) \
+    X(SCORE, "score", score) \
+    X(CHOOSE, "choose", choose) \
+    X(PARTIAL, "partial", partial) \
+    X(MERGE, "merge", merge) \
+    X(FINISH, "finish", finish) \
+    X(CREATE, "create", create) \
+    X(APPEND, "append", append) \
+    X(CACHE_ATTEND, "cache_attend", cache_attend) \
+    X(CUT_BACK, "cut_back", cut_back) \
+    X(REMOVE, "remove", take_out) \
+    X(KEEP, "keep", keep) \
+    X(FORK, "fork", fork_cache) \
+    X(SAVE, "save", save) \
+    X(LOAD, "load", load) \
+    X(SAVE_STORE, "store_save", save_store) \
+    X(LOAD_STORE, "store_load", load_store) \
+    X(CONVERT, "store_convert", convert)
+
+#define X(set, name, run) AT_##set,
+enum { CALLS N_CALLS };
+#undef X
+
+#define X(set, name, run) set = 1 << AT_##set,
 enum {
-    ENCODE = 1 << 0,
-    PROBE = 1 << 1,
-    DECODE = 1 << 2,
-    ROTATE = 1 << 3,
-    UNROTATE = 1 << 4,
-    ATTEND = 1 << 5,
-    PARTIAL = 1 << 6,
-    MERGE = 1 << 7,
-    FINISH = 1 << 8,
-    CREATE = 1 << 9,
-    APPEND = 1 << 10,
-    CACHE_ATTEND = 1 << 11,
-    CUT_BACK = 1 << 12,
-    SAVE = 1 << 13,
-    LOAD = 1 << 14,
-    MEASURE = 1 << 15,
-    MEAN = 1 << 16,
-    REMOVE = 1 << 17,
-    KEEP = 1 << 18,
-    FORK = 1 << 19,
-    SLOTS = 1 << 20,
-    SAVE_STORE = 1 << 21,
-    LOAD_STORE = 1 << 22,
-    CONVERT = 1 << 23,
-    BATCH = 1 << 24,
-    CALIBRATE = 1 << 25,
-    NOISE = 1 << 26,
-    SCORE = 1 << 27,
-    CHOOSE = 1 << 28,
-    ALL = 2 * CHOOSE - 1,
+    CALLS ALL = (1 << N_CALLS) - 1,
     WHOLE = ATTEND | BATCH,
     CODEC = ENCODE | PROBE | DECODE | MEASURE | MEAN,
     STORED = SAVE_STORE | LOAD_STORE | CONVERT,
@@ -403,44 +410,17 @@ enum {
     CENTER = (CODEC - MEAN) | SLOTS | RESIDENT | STORED,   /* these read the centre */
     SOURCE = (CODEC - DECODE) | SLOTS                      /* these read src */
 };
+#undef X
 
 typedef struct input_call {
-    int set; /* of this call alone */
+    int set;
     const char *name;
     tqkv_result (*run)(world *w);
 } input_call;
 
-static const input_call calls[] = {{ENCODE, "encode", encode},
-                                   {SLOTS, "encode_slots", encode_slots},
-                                   {PROBE, "probe", probe},
-                                   {DECODE, "decode", decode},
-                                   {MEASURE, "measure", measure},
-                                   {MEAN, "mean", mean},
-                                   {ROTATE, "rotate", rotate},
-                                   {UNROTATE, "unrotate", unrotate},
-                                   {ATTEND, "attend", attend},
-                                   {BATCH, "batch", batch},
-                                   {CALIBRATE, "calibrate", calibrate},
-                                   {NOISE, "noise", noise},
-                                   {SCORE, "score", score},
-                                   {CHOOSE, "choose", choose},
-                                   {PARTIAL, "partial", partial},
-                                   {MERGE, "merge", merge},
-                                   {FINISH, "finish", finish},
-                                   {CREATE, "create", create},
-                                   {APPEND, "append", append},
-                                   {CACHE_ATTEND, "cache_attend", cache_attend},
-                                   {CUT_BACK, "cut_back", cut_back},
-                                   {REMOVE, "remove", take_out},
-                                   {KEEP, "keep", keep},
-                                   {FORK, "fork", fork_cache},
-                                   {SAVE, "save", save},
-                                   {LOAD, "load", load},
-                                   {SAVE_STORE, "store_save", save_store},
-                                   {LOAD_STORE, "store_load", load_store},
-                                   {CONVERT, "store_convert", convert}};
-
-enum { N_CALLS = sizeof calls / sizeof *calls };
+#define X(set, name, run) {set, name, run},
+static const input_call calls[] = {CALLS};
+#undef X
 
 /* ---- The changes: each makes one argument wrong ---- */
 
