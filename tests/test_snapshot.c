@@ -367,12 +367,19 @@ static cache_row crossing_row(int index)
 
 enum { CROSSING_STORES = 4 };
 
-/* A store of 9 positions in one page, with a centre. The caller frees both. */
+/* A store of 9 positions in one page, with a centre: of rotated halves, with a scale, not rotated, or none of these. The
+   caller frees both. */
 static tqkv_store crossing_store(int index)
 {
     static const int32_t page = 1;
     tqkv_store s = test_store(test_formats[index], test_head_dims[index], CACHE_HEADS, 128, false);
-    s.center = test_rows(4, DATA_GAUSSIAN, CACHE_HEADS, s.head_dim);
+    float *channels = test_rows(4, DATA_GAUSSIAN, 2 * CACHE_HEADS, s.head_dim),
+          *scale = channels + CACHE_HEADS * s.head_dim;
+    for (int i = 0; i < CACHE_HEADS * s.head_dim; i++) scale[i] = fabsf(scale[i]) + 0.5f;
+    s.center = channels;
+    if (index == 0) s.rotation = TQKV_ROTATION_ON;
+    if (index == 1) s.channel_scale = scale;
+    if (index == 2) s.rotation = TQKV_ROTATION_OFF;
     s.pages = &page;
     s.n_pages = 1;
     s.page_size = 64;
@@ -435,7 +442,7 @@ static void check_crossing(const void *parameters)
 {
     stream s = crossing_bytes(), again = stream_empty();
     (void)parameters;
-    check_hash(&s, UINT64_C(0x4d107866b6cbe4ac));
+    check_hash(&s, UINT64_C(0x63ae8a28538524e2));
     for (int i = 0; i < 16 + CROSSING_STORES; i++) CHECK_RESULT(load_crossing(i, &s, &again), TQKV_OK);
     CHECK(stream_is_equal(&s, &again), "saved again, the bytes differ");
     stream_free(&s);

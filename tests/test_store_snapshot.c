@@ -263,27 +263,6 @@ static void check_store(const void *parameters)
     test_store_free(&from);
 }
 
-/* The flags of the header, as src/cache/snapshot.h has them. */
-static void check_flags(const void *parameters)
-{
-    enum { FLAGS = 28 };
-    (void)parameters;
-    for (int i = 0; i < 16; i++) {
-        tqkv_store from = make_store(LINEAR, i & 1 ? TQKV_F16 : TQKV_TQ8, 32);
-        if (i & 2) from.rotation = i & 1 ? TQKV_ROTATION_ON : TQKV_ROTATION_OFF;
-        if (i & 4) from.center = centers[0];
-        if (i & 8) from.channel_scale = scales[0];
-        for (int c = 0; c < HEADS * 32; c++) scales[0][c] = 0.5f;
-        memset(from.codes, 1, from.codes_size);
-        if (from.norms_size) memset(from.norms, 1, from.norms_size);
-        stream s = save(&from, 1, SMALL_N);
-        const int basis = i & 2 ? i & 1 ? 4 : 1 : 0, expected = basis | (i & 4 ? 2 : 0) | (i & 8 ? 8 : 0);
-        CHECK(s.bytes[FLAGS] == expected, "%d, not %d", s.bytes[FLAGS], expected);
-        stream_free(&s);
-        test_store_free(&from);
-    }
-}
-
 void test_store_snapshot_cases(void)
 {
     static const int dims[] = {32, 64, 80, 512};
@@ -302,5 +281,4 @@ void test_store_snapshot_cases(void)
     test_add(check_store, NULL, 0, "store_snapshot/store");
     test_add(check_corners, NULL, 0, "store_snapshot/corners");
     test_add(check_page_twice, NULL, 0, "store_snapshot/page_twice");
-    test_add(check_flags, NULL, 0, "store_snapshot/flags");
 }
