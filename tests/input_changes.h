@@ -2,6 +2,8 @@
    the world w. A name has two lines where calls give different results. Included once for the functions and once for
    the table. */
 CHANGE(good, ALL, OK, (void)w)
+CHANGE(nothing_to_do, ENCODE | SLOTS | PROBE | DECODE | ROTATIONS | APPEND, OK,
+       w->n_tokens = w->n_positions = w->n_rows = 0)
 /* stores */
 CHANGE(null_store, CODEC | SLOTS | STORED | CALIBRATE, INVALID_ARGUMENT, w->store = NULL)
 CHANGE(default_format, STORE, UNSUPPORTED, w->keys.format = TQKV_FORMAT_DEFAULT)
@@ -142,7 +144,7 @@ CHANGE(out_in_codes, RESIDENT | DECODE, INVALID_ARGUMENT, w->out = behind(w->m->
 CHANGE(out_in_norms, RESIDENT | DECODE, INVALID_ARGUMENT, w->out = w->m->key_norms)
 CHANGE(negative_positions, DECODE | STORED, INVALID_ARGUMENT, w->n_positions = -1)
 CHANGE(more_than_the_ring, DECODE | STORED, OUT_OF_RANGE, w->n_positions = CAPACITY + 1; w->keys.ring = true)
-CHANGE(unknown_basis, DECODE, INVALID_ARGUMENT, w->basis = test_no_basis(2))
+CHANGE(unknown_basis, DECODE | UNROTATE, INVALID_ARGUMENT, w->basis = test_no_basis(2))
 CHANGE(negative_rows, ROTATIONS, INVALID_ARGUMENT, w->n_rows = -1)
 CHANGE(zero_rotate_dim, ROTATE, UNSUPPORTED, w->head_dim = 0)
 CHANGE(odd_rotate_dim, ROTATIONS, UNSUPPORTED, w->head_dim = 65)
