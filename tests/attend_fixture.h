@@ -17,7 +17,7 @@ typedef struct attend_row {
     int head_dim, value_dim, n_kv_heads, group, n_queries; /* value_dim: 0 = head_dim */
     int64_t end;
     int kv_len, window, key_capacity, value_capacity;
-    bool key_ring, value_ring, keys_unrotated, values_unrotated;
+    bool key_ring, value_ring, keys_turned, values_turned; /* turned: F16 is rotated, other formats are not */
     float block_scale, scale, softcap, query_size;
     float key_center, value_center; /* size of the stores' centres, in rows' standard deviations; 0: none */
     float key_spread, value_spread,
@@ -224,6 +224,11 @@ static inline void attend_fill_others(attend_problem *problem, const attend_row 
     attend_fill_store(&problem->tail, a, 18, DATA_GAUSSIAN);
 }
 
+static inline tqkv_rotation attend_rotation(tqkv_format format, bool turned)
+{
+    return !turned ? TQKV_ROTATION_DEFAULT : format == TQKV_F16 ? TQKV_ROTATION_ON : TQKV_ROTATION_OFF;
+}
+
 /* Makes keys and values, empty, with their centres and scales. */
 static inline void attend_make_stores(attend_problem *problem, const attend_row *row, int value_dim)
 {
@@ -231,8 +236,8 @@ static inline void attend_make_stores(attend_problem *problem, const attend_row 
     if (!row->shared)
         problem->values =
             test_store(row->value_format, value_dim, row->n_kv_heads, row->value_capacity, row->value_ring);
-    problem->keys.rotation = row->keys_unrotated ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
-    problem->values.rotation = row->values_unrotated ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
+    problem->keys.rotation = attend_rotation(row->key_format, row->keys_turned);
+    problem->values.rotation = attend_rotation(row->value_format, row->values_turned);
     problem->keys.block_scale = problem->values.block_scale = row->block_scale;
     problem->keys.channel_scale = problem->key_scale = attend_make_scale(&problem->keys, 20, row->key_spread);
     problem->keys.center = problem->key_center = attend_make_center(&problem->keys, 14, row->key_center);

@@ -52,7 +52,7 @@ static void read_place(fuzz_input *input, attend_row *row)
     if (place == 5) row->end = row->key_capacity;
     if (place == 6) row->end = row->key_capacity + 1 + fuzz_byte(input);
     if (place == 7) row->end = (int64_t)row->key_capacity * 7 + fuzz_byte(input);
-    if (place == 8) row->end = ((int64_t)1 << 40) + fuzz_byte(input);
+    if (place == 8) row->end = ((int64_t)1 << (31 + size % 32)) + fuzz_byte(input);
     if (place == 9) row->end = INT64_MAX;
     if (one_in(input, 4)) row->value_capacity += fuzz_range(input, 0, 20);
     if (place == 6 && one_in(input, 4)) { /* the values keep all */
@@ -97,8 +97,8 @@ static void read_streams(fuzz_input *input, attend_row *row)
     row->shared = kinds % 4 == 3;
     if (kinds / 4 % 4 == 3) row->tail_dim = tail_dims[fuzz_byte(input) % 5];
     row->tail_format = test_formats[fuzz_byte(input) % TEST_FORMATS];
-    row->keys_unrotated = kinds & 16 && reference_can_be_unrotated(row->key_format);
-    row->values_unrotated = kinds & 32 && reference_can_be_unrotated(row->value_format);
+    row->keys_turned = kinds & 16 && (row->key_format == TQKV_F16 || reference_can_be_unrotated(row->key_format));
+    row->values_turned = kinds & 32 && (row->value_format == TQKV_F16 || reference_can_be_unrotated(row->value_format));
     if (one_in(input, 4)) row->block_scale = CHOOSE(input, 1.5f, 0.75f, 1.625f);
     if (one_in(input, 3)) row->key_center = CHOOSE(input, 0.5f, 3.0f, 10.0f);
     if (one_in(input, 3)) row->value_center = CHOOSE(input, 0.5f, 3.0f, 1000.0f);

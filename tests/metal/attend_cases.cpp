@@ -421,8 +421,8 @@ void fit(attend_row &p, form as, int seed)
     if (as == SLICES && seed % 2) {                                // some of the processor's
         p.key_format = alike[seed / 2 % 3];
         p.value_format = p.shared ? p.key_format : alike[seed / 6 % 3];
-        p.keys_unrotated = p.keys_unrotated && p.key_format == TQKV_TQ8;
-        p.values_unrotated = p.values_unrotated && p.value_format == TQKV_TQ8;
+        p.keys_turned = p.keys_turned && p.key_format == TQKV_TQ8;
+        p.values_turned = p.values_turned && p.value_format == TQKV_TQ8;
         p.tail_format = TQKV_F16;
     }
     if (as == LISTS && seed % 2) p.list_block = p.list_block ? p.list_block : 1 << 2 * (seed % 4), p.list_share = 0.6f;
@@ -463,7 +463,7 @@ const struct {
     const char *name;
     void (*leave_out)(attend_row &p);
 } options[] = {{"formats", [](attend_row &p) { p.key_format = p.value_format = p.tail_format = TQKV_I8; }},
-               {"types of rotation", [](attend_row &p) { p.keys_unrotated = p.values_unrotated = false; }},
+               {"types of rotation", [](attend_row &p) { p.keys_turned = p.values_turned = false; }},
                {"bases", [](attend_row &p) { p.query_basis = p.output_basis = TQKV_ORIGINAL; }},
                {"block_scale", [](attend_row &p) { p.block_scale = 0.0f; }},
                {"scale", [](attend_row &p) { p.scale = 0.0f; }},

@@ -24,8 +24,8 @@ static inline attend_row random_kernel(int seed, int head_dim, data_random *rand
     p.group = groups[data_below(random, 9)];
     p.value_dim = head_dim == 192 && data_below(random, 2) ? 128 : 0;
     p.block_scale = head_dim >= 512 && data_below(random, 2) ? 1.25f : 0.0f;
-    p.keys_unrotated = data_below(random, 4) == 0 && reference_can_be_unrotated(p.key_format);
-    p.values_unrotated = data_below(random, 4) == 0 && reference_can_be_unrotated(p.value_format);
+    p.keys_turned = data_below(random, 4) == 0 && reference_can_be_unrotated(p.key_format);
+    p.values_turned = data_below(random, 4) == 0 && reference_can_be_unrotated(p.value_format);
     p.softcap = data_below(random, 4) ? 0.0f : 4.0f;
     p.query_size = data_below(random, 4) ? 1.5f : 10.0f; /* the bound holds to that size of scores */
     p.sinks = data_below(random, 2) ? SINKS_NONE : (attend_sinks)(1 + data_below(random, 3));
