@@ -13,22 +13,12 @@ enum { REFERENCE_MAX_DIM = 1024, REFERENCE_RUNS = 36 };
 
 static inline int reference_bits(tqkv_format format)
 {
-    switch (format) {
-    case TQKV_TQ2:
-        return 2;
-    case TQKV_TQ3:
-        return 3;
-    case TQKV_TQ4:
-        return 4;
-    case TQKV_TQ5:
-    case TQKV_TQ5_BYTES:
-        return 5;
-    case TQKV_TQ6:
-    case TQKV_TQ6_BYTES:
-        return 6;
-    default:
-        return 8;
-    }
+    return format == TQKV_TQ2                               ? 2
+           : format == TQKV_TQ3                             ? 3
+           : format == TQKV_TQ4                             ? 4
+           : format == TQKV_TQ5 || format == TQKV_TQ5_BYTES ? 5
+           : format == TQKV_TQ6 || format == TQKV_TQ6_BYTES ? 6
+                                                            : 8;
 }
 
 static inline bool reference_is_codebook(tqkv_format format) { return format != TQKV_F16 && format != TQKV_I8; }
@@ -44,25 +34,17 @@ static inline bool reference_is_rotated(const tqkv_store *store)
     return store->format == TQKV_F16 ? store->rotation == TQKV_ROTATION_ON : store->rotation != TQKV_ROTATION_OFF;
 }
 
+/* Does a code take a byte? */
+static inline bool reference_in_bytes(tqkv_format format)
+{
+    return format == TQKV_TQ5_BYTES || format == TQKV_TQ6_BYTES || reference_bits(format) == 8;
+}
+
 static inline size_t reference_row_bytes(tqkv_format format, int head_dim)
 {
-    size_t d = (size_t)head_dim;
-    switch (format) {
-    case TQKV_F16:
-        return 2 * d;
-    case TQKV_TQ2:
-        return d / 4;
-    case TQKV_TQ3:
-        return d / 4 + d / 8;
-    case TQKV_TQ4:
-        return d / 2;
-    case TQKV_TQ5:
-        return d / 2 + d / 8;
-    case TQKV_TQ6:
-        return d / 2 + d / 4;
-    default:
-        return d;
-    }
+    const size_t d = (size_t)head_dim;
+    if (format == TQKV_F16) return 2 * d;
+    return reference_in_bytes(format) ? d : d * (size_t)reference_bits(format) / 8;
 }
 
 static inline int reference_block(tqkv_format format, int head_dim)
@@ -200,20 +182,6 @@ static inline const float *reference_factors(int bits, int *n)
     return factors[bits == 8 ? 5 : bits - 2];
 }
 
-/* Rounds to nearest even; finite values beyond 65504 become 65504. */
-static inline uint16_t reference_half(float value)
-{
-    uint16_t sign = signbit(value) ? 0x8000 : 0;
-    double size = fabs((double)value);
-    if (size > 65504.0) size = 65504.0;
-    if (size == 0.0) return sign;
-    int exponent;
-    frexp(size, &exponent);
-    exponent = exponent - 1 < -14 ? -14 : exponent - 1;
-    int units = (int)rint(ldexp(size, 10 - exponent)); /* a normal number has 1024 units or more */
-    return (uint16_t)(sign + ((exponent + 14) << 10) + units);
-}
-
 static inline double reference_half_value(uint16_t half)
 {
     int exponent = half >> 10 & 31, mantissa = half & 1023;
@@ -234,32 +202,32 @@ static inline double reference_wide(tqkv_type type, uint16_t bits)
     return bits & 0x8000 ? -(double)magnitude : (double)magnitude;
 }
 
-/* The nearest half or bfloat16; of two equally near ones the even one. Their bits are in the order of their values. As
- * a neighbour infinity counts as the next power of two. */
+/* The nearest half or bfloat16; of two equally near ones the even one. As a neighbour infinity counts as the next power
+ * of two. */
 static inline uint16_t reference_narrow(tqkv_type type, float value)
 {
-    const uint16_t infinity = type == TQKV_TYPE_F16 ? 0x7c00 : 0x7f80;
-    const double magnitude = fabs((double)value), beyond = type == TQKV_TYPE_F16 ? 65536.0 : ldexp(1.0, 128);
-    uint16_t below = 0, above = infinity; /* below <= magnitude < above */
-    if (magnitude >= beyond) return (uint16_t)(infinity | (value < 0.0f ? 0x8000 : 0));
-    while (above - below > 1) {
-        const uint16_t middle = (uint16_t)((below + above) / 2);
-        if (reference_wide(type, middle) <= magnitude)
-            below = middle;
-        else
-            above = middle;
-    }
-    const double down = magnitude - reference_wide(type, below);
-    const double up = (above == infinity ? beyond : reference_wide(type, above)) - magnitude;
-    const uint16_t nearest = down < up || (!(up < down) && below % 2 == 0) ? below : above;
-    return (uint16_t)(nearest | (signbit(value) ? 0x8000 : 0));
+    const int bits = type == TQKV_TYPE_F16 ? 10 : 7, least = type == TQKV_TYPE_F16 ? -14 : -126;
+    const int infinity = type == TQKV_TYPE_F16 ? 0x7c00 : 0x7f80, sign = signbit(value) ? 0x8000 : 0;
+    const double magnitude = fabs((double)value);
+    int exponent, code = infinity;
+    frexp(magnitude, &exponent);
+    exponent = magnitude == 0.0 || exponent - 1 < least ? least : exponent - 1;
+    if (magnitude < ldexp(1.0, 128)) /* a normal number has 2^bits units or more */
+        code = ((exponent - least) << bits) + (int)rint(ldexp(magnitude, bits - exponent));
+    return (uint16_t)((code < infinity ? code : infinity) | sign);
+}
+
+/* The nearest half; values beyond 65504 become 65504. */
+static inline uint16_t reference_half(float value)
+{
+    return reference_narrow(TQKV_TYPE_F16, value < -65504.0f ? -65504.0f : value > 65504.0f ? 65504.0f : value);
 }
 
 /* ---- Encoding ---- */
 
 static inline void reference_put_code(uint8_t *codes, tqkv_format format, int head_dim, int j, int code)
 {
-    if (format == TQKV_TQ8 || format == TQKV_TQ5_BYTES || format == TQKV_TQ6_BYTES) {
+    if (reference_in_bytes(format)) {
         codes[j] = (uint8_t)code;
         return;
     }
@@ -277,8 +245,7 @@ static inline void reference_put_code(uint8_t *codes, tqkv_format format, int he
 
 static inline int reference_code_at(const uint8_t *codes, tqkv_format format, int head_dim, int j)
 {
-    if (format == TQKV_TQ8 || format == TQKV_TQ5_BYTES || format == TQKV_TQ6_BYTES)
-        return codes[j] & ((1 << reference_bits(format)) - 1);
+    if (reference_in_bytes(format)) return codes[j] & ((1 << reference_bits(format)) - 1);
     if (format == TQKV_TQ2 || format == TQKV_TQ3) {
         const int pair = codes[j / 4] >> (2 * (j % 4)) & 3;
         return format == TQKV_TQ2 ? pair : pair | (codes[head_dim / 4 + j / 8] >> (j % 8) & 1) << 2;
@@ -603,40 +570,20 @@ static inline double *reference_decode_all(const tqkv_store *s, int kv_head, int
     return rows;
 }
 
-static inline double *reference_zeros(size_t n)
-{
-    double *rows = (double *)test_alloc(n * sizeof *rows);
-    for (size_t i = 0; i < n; i++) rows[i] = 0.0;
-    return rows;
-}
-
-/* All values of one head that are seen in the original basis, zeros between: [end - lowest][value_dim].
- * Freed by the caller. */
-static inline double *reference_decode_values(const tqkv_attention *a, int query, int kv_head,
-                                              reference_centroids centroids)
-{
-    reference_shape shape = reference_attention_shape(a);
-    size_t d = (size_t)shape.value_dim;
-    double *rows = reference_zeros((size_t)(shape.end - shape.lowest) * d);
-    for (int64_t p = shape.lowest; p < shape.end; p++)
-        if (p < shape.kept || p >= shape.oldest)
-            reference_decode_as(centroids, reference_store_of(a, 1, query, p), kv_head, p,
-                                rows + (size_t)(p - shape.lowest) * d);
-    return rows;
-}
-
-/* The same of the keys and their tail together: [end - lowest][key_dim] */
-static inline double *reference_decode_keys(const tqkv_attention *a, int query, int kv_head,
+/* All keys (side 0), with their tail, or values of one head that are seen in the original basis, zeros between:
+ * [end - lowest][key_dim or value_dim]. Freed by the caller. */
+static inline double *reference_decode_side(const tqkv_attention *a, int side, int query, int kv_head,
                                             reference_centroids centroids)
 {
-    reference_shape shape = reference_attention_shape(a);
-    size_t d = (size_t)shape.key_dim;
-    double *rows = reference_zeros((size_t)(shape.end - shape.lowest) * d);
+    const reference_shape shape = reference_attention_shape(a);
+    const size_t d = (size_t)(side ? shape.value_dim : shape.key_dim), n = (size_t)(shape.end - shape.lowest) * d;
+    double *rows = (double *)test_alloc(n * sizeof *rows);
+    for (size_t i = 0; i < n; i++) rows[i] = 0.0;
     for (int64_t p = shape.lowest; p < shape.end; p++) {
         double *row = rows + (size_t)(p - shape.lowest) * d;
         if (p >= shape.kept && p < shape.oldest) continue;
-        reference_decode_as(centroids, reference_store_of(a, 0, query, p), kv_head, p, row);
-        if (a->tail)
+        reference_decode_as(centroids, reference_store_of(a, side, query, p), kv_head, p, row);
+        if (!side && a->tail)
             reference_decode_as(centroids, p < shape.kept ? a->first.tail : a->tail, kv_head, p,
                                 row + a->keys->head_dim);
     }
@@ -708,8 +655,8 @@ static inline void reference_attend_as(reference_centroids centroids, const tqkv
     size_t d = (size_t)shape.key_dim;
     double query[2 * REFERENCE_MAX_DIM];
     for (int kv_head = 0; kv_head < a->keys->n_kv_heads; kv_head++) {
-        double *keys = reference_decode_keys(a, 0, kv_head, centroids);
-        double *values = reference_decode_values(a, 0, kv_head, centroids);
+        double *keys = reference_decode_side(a, 0, 0, kv_head, centroids);
+        double *values = reference_decode_side(a, 1, 0, kv_head, centroids);
         for (int i = 0; i < shape.n_queries * shape.group; i++) {
             int query_index = i / shape.group, head = kv_head * shape.group + i % shape.group;
             size_t row = (size_t)query_index * (size_t)shape.n_heads + (size_t)head;
@@ -717,8 +664,8 @@ static inline void reference_attend_as(reference_centroids centroids, const tqkv
             if (a->last.n && query_index && i % shape.group == 0) { /* other positions are halves for it */
                 free(keys);
                 free(values);
-                keys = reference_decode_keys(a, query_index, kv_head, centroids);
-                values = reference_decode_values(a, query_index, kv_head, centroids);
+                keys = reference_decode_side(a, 0, query_index, kv_head, centroids);
+                values = reference_decode_side(a, 1, query_index, kv_head, centroids);
             }
             for (size_t j = 0; j < d; j++) query[j] = (double)q[row * d + j];
             if (a->query_basis == TQKV_ROTATED) reference_original_query(a->keys, kv_head, query);

@@ -37,7 +37,7 @@ inline std::vector<double> scores_of_row(const tqkv_attention &a, int query, int
 {
     const reference_shape shape = reference_attention_shape(&a);
     const int kv_head = head / shape.group;
-    double *keys = reference_decode_keys(&a, query, kv_head, REFERENCE_FLOATS);
+    double *keys = reference_decode_side(&a, 0, query, kv_head, REFERENCE_FLOATS);
     std::vector<double> scores((size_t)(shape.end - shape.lowest), -INFINITY);
     for (size_t i = 0; i < scores.size(); i++) {
         const int64_t position = shape.lowest + (int64_t)i;
@@ -62,7 +62,7 @@ inline double error_of_products(const attend_problem *problem, size_t row)
     const double shift = score_of_center(a, kv_head, q.data()), sink = a.sinks ? (double)a.sinks[head] : -INFINITY;
     double largest = sink, wrong = 0.0, squares = 0.0;
     for (double score : scores) largest = score > largest ? score : largest;
-    double weights = exp(sink - largest), *values = reference_decode_values(&a, query, kv_head, REFERENCE_FLOATS);
+    double weights = exp(sink - largest), *values = reference_decode_side(&a, 1, query, kv_head, REFERENCE_FLOATS);
     for (size_t i = 0; i < scores.size(); i++) {
         const double weight = exp(scores[i] - largest);
         weights += weight;

@@ -332,7 +332,7 @@ static double largest_value(const tqkv_attention *a, int head)
 {
     const reference_shape shape = reference_attention_shape(a);
     const size_t d = (size_t)shape.value_dim, n = (size_t)(shape.end - shape.lowest);
-    double *rows = reference_decode_values(a, 0, head / shape.group, REFERENCE_FLOATS), largest = 0.0;
+    double *rows = reference_decode_side(a, 1, 0, head / shape.group, REFERENCE_FLOATS), largest = 0.0;
     for (size_t p = 0; p < n; p++) {
         double square = 0.0;
         for (size_t i = 0; i < d; i++) square += rows[p * d + i] * rows[p * d + i];
