@@ -127,7 +127,8 @@ CHANGE(negative_position, ENCODE | DECODE | STORED, OUT_OF_RANGE, w->position = 
 CHANGE(position_beyond, ENCODE | DECODE | STORED, OUT_OF_RANGE, w->position = CAPACITY)
 CHANGE(run_beyond, ENCODE | DECODE | STORED, OUT_OF_RANGE, w->position = CAPACITY - TOKENS + 1)
 CHANGE(last_position, ENCODE | DECODE | STORED, OUT_OF_RANGE, w->position = INT64_MAX)
-CHANGE(last_position_on_ring, ENCODE | DECODE | STORED, OUT_OF_RANGE, w->position = INT64_MAX - 1; w->keys.ring = true)
+CHANGE(last_position_on_ring, ENCODE | DECODE | STORED, OUT_OF_RANGE, w->position = INT64_MAX - TOKENS + 1;
+       w->keys.ring = true)
 CHANGE(negative_position_on_ring, ENCODE, OUT_OF_RANGE, w->position = -1; w->keys.ring = true)
 CHANGE(first_is_nan, SOURCE, NOT_FINITE, w->m->src[0] = (float)NAN)
 CHANGE(last_is_nan, SOURCE | APPEND | CALIBRATE, NOT_FINITE, w->m->src[TOKENS * HEADS * D - 1] = (float)NAN)
