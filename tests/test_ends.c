@@ -225,6 +225,33 @@ static void check_lost_windows(const void *parameters)
     ends_close(&e);
 }
 
+/* ---- Edits ---- */
+
+/* How many positions remain as halves where appends and removals are longer than the ring of the newest ones. */
+static void check_remains(const void *parameters)
+{
+    static const ends_row row = {TQKV_TQ4, TQKV_TQ3, 200, false, 0, 4, 40};
+    static const struct {
+        int end, n; /* removes n positions before `end`, or appends -n; then truncates to `end` */
+        int first, last;
+    } steps[] = {{190, -190, 4, 40}, {104, 100, 4, 40}, {70, 0, 4, 40},     {65, 5, 4, 40},
+                 {66, -1, 4, 40},    {3, 1, 3, 40},     {195, -130, 3, 40}, {196, -1, 3, 40},
+                 {150, 140, 3, 40},  {5, 0, 3, 0},      {15, -10, 3, 10},   {3, 2, 1, 10}};
+    ends e;
+    (void)parameters;
+    if (!ends_open(&e, &row, NULL)) return;
+    for (int i = 0; i < (int)(sizeof steps / sizeof *steps); i++) {
+        const int end = steps[i].end, n = steps[i].n;
+        if (n < 0) ends_append(&e, -n);
+        if (n > 0) CHECK_RESULT(tqkv_cache_remove(e.cache, end - n, n), TQKV_OK);
+        if (n == 0) CHECK_RESULT(tqkv_cache_truncate(e.cache, end), TQKV_OK);
+        const tqkv_attention a = test_view(e.cache, 1);
+        CHECK(a.first.n == steps[i].first && a.last.n == steps[i].last,
+              "step %d: end %d, %d first and %d newest positions", i, (int)a.end, a.first.n, a.last.n);
+    }
+    ends_close(&e);
+}
+
 /* ---- Forks ---- */
 
 /* A ring keeps its first positions whatever its newest ones are: no copy has less room than these take. */
@@ -374,6 +401,7 @@ void test_ends_cases(void)
     test_add(check_overlaps, NULL, 0, "ends/overlaps");
     test_add(check_too_many, NULL, 0, "ends/too_many");
     test_add(check_lost_windows, NULL, 0, "ends/lost_windows");
+    test_add(check_remains, NULL, 0, "ends/remains");
     test_add(check_fork_below_first, NULL, 0, "ends/fork_below_first");
     test_add(check_fork_from_f16, NULL, 0, "ends/fork_from_f16");
     test_add(check_fork_from_f16_ring, NULL, 0, "ends/fork_from_f16_ring");

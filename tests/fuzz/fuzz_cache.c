@@ -197,6 +197,7 @@ static void check_halves(const model *m)
     while (n_last < most && m->kept[1][m->end - 1 - n_last]) n_last++;
     CHECK(a.first.n == n_first, "%d first positions, not %d", a.first.n, n_first);
     CHECK(a.last.n == n_last, "%d newest positions, not %d", a.last.n, n_last);
+    CHECK(m->end == m->first || test_view(m->cache, 1).keys, "the newest query lacks halves");
     const tqkv_store *const first[2] = {a.first.keys, a.first.values}, *const last[2] = {a.last.keys, a.last.values};
     for (int i = 0; i < 2 * m->desc.n_kv_heads; i++) {
         for (int at = 0; first[i % 2] && at < a.first.n; at++)
