@@ -2165,6 +2165,7 @@ typedef struct tqkv__isa {
     const char *name;
     int lanes; /* floats in a vector */
     const tqkv__codec *codec;
+    const tqkv__kernels *kernels; /* NULL: by the products that the processor has */
 } tqkv__isa;
 
 static const tqkv__isa *tqkv__isa_for(int head_dim);
@@ -3941,8 +3942,6 @@ static const tqkv__kernels tqkv__kernels_scalar = {tqkv__round_query_scalar,  tq
                                                    tqkv__softmax_tile_scalar, tqkv__end_piece_scalar,
                                                    tqkv__value_tile_scalar,   tqkv__sum_heads_scalar};
 
-static const tqkv__isa tqkv__isa_scalar = {"scalar", 1, &tqkv__codec_scalar};
-
 #endif /* TQKV_IMPLEMENTATION, to be continued */
 
 /* The loops of attention and of encoding. The implementation includes this file again for each instruction set.
@@ -4576,28 +4575,22 @@ TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(sizes) * t, int at, TQKV__VECT
     return TQKV__(truncate)(TQKV__(min)(TQKV__(load)(t->sizes + at) * slope, top));
 }
 
-/* Returns the centroids of sizes_times; bits is a constant, 8 for more than 4. For 3 bits three comparisons are quicker
-   than a cell. Of a large codebook one load has all of a cell. */
+/* Returns the centroids of sizes_times; bits is a constant: 4 for at most as many, else 8. Of a large codebook one load
+   has all of a cell. */
 TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
                                       const TQKV__(sizes) * t, int at, TQKV__VECTOR factor, TQKV__VECTOR slope)
 {
     const TQKV__VECTOR w = TQKV__(sizes_times)(t, at, factor);
-    TQKV__(codes) index;
+    TQKV__(codes) none;
     TQKV__VECTOR cell[4];
-    memset(&index, 0, sizeof index);
-    const TQKV__(codes) none = index;
     if (bits == 8) {
         TQKV__(load_cells)(q->cells, t->cells + at, cell);
         return TQKV__(choose)(cell[0], w, cell[1], cell[2]);
     }
-    if (bits == 3) {
-        TQKV__UNROLL
-        for (int b = 0; b < 3; b++) index = TQKV__(code_from)(index, TQKV__(set1)(q->bounds[b]), w, none);
-        return TQKV__(look_up_8)(book->centroids, index);
-    }
-    index = TQKV__(look_up_16)(book->n_below, TQKV__(cells)(t, at, slope, book->top));
-    index = TQKV__(code_from)(index, TQKV__(look_up_8)(book->bounds, index), w, none);
-    return TQKV__(look_up_8)(book->centroids, index);
+    memset(&none, 0, sizeof none);
+    const TQKV__(codes) below = TQKV__(look_up_16)(book->n_below, TQKV__(cells)(t, at, slope, book->top));
+    const TQKV__VECTOR bound = TQKV__(look_up_8)(book->bounds, below);
+    return TQKV__(look_up_8)(book->centroids, TQKV__(code_from)(below, bound, w, none));
 }
 
 /* Finds the sums of v*c and of c*c over values [from, to) under factor f. */
@@ -4655,9 +4648,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(search_row)(const tqkv__stream *s
 {
     TQKV__(sizes) t;
     TQKV__(open_sizes)(s, y, scales, v, &t);
-    if (s->book_bits == 3)
-        TQKV__(search_as)(3, s, q, &t, scales, squares);
-    else if (s->book_bits == 4)
+    if (s->book_bits <= 4)
         TQKV__(search_as)(4, s, q, &t, scales, squares);
     else
         TQKV__(search_as)(8, s, q, &t, scales, squares);
@@ -4763,28 +4754,21 @@ TQKV__TARGET static void TQKV__(pack_row)(const tqkv__stream *s, const uint8_t *
     if (s->main_bits == 2 && s->upper_bits == 1) TQKV__(pack_field)(1, 2, s->head_dim, codes, upper);
 }
 
-TQKV__OP void TQKV__(store_f16)(uint8_t *p, TQKV__VECTOR x)
-{
-    const TQKV__VECTOR most = TQKV__(set1)(65504.0f);
-    TQKV__(store_half)(p, TQKV__(max)(TQKV__(min)(x, most), -most));
-}
-
-TQKV__OP void TQKV__(store_f16_as)(const tqkv_type type, const void *src, int head_dim, uint8_t *row)
-{
-    for (int d = 0; d < head_dim; d += 16) {
-        TQKV__UNROLL
-        for (int k = d; k < d + 16; k += TQKV__LANES) TQKV__(store_f16)(row + 2 * k, TQKV__(load_as)(type, src, k));
-    }
-}
-
+/* Stores a row of floats, or of halves, as halves. */
 TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, int head_dim, uint8_t *row)
 {
-    if (type == TQKV_TYPE_F16)
+    const TQKV__VECTOR most = TQKV__(set1)(65504.0f);
+    if (type == TQKV_TYPE_F16) {
         memcpy(row, src, 2 * (size_t)head_dim);
-    else if (type == TQKV_TYPE_BF16)
-        TQKV__(store_f16_as)(TQKV_TYPE_BF16, src, head_dim, row);
-    else
-        TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
+        return;
+    }
+    for (int d = 0; d < head_dim; d += 16) {
+        TQKV__UNROLL
+        for (int k = d; k < d + 16; k += TQKV__LANES) {
+            const TQKV__VECTOR x = TQKV__(load)((const float *)src + k);
+            TQKV__(store_half)(row + 2 * k, TQKV__(max)(TQKV__(min)(x, most), -most));
+        }
+    }
 }
 
 /* Returns the values of a row that are to be quantised, rotated but for mix_rows: in row, [head_dim], or, where nothing
@@ -4793,8 +4777,8 @@ TQKV__TARGET static const void *TQKV__(open_row)(const tqkv__stream *s, const tq
 {
     const void *src = source->src;
     tqkv_type type = s->type;
-    const bool widens = !s->rotated && s->kind != TQKV__HALF && type != TQKV_TYPE_F32;
-    if (source->center || source->inverses || widens) {
+    const bool kept = type == TQKV_TYPE_F32 || (s->kind == TQKV__HALF && type == TQKV_TYPE_F16);
+    if (source->center || source->inverses || !(s->rotated || kept)) {
         TQKV__(widen)(type, src, source->center, source->inverses, s->head_dim, row);
         type = TQKV_TYPE_F32;
         src = row;
@@ -4861,10 +4845,6 @@ static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(largest_of
                                           TQKV__(widen),       TQKV__(narrow_row), TQKV__(rotate),
                                           TQKV__(unrotate),    TQKV__(scale_row),  TQKV__(encode_rows)};
 #endif
-
-/* >>k-table: the functions of a set. */
-
-static const tqkv__isa TQKV__(isa) = {TQKV__ISA_NAME, TQKV__LANES, &TQKV__(codec)};
 
 #endif /* TQKV__LANES */
 
@@ -5098,7 +5078,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
      key_lanes            16 bytes of each position to lanes of TQKV__PRODUCTS dimensions
      value_lanes          vectors of TQKV__PRODUCTS positions to lanes of a dimension each
      repeat, dot_lanes    TQKV__PRODUCTS integers of a row in each lane; their products with lanes, added to a sum
-     store_integers       lanes to integers as products find them; store_tile: of a tile
+     store_integers       lanes to integers as products find them
      whole, whole_lanes   a sum in one integer a lane                                                              */
 
 #define TQKV__VECTOR        TQKV__(vector)
@@ -5274,7 +5254,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(round_weights)(const tqkv__strea
     }
     int32_t offset = TQKV__CODE_OFFSET ? -TQKV__CODE_OFFSET * TQKV__S(sum_codes)(sum) : 0;
     if (scale > 0.0f) {
-        TQKV__I(store_tile)(to, rounded);
+        TQKV__UNROLL
+        for (int i = 0; i < VECTORS; i++) TQKV__I(store_integers)(to, i * TQKV__INTEGER_LANES, TQKV__TILE, rounded[i]);
     } else {
         memset(to, 0, TQKV__TILE * sizeof(int16_t));
         offset = 0;
@@ -5304,13 +5285,6 @@ TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
 TQKV__OP TQKV__I(sum) TQKV__I(no_sum)(void)
 {
     TQKV__I(sum) zero;
-    memset(&zero, 0, sizeof zero);
-    return zero;
-}
-
-TQKV__OP TQKV__I(lane_sum) TQKV__I(no_lanes)(void)
-{
-    TQKV__I(lane_sum) zero;
     memset(&zero, 0, sizeof zero);
     return zero;
 }
@@ -5354,7 +5328,7 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
             TQKV__UNROLL
             for (int k = 0; k < 4; k++) {
                 if (k && 16 * k >= left) continue;
-                const TQKV__S(unit) x = TQKV__S(look_up)(format, k, &chunk, &raw);
+                const TQKV__(codes) x = TQKV__S(look_up)(format, k, &chunk, &raw);
                 memcpy(room + k * TQKV__BYTES, &x, sizeof x);
             }
             room += left / 16 * TQKV__BYTES;
@@ -5391,7 +5365,7 @@ TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const 
     TQKV__UNROLL
     for (int k = 0; k < kept; k++) {
         if (k && 16 * k >= left) continue;
-        const TQKV__S(unit) x = TQKV__S(look_up)(format, k, chunk, raw);
+        const TQKV__(codes) x = TQKV__S(look_up)(format, k, chunk, raw);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(sums[r], x, q[r][k]);
     }
@@ -5478,9 +5452,9 @@ TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p
 {
     const int8_t *q = p->rows;
     const int size = p->row_floats * (int)sizeof(float);
-    TQKV__I(lane_sum) sums[TQKV__MANY_ROWS][2];
+    TQKV__I(sum) sums[TQKV__MANY_ROWS][2];
     TQKV__UNROLL
-    for (int i = 0; i < 2 * rows; i++) sums[i / 2][i % 2] = TQKV__I(no_lanes)();
+    for (int i = 0; i < 2 * rows; i++) sums[i / 2][i % 2] = TQKV__I(no_sum)();
     for (int d = 0; d < dim; d += TQKV__PRODUCTS, tile += 2 * TQKV__LANE_BYTES) {
         TQKV__I(lanes) x[2];
         memcpy(x, tile, sizeof x);
@@ -5518,12 +5492,10 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
 TQKV__OP void TQKV__I(add_sums_of)(const TQKV__I(product) * p, int rows, int vectors, int n, int d,
                                    const TQKV__(codes) * sums)
 {
-    TQKV__UNROLL
     for (int r = 0; r < rows; r++, sums += vectors) {
         float *to = p->results + r * p->result_floats + d;
         const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-        TQKV__UNROLL
-        for (int i = 0; i < n; i++, to += TQKV__INTEGER_LANES)
+            for (int i = 0; i < n; i++, to += TQKV__INTEGER_LANES)
             TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sums[i]), unit, TQKV__(load)(to)));
     }
 }
@@ -5532,19 +5504,14 @@ TQKV__OP void TQKV__I(add_sums_of)(const TQKV__I(product) * p, int rows, int vec
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors, int n,
                                                           int d, const TQKV__(codes) * sums)
 {
-    for (int r = 0; r < rows; r++, sums += vectors) {
-        float *to = p->results + r * p->result_floats + d;
-        const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-        for (int i = 0; i < n; i++, to += TQKV__INTEGER_LANES)
-            TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sums[i]), unit, TQKV__(load)(to)));
-    }
+    TQKV__I(add_sums_of)(p, rows, vectors, n, d, sums);
 }
 
 /* Adds the products of TQKV__PRODUCTS positions, from the cursor or from lanes in tile. */
 TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, const int sixteens, int left,
                                      const TQKV__S(panel) * a, const TQKV__S(chunk) * chunk,
                                      const TQKV__S(cursor) * cursor, const int8_t *tile, const TQKV__I(repeated) * y,
-                                     TQKV__I(lane_sum) (*sums)[4 * TQKV__DIM_LANES])
+                                     TQKV__I(sum) (*sums)[4 * TQKV__DIM_LANES])
 {
     TQKV__S(raw) raw[TQKV__UNITS];
     const ptrdiff_t plane = (ptrdiff_t)(a->n / TQKV__PRODUCTS) * (TQKV__DIM_LANES * TQKV__LANE_BYTES);
@@ -5556,7 +5523,7 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
     }
     TQKV__UNROLL
     for (int k = 0; k < sixteens; k++) {
-        TQKV__S(unit) x[TQKV__UNITS];
+        TQKV__(codes) x[TQKV__UNITS];
         TQKV__I(lanes) lanes[TQKV__DIM_LANES];
         if (TQKV__ARE_PARTIAL(rows) && k && 16 * k >= left) continue;
         if (format == TQKV__READY) {
@@ -5568,7 +5535,7 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
         }
         TQKV__UNROLL
         for (int i = 0; i < rows * TQKV__DIM_LANES; i++) {
-            TQKV__I(lane_sum) *sum = &sums[i / TQKV__DIM_LANES][k * TQKV__DIM_LANES + i % TQKV__DIM_LANES];
+            TQKV__I(sum) *sum = &sums[i / TQKV__DIM_LANES][k * TQKV__DIM_LANES + i % TQKV__DIM_LANES];
             *sum = TQKV__I(dot_lanes)(*sum, lanes[i % TQKV__DIM_LANES], y[i / TQKV__DIM_LANES]);
         }
     }
@@ -5583,10 +5550,10 @@ TQKV__OP void TQKV__I(add_chunk)(const int rows, const tqkv_format format, const
     const int left = TQKV__ARE_PARTIAL(rows) && a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens;
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     TQKV__S(request) request = TQKV__S(open_request)(format, a, TQKV__PRODUCTS, 0, d, left);
-    TQKV__I(lane_sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
+    TQKV__I(sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
     const int8_t *w = p->rows;
     TQKV__UNROLL
-    for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_lanes)();
+    for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_sum)();
     for (int first = 0; first < a->n; first += step) {
         TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, first, d);
         TQKV__ROLLED
@@ -5626,7 +5593,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_values)(const TQKV__S(panel
     TQKV__S(decoders)[a->format](a, false, d, left, 0, a->n, room);
     for (int k = 0; k < sixteens; k++)
         for (int u = 0; u < units; u += TQKV__UNITS, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
-            TQKV__S(unit) x[TQKV__UNITS];
+            TQKV__(codes) x[TQKV__UNITS];
             TQKV__I(lanes) lanes[TQKV__DIM_LANES];
             TQKV__UNROLL
             for (int i = 0; i < TQKV__UNITS; i++)
@@ -5808,7 +5775,6 @@ static const tqkv__kernels TQKV__I(kernels) = {TQKV__I(round_query), TQKV__I(sco
 #undef TQKV__FEW_ROWS
 #undef TQKV__I
 #undef TQKV__INTEGER_LANES
-#undef TQKV__ISA_NAME
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
 #undef TQKV__PRODUCTS
@@ -5912,7 +5878,6 @@ TQKV__OP __m256 tqkv__rounded_avx2(__m256 x)
     return x;
 }
 TQKV__OP __m256 tqkv__min_avx2(__m256 a, __m256 b) { return _mm256_min_ps(a, b); }
-TQKV__OP __m256 tqkv__sqrt_avx2(__m256 x) { return _mm256_sqrt_ps(x); }
 /* Flips the signs whose bits are set, from bit i on. */
 TQKV__OP __m256 tqkv__flip_avx2(__m256 x, const uint8_t *signs, int i)
 {
@@ -6018,9 +5983,8 @@ TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
 
 #define TQKV__(name) tqkv__##name##_avx2
 #define TQKV__ENCODES
-#define TQKV__WIDTH    8 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME "avx2"
-#define TQKV__LANES    8
+#define TQKV__WIDTH 8 /* vectors of the rotation in registers */
+#define TQKV__LANES 8
 #include "tqkv.h"
 
 /* >>set-avx512: with the byte permutes of VBMI. A function has the same name in all sets, except for the suffix. */
@@ -6045,10 +6009,8 @@ TQKV__OP float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
 TQKV__OP float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
 TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
 {
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(*x), _mm512_extractf32x8_ps(*x, 1));
-    __m128 m = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-    m = _mm_add_ps(m, _mm_movehl_ps(m, m));
-    return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
+    const __m256 halves[2] = {_mm512_castps512_ps256(*x), _mm512_extractf32x8_ps(*x, 1)};
+    return tqkv__sum_16_avx2(halves);
 }
 
 TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
@@ -6184,9 +6146,8 @@ static const tqkv__codec tqkv__codec_avx512 = {tqkv__rows_finite_avx2, tqkv__lar
                                                tqkv__widen_avx2,       tqkv__narrow_row_avx2, tqkv__rotate_avx2,
                                                tqkv__unrotate_avx2,    tqkv__scale_row_avx2,  tqkv__encode_rows_avx512};
 
-#define TQKV__(name)   tqkv__##name##_avx512
-#define TQKV__ISA_NAME "avx512"
-#define TQKV__LANES    16
+#define TQKV__(name) tqkv__##name##_avx512
+#define TQKV__LANES  16
 #include "tqkv.h"
 
 #endif /* TQKV__AVX512 */
@@ -6257,7 +6218,6 @@ TQKV__OP float32x4_t tqkv__rounded_neon(float32x4_t x)
     return x;
 }
 TQKV__OP float32x4_t tqkv__min_neon(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
-TQKV__OP float32x4_t tqkv__sqrt_neon(float32x4_t x) { return vsqrtq_f32(x); }
 TQKV__OP float32x4_t tqkv__flip_neon(float32x4_t x, const uint8_t *signs, int i)
 {
     const int32_t shifts[4] = {31, 30, 29, 28};
@@ -6364,9 +6324,8 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 }
 #define TQKV__(name) tqkv__##name##_neon
 #define TQKV__ENCODES
-#define TQKV__WIDTH    16 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME "neon"
-#define TQKV__LANES    4
+#define TQKV__WIDTH 16 /* vectors of the rotation in registers */
+#define TQKV__LANES 4
 #include "tqkv.h"
 #endif
 
@@ -6390,8 +6349,8 @@ typedef struct tqkv__i_chunk_avx512 {
 } tqkv__i_chunk_avx512;
 typedef struct tqkv__i_bytes_avx512 {
     __m512i high, low;
-} tqkv__i_sum_avx512, tqkv__i_lane_sum_avx512, tqkv__i_row_avx512, tqkv__i_repeated_avx512;
-typedef __m512i tqkv__i_unit_avx512, tqkv__i_lanes_avx512;
+} tqkv__i_sum_avx512, tqkv__i_row_avx512, tqkv__i_repeated_avx512;
+typedef __m512i tqkv__i_lanes_avx512;
 
 TQKV__OP uint64_t tqkv__i_lowest_avx512(int bits) { return ((uint64_t)1 << bits) - 1; }
 TQKV__OP tqkv__i_chunk_avx512 tqkv__i_open_chunk_avx512(const tqkv_format format, int left, const int8_t *centroids)
@@ -6538,19 +6497,6 @@ TQKV__OP void tqkv__i_store_integers_avx512(void *to, int i, int n, __m512i x)
     _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + i), _mm512_cvtepi32_epi8(high));
     _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + n + i), _mm512_cvtepi32_epi8(x));
 }
-TQKV__OP void tqkv__i_store_tile_avx512(void *to, const __m512i *x)
-{
-    const __m512i first = _mm512_set1_epi32(0x00020000);
-    const __m512i step = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i words = _mm512_add_epi16(first, _mm512_mullo_epi32(step, _mm512_set1_epi32(0x00040004)));
-    const __m512i bytes =
-        _mm512_add_epi8(_mm512_set1_epi32(0x06040200), _mm512_mullo_epi32(step, _mm512_set1_epi32(0x08080808)));
-    const __m512i half = _mm512_set1_epi16(128), odd = _mm512_add_epi8(bytes, _mm512_set1_epi8(1));
-    const __m512i a = _mm512_permutex2var_epi16(x[0], words, x[1]), b = _mm512_permutex2var_epi16(x[2], words, x[3]);
-    const __m512i high = _mm512_permutex2var_epi8(_mm512_add_epi16(a, half), odd, _mm512_add_epi16(b, half));
-    _mm512_storeu_si512(to, high);
-    _mm512_storeu_si512((void *)((int8_t *)to + 64), _mm512_permutex2var_epi8(a, bytes, b));
-}
 TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
 TQKV__OP __m512i tqkv__i_add_codes_avx512(__m512i x, __m512i y) { return _mm512_add_epi32(x, y); }
 TQKV__OP __m512i tqkv__i_set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
@@ -6589,7 +6535,7 @@ typedef struct tqkv__i_chunk_avx2 {
 typedef struct tqkv__i_row_avx2 {
     __m256i first, last;
 } tqkv__i_row_avx2;
-typedef __m256i tqkv__i_unit_avx2, tqkv__i_sum_avx2, tqkv__i_lanes_avx2, tqkv__i_repeated_avx2, tqkv__i_lane_sum_avx2;
+typedef __m256i tqkv__i_sum_avx2, tqkv__i_lanes_avx2, tqkv__i_repeated_avx2;
 
 TQKV__OP __m128i tqkv__i_lanes_left_avx2(int bytes)
 {
@@ -6751,11 +6697,6 @@ TQKV__OP void tqkv__i_store_integers_avx2(void *to, int i, int n, __m256i x)
     _mm_storeu_si128((__m128i *)(void *)((int16_t *)to + i),
                      _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
 }
-TQKV__OP void tqkv__i_store_tile_avx2(void *to, const __m256i *x)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < 8; i++) tqkv__i_store_integers_avx2(to, 8 * i, 64, x[i]);
-}
 TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
 {
     __m128i m = _mm_max_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
@@ -6802,8 +6743,7 @@ typedef struct tqkv__i_chunk_neon {
 typedef struct tqkv__i_row_neon {
     int16x8_t first, last;
 } tqkv__i_row_neon;
-typedef uint32x4_t tqkv__i_unit_neon, tqkv__i_sum_neon, tqkv__i_lanes_neon, tqkv__i_repeated_neon,
-    tqkv__i_lane_sum_neon;
+typedef uint32x4_t tqkv__i_sum_neon, tqkv__i_lanes_neon, tqkv__i_repeated_neon;
 
 TQKV__OP tqkv__i_chunk_neon tqkv__i_open_chunk_neon(const tqkv_format format, int left, const int8_t *centroids)
 {
@@ -6936,11 +6876,6 @@ TQKV__OP void tqkv__i_store_integers_neon(void *to, int i, int n, uint32x4_t x)
     (void)n;
     vst1_s16((int16_t *)to + i, vmovn_s32(vreinterpretq_s32_u32(x)));
 }
-TQKV__OP void tqkv__i_store_tile_neon(void *to, const uint32x4_t *x)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < 16; i++) tqkv__i_store_integers_neon(to, 4 * i, 64, x[i]);
-}
 TQKV__OP uint32x4_t tqkv__i_add_codes_neon(uint32x4_t x, uint32x4_t y) { return vaddq_u32(x, y); }
 TQKV__OP uint32x4_t tqkv__i_set_codes_neon(int32_t x) { return vdupq_n_u32((uint32_t)x); }
 TQKV__OP int32_t tqkv__i_sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
@@ -6978,7 +6913,7 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 
 typedef struct tqkv__i_bytes {
     uint32x4_t high, low;
-} tqkv__i_sum_dotprod, tqkv__i_lane_sum_dotprod, tqkv__i_row_dotprod, tqkv__i_repeated_dotprod;
+} tqkv__i_sum_dotprod, tqkv__i_row_dotprod, tqkv__i_repeated_dotprod;
 typedef uint32x4_t tqkv__i_lanes_dotprod;
 
 /* sums + the products of each lane's four bytes. Compilers hide the intrinsic where the file is for an older target. */
@@ -7012,11 +6947,6 @@ TQKV__OP void tqkv__i_store_integers_dotprod(void *to, int i, int n, uint32x4_t 
     const uint32x2_t bytes = vreinterpret_u32_s8(tqkv__i_split_dotprod(x));
     vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + i), bytes, 0);
     vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + n + i), bytes, 1);
-}
-TQKV__OP void tqkv__i_store_tile_dotprod(void *to, const uint32x4_t *x)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < 16; i++) tqkv__i_store_integers_dotprod(to, 4 * i, 64, x[i]);
 }
 TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const int8_t *p, int plane, int i)
 {
@@ -7067,8 +6997,7 @@ TQKV__OP void tqkv__i_value_lanes_dotprod(const uint32x4_t *units, uint32x4_t *x
 #define TQKV__TARGET __attribute__((target(TQKV__ARM_BASE "+dotprod+i8mm")))
 #endif
 
-typedef tqkv__i_sum_dotprod tqkv__i_sum_i8mm,
-    tqkv__i_lane_sum_i8mm; /* of lanes: the first two, high and low in turns; the others */
+typedef tqkv__i_sum_dotprod tqkv__i_sum_i8mm; /* of lanes: the first two, high and low in turns; the others */
 typedef tqkv__i_row_dotprod tqkv__i_row_i8mm;
 typedef uint32x4_t tqkv__i_repeated_i8mm;
 typedef struct tqkv__i_lanes_i8mm {
@@ -7092,7 +7021,6 @@ TQKV__OP uint32x4_t tqkv__i_whole_lanes_i8mm(tqkv__i_sum_i8mm sums)
     return vaddq_u32(vshlq_n_u32(vuzp1q_u32(sums.high, sums.low), 8), vuzp2q_u32(sums.high, sums.low));
 }
 #define tqkv__i_store_integers_i8mm tqkv__i_store_integers_dotprod
-#define tqkv__i_store_tile_i8mm     tqkv__i_store_tile_dotprod
 #define tqkv__i_load_row_i8mm       tqkv__i_load_row_dotprod
 #define tqkv__i_dot_i8mm            tqkv__i_dot_dotprod
 #define tqkv__i_whole_i8mm          tqkv__i_whole_dotprod
@@ -7154,17 +7082,17 @@ TQKV__OP void tqkv__i_value_lanes_i8mm(const uint32x4_t *units, tqkv__i_lanes_i8
 /* >>isa-code: which instruction set is in use */
 
 /* Best first; the choice is among those that the processor has. */
-static const tqkv__isa *const tqkv__isas[] = {
+static const tqkv__isa tqkv__isas[] = {
 #ifdef TQKV__AVX512
-    &tqkv__isa_avx512,
+    {"avx512", 16, &tqkv__codec_avx512, &tqkv__i_kernels_avx512},
 #endif
 #ifdef TQKV__AVX2
-    &tqkv__isa_avx2,
+    {"avx2", 8, &tqkv__codec_avx2, &tqkv__i_kernels_avx2},
 #endif
 #ifdef TQKV__NEON
-    &tqkv__isa_neon,
+    {"neon", 4, &tqkv__codec_neon, NULL},
 #endif
-    &tqkv__isa_scalar};
+    {"scalar", 1, &tqkv__codec_scalar, &tqkv__kernels_scalar}};
 #define TQKV__ISAS (sizeof tqkv__isas / sizeof tqkv__isas[0])
 
 #ifdef TQKV__AVX2
@@ -7190,7 +7118,7 @@ static bool tqkv__x86_present(bool avx512)
 static bool tqkv__isa_present(const tqkv__isa *isa)
 {
 #ifdef TQKV__AVX2
-    return isa && (isa == &tqkv__isa_scalar || tqkv__x86_present(isa != &tqkv__isa_avx2));
+    return isa && (isa->lanes == 1 || tqkv__x86_present(isa->lanes == 16));
 #else
     return isa != NULL;
 #endif
@@ -7202,7 +7130,7 @@ static const tqkv__isa *tqkv__isa_chosen;
 static const tqkv__isa *tqkv__isa_named(const char *name)
 {
     for (size_t i = 0; i < TQKV__ISAS; i++)
-        if (strcmp(name, tqkv__isas[i]->name) == 0) return tqkv__isas[i];
+        if (strcmp(name, tqkv__isas[i].name) == 0) return &tqkv__isas[i];
     return NULL;
 }
 
@@ -7215,7 +7143,7 @@ static const tqkv__isa *tqkv__isa_now(void)
     if (wanted && !tqkv__isa_present(isa))
         TQKV_EXPLAIN(isa ? "TQKV_ISA: the processor lacks this instruction set; the best one that it has is in use"
                          : "TQKV_ISA: no instruction set of this build; the best one is in use");
-    for (size_t i = 0; i < TQKV__ISAS && (!isa || !tqkv__isa_present(isa)); i++) isa = tqkv__isas[i];
+    for (size_t i = 0; i < TQKV__ISAS && (!isa || !tqkv__isa_present(isa)); i++) isa = &tqkv__isas[i];
     const tqkv__isa *now = NULL; /* or what another thread has chosen in the meantime */
     const bool first =
         __atomic_compare_exchange_n(&tqkv__isa_chosen, &now, isa, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
@@ -7228,7 +7156,7 @@ static const tqkv__isa *tqkv__isa_for(int head_dim)
 {
     const tqkv__isa *isa = tqkv__isa_now();
     for (size_t i = 0; i < TQKV__ISAS; i++)
-        if (isa->lanes * 3 > head_dim && tqkv__isas[i]->lanes < isa->lanes) isa = tqkv__isas[i];
+        if (isa->lanes * 3 > head_dim && tqkv__isas[i].lanes < isa->lanes) isa = &tqkv__isas[i];
     return isa;
 }
 
@@ -7284,17 +7212,10 @@ static const tqkv__kernels *tqkv__kernels_of_neon(void)
 
 static const tqkv__kernels *tqkv__kernels_for(const tqkv__isa *isa)
 {
-    if (isa == &tqkv__isa_scalar) return &tqkv__kernels_scalar;
-#ifdef TQKV__AVX512
-    if (isa == &tqkv__isa_avx512) return &tqkv__i_kernels_avx512;
+#ifdef TQKV__NEON
+    if (!isa->kernels) return tqkv__kernels_of_neon();
 #endif
-#ifdef TQKV__AVX2
-    return &tqkv__i_kernels_avx2;
-#elif defined(TQKV__NEON)
-    return tqkv__kernels_of_neon();
-#else
-    return &tqkv__kernels_scalar;
-#endif
+    return isa->kernels;
 }
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }

@@ -293,5 +293,3 @@ static void tqkv__sum_heads_scalar(const float *scores, const float *weights, co
 static const tqkv__kernels tqkv__kernels_scalar = {tqkv__round_query_scalar,  tqkv__score_tile_scalar,
                                                    tqkv__softmax_tile_scalar, tqkv__end_piece_scalar,
                                                    tqkv__value_tile_scalar,   tqkv__sum_heads_scalar};
-
-static const tqkv__isa tqkv__isa_scalar = {"scalar", 1, &tqkv__codec_scalar};

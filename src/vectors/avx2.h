@@ -54,7 +54,6 @@ TQKV__OP __m256 tqkv__rounded_avx2(__m256 x)
     return x;
 }
 TQKV__OP __m256 tqkv__min_avx2(__m256 a, __m256 b) { return _mm256_min_ps(a, b); }
-TQKV__OP __m256 tqkv__sqrt_avx2(__m256 x) { return _mm256_sqrt_ps(x); }
 /* Flips the signs whose bits are set, from bit i on. */
 TQKV__OP __m256 tqkv__flip_avx2(__m256 x, const uint8_t *signs, int i)
 {
@@ -160,7 +159,6 @@ TQKV__OP void tqkv__store_words_avx2(uint8_t *p, __m256i words)
 
 #define TQKV__(name) tqkv__##name##_avx2
 #define TQKV__ENCODES
-#define TQKV__WIDTH    8 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME "avx2"
-#define TQKV__LANES    8
+#define TQKV__WIDTH 8 /* vectors of the rotation in registers */
+#define TQKV__LANES 8
 #include "loops.h"

@@ -20,10 +20,8 @@ TQKV__OP float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
 TQKV__OP float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
 TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
 {
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(*x), _mm512_extractf32x8_ps(*x, 1));
-    __m128 m = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-    m = _mm_add_ps(m, _mm_movehl_ps(m, m));
-    return _mm_cvtss_f32(_mm_add_ss(m, _mm_movehdup_ps(m)));
+    const __m256 halves[2] = {_mm512_castps512_ps256(*x), _mm512_extractf32x8_ps(*x, 1)};
+    return tqkv__sum_16_avx2(halves);
 }
 
 TQKV__OP void tqkv__add_sums_of_16_avx512(const __m512 *x, bool add, float *to)
@@ -159,9 +157,8 @@ static const tqkv__codec tqkv__codec_avx512 = {tqkv__rows_finite_avx2, tqkv__lar
                                                tqkv__widen_avx2,       tqkv__narrow_row_avx2, tqkv__rotate_avx2,
                                                tqkv__unrotate_avx2,    tqkv__scale_row_avx2,  tqkv__encode_rows_avx512};
 
-#define TQKV__(name)   tqkv__##name##_avx512
-#define TQKV__ISA_NAME "avx512"
-#define TQKV__LANES    16
+#define TQKV__(name) tqkv__##name##_avx512
+#define TQKV__LANES  16
 #include "loops.h"
 
 #endif /* TQKV__AVX512 */

@@ -19,7 +19,7 @@ typedef struct tqkv__i_chunk_avx2 {
 typedef struct tqkv__i_row_avx2 {
     __m256i first, last;
 } tqkv__i_row_avx2;
-typedef __m256i tqkv__i_unit_avx2, tqkv__i_sum_avx2, tqkv__i_lanes_avx2, tqkv__i_repeated_avx2, tqkv__i_lane_sum_avx2;
+typedef __m256i tqkv__i_sum_avx2, tqkv__i_lanes_avx2, tqkv__i_repeated_avx2;
 
 TQKV__OP __m128i tqkv__i_lanes_left_avx2(int bytes)
 {
@@ -180,11 +180,6 @@ TQKV__OP void tqkv__i_store_integers_avx2(void *to, int i, int n, __m256i x)
     (void)n;
     _mm_storeu_si128((__m128i *)(void *)((int16_t *)to + i),
                      _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
-}
-TQKV__OP void tqkv__i_store_tile_avx2(void *to, const __m256i *x)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < 8; i++) tqkv__i_store_integers_avx2(to, 8 * i, 64, x[i]);
 }
 TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
 {

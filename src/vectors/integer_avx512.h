@@ -18,8 +18,8 @@ typedef struct tqkv__i_chunk_avx512 {
 } tqkv__i_chunk_avx512;
 typedef struct tqkv__i_bytes_avx512 {
     __m512i high, low;
-} tqkv__i_sum_avx512, tqkv__i_lane_sum_avx512, tqkv__i_row_avx512, tqkv__i_repeated_avx512;
-typedef __m512i tqkv__i_unit_avx512, tqkv__i_lanes_avx512;
+} tqkv__i_sum_avx512, tqkv__i_row_avx512, tqkv__i_repeated_avx512;
+typedef __m512i tqkv__i_lanes_avx512;
 
 TQKV__OP uint64_t tqkv__i_lowest_avx512(int bits) { return ((uint64_t)1 << bits) - 1; }
 TQKV__OP tqkv__i_chunk_avx512 tqkv__i_open_chunk_avx512(const tqkv_format format, int left, const int8_t *centroids)
@@ -165,19 +165,6 @@ TQKV__OP void tqkv__i_store_integers_avx512(void *to, int i, int n, __m512i x)
     const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
     _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + i), _mm512_cvtepi32_epi8(high));
     _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + n + i), _mm512_cvtepi32_epi8(x));
-}
-TQKV__OP void tqkv__i_store_tile_avx512(void *to, const __m512i *x)
-{
-    const __m512i first = _mm512_set1_epi32(0x00020000);
-    const __m512i step = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i words = _mm512_add_epi16(first, _mm512_mullo_epi32(step, _mm512_set1_epi32(0x00040004)));
-    const __m512i bytes =
-        _mm512_add_epi8(_mm512_set1_epi32(0x06040200), _mm512_mullo_epi32(step, _mm512_set1_epi32(0x08080808)));
-    const __m512i half = _mm512_set1_epi16(128), odd = _mm512_add_epi8(bytes, _mm512_set1_epi8(1));
-    const __m512i a = _mm512_permutex2var_epi16(x[0], words, x[1]), b = _mm512_permutex2var_epi16(x[2], words, x[3]);
-    const __m512i high = _mm512_permutex2var_epi8(_mm512_add_epi16(a, half), odd, _mm512_add_epi16(b, half));
-    _mm512_storeu_si512(to, high);
-    _mm512_storeu_si512((void *)((int8_t *)to + 64), _mm512_permutex2var_epi8(a, bytes, b));
 }
 TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
 TQKV__OP __m512i tqkv__i_add_codes_avx512(__m512i x, __m512i y) { return _mm512_add_epi32(x, y); }

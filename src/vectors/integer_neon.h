@@ -14,8 +14,7 @@ typedef struct tqkv__i_chunk_neon {
 typedef struct tqkv__i_row_neon {
     int16x8_t first, last;
 } tqkv__i_row_neon;
-typedef uint32x4_t tqkv__i_unit_neon, tqkv__i_sum_neon, tqkv__i_lanes_neon, tqkv__i_repeated_neon,
-    tqkv__i_lane_sum_neon;
+typedef uint32x4_t tqkv__i_sum_neon, tqkv__i_lanes_neon, tqkv__i_repeated_neon;
 
 TQKV__OP tqkv__i_chunk_neon tqkv__i_open_chunk_neon(const tqkv_format format, int left, const int8_t *centroids)
 {
@@ -148,11 +147,6 @@ TQKV__OP void tqkv__i_store_integers_neon(void *to, int i, int n, uint32x4_t x)
     (void)n;
     vst1_s16((int16_t *)to + i, vmovn_s32(vreinterpretq_s32_u32(x)));
 }
-TQKV__OP void tqkv__i_store_tile_neon(void *to, const uint32x4_t *x)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < 16; i++) tqkv__i_store_integers_neon(to, 4 * i, 64, x[i]);
-}
 TQKV__OP uint32x4_t tqkv__i_add_codes_neon(uint32x4_t x, uint32x4_t y) { return vaddq_u32(x, y); }
 TQKV__OP uint32x4_t tqkv__i_set_codes_neon(int32_t x) { return vdupq_n_u32((uint32_t)x); }
 TQKV__OP int32_t tqkv__i_sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
@@ -190,7 +184,7 @@ TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x)
 
 typedef struct tqkv__i_bytes {
     uint32x4_t high, low;
-} tqkv__i_sum_dotprod, tqkv__i_lane_sum_dotprod, tqkv__i_row_dotprod, tqkv__i_repeated_dotprod;
+} tqkv__i_sum_dotprod, tqkv__i_row_dotprod, tqkv__i_repeated_dotprod;
 typedef uint32x4_t tqkv__i_lanes_dotprod;
 
 /* sums + the products of each lane's four bytes. Compilers hide the intrinsic where the file is for an older target. */
@@ -224,11 +218,6 @@ TQKV__OP void tqkv__i_store_integers_dotprod(void *to, int i, int n, uint32x4_t 
     const uint32x2_t bytes = vreinterpret_u32_s8(tqkv__i_split_dotprod(x));
     vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + i), bytes, 0);
     vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + n + i), bytes, 1);
-}
-TQKV__OP void tqkv__i_store_tile_dotprod(void *to, const uint32x4_t *x)
-{
-    TQKV__UNROLL
-    for (int i = 0; i < 16; i++) tqkv__i_store_integers_dotprod(to, 4 * i, 64, x[i]);
 }
 TQKV__OP tqkv__i_row_dotprod tqkv__i_load_row_dotprod(const int8_t *p, int plane, int i)
 {
@@ -279,8 +268,7 @@ TQKV__OP void tqkv__i_value_lanes_dotprod(const uint32x4_t *units, uint32x4_t *x
 #define TQKV__TARGET __attribute__((target(TQKV__ARM_BASE "+dotprod+i8mm")))
 #endif
 
-typedef tqkv__i_sum_dotprod tqkv__i_sum_i8mm,
-    tqkv__i_lane_sum_i8mm; /* of lanes: the first two, high and low in turns; the others */
+typedef tqkv__i_sum_dotprod tqkv__i_sum_i8mm; /* of lanes: the first two, high and low in turns; the others */
 typedef tqkv__i_row_dotprod tqkv__i_row_i8mm;
 typedef uint32x4_t tqkv__i_repeated_i8mm;
 typedef struct tqkv__i_lanes_i8mm {
@@ -304,7 +292,6 @@ TQKV__OP uint32x4_t tqkv__i_whole_lanes_i8mm(tqkv__i_sum_i8mm sums)
     return vaddq_u32(vshlq_n_u32(vuzp1q_u32(sums.high, sums.low), 8), vuzp2q_u32(sums.high, sums.low));
 }
 #define tqkv__i_store_integers_i8mm tqkv__i_store_integers_dotprod
-#define tqkv__i_store_tile_i8mm     tqkv__i_store_tile_dotprod
 #define tqkv__i_load_row_i8mm       tqkv__i_load_row_dotprod
 #define tqkv__i_dot_i8mm            tqkv__i_dot_dotprod
 #define tqkv__i_whole_i8mm          tqkv__i_whole_dotprod

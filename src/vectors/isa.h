@@ -1,17 +1,17 @@
 /* >>isa-code: which instruction set is in use */
 
 /* Best first; the choice is among those that the processor has. */
-static const tqkv__isa *const tqkv__isas[] = {
+static const tqkv__isa tqkv__isas[] = {
 #ifdef TQKV__AVX512
-    &tqkv__isa_avx512,
+    {"avx512", 16, &tqkv__codec_avx512, &tqkv__i_kernels_avx512},
 #endif
 #ifdef TQKV__AVX2
-    &tqkv__isa_avx2,
+    {"avx2", 8, &tqkv__codec_avx2, &tqkv__i_kernels_avx2},
 #endif
 #ifdef TQKV__NEON
-    &tqkv__isa_neon,
+    {"neon", 4, &tqkv__codec_neon, NULL},
 #endif
-    &tqkv__isa_scalar};
+    {"scalar", 1, &tqkv__codec_scalar, &tqkv__kernels_scalar}};
 #define TQKV__ISAS (sizeof tqkv__isas / sizeof tqkv__isas[0])
 
 #ifdef TQKV__AVX2
@@ -37,7 +37,7 @@ static bool tqkv__x86_present(bool avx512)
 static bool tqkv__isa_present(const tqkv__isa *isa)
 {
 #ifdef TQKV__AVX2
-    return isa && (isa == &tqkv__isa_scalar || tqkv__x86_present(isa != &tqkv__isa_avx2));
+    return isa && (isa->lanes == 1 || tqkv__x86_present(isa->lanes == 16));
 #else
     return isa != NULL;
 #endif
@@ -49,7 +49,7 @@ static const tqkv__isa *tqkv__isa_chosen;
 static const tqkv__isa *tqkv__isa_named(const char *name)
 {
     for (size_t i = 0; i < TQKV__ISAS; i++)
-        if (strcmp(name, tqkv__isas[i]->name) == 0) return tqkv__isas[i];
+        if (strcmp(name, tqkv__isas[i].name) == 0) return &tqkv__isas[i];
     return NULL;
 }
 
@@ -62,7 +62,7 @@ static const tqkv__isa *tqkv__isa_now(void)
     if (wanted && !tqkv__isa_present(isa))
         TQKV_EXPLAIN(isa ? "TQKV_ISA: the processor lacks this instruction set; the best one that it has is in use"
                          : "TQKV_ISA: no instruction set of this build; the best one is in use");
-    for (size_t i = 0; i < TQKV__ISAS && (!isa || !tqkv__isa_present(isa)); i++) isa = tqkv__isas[i];
+    for (size_t i = 0; i < TQKV__ISAS && (!isa || !tqkv__isa_present(isa)); i++) isa = &tqkv__isas[i];
     const tqkv__isa *now = NULL; /* or what another thread has chosen in the meantime */
     const bool first =
         __atomic_compare_exchange_n(&tqkv__isa_chosen, &now, isa, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
@@ -75,7 +75,7 @@ static const tqkv__isa *tqkv__isa_for(int head_dim)
 {
     const tqkv__isa *isa = tqkv__isa_now();
     for (size_t i = 0; i < TQKV__ISAS; i++)
-        if (isa->lanes * 3 > head_dim && tqkv__isas[i]->lanes < isa->lanes) isa = tqkv__isas[i];
+        if (isa->lanes * 3 > head_dim && tqkv__isas[i].lanes < isa->lanes) isa = &tqkv__isas[i];
     return isa;
 }
 
@@ -131,17 +131,10 @@ static const tqkv__kernels *tqkv__kernels_of_neon(void)
 
 static const tqkv__kernels *tqkv__kernels_for(const tqkv__isa *isa)
 {
-    if (isa == &tqkv__isa_scalar) return &tqkv__kernels_scalar;
-#ifdef TQKV__AVX512
-    if (isa == &tqkv__isa_avx512) return &tqkv__i_kernels_avx512;
+#ifdef TQKV__NEON
+    if (!isa->kernels) return tqkv__kernels_of_neon();
 #endif
-#ifdef TQKV__AVX2
-    return &tqkv__i_kernels_avx2;
-#elif defined(TQKV__NEON)
-    return tqkv__kernels_of_neon();
-#else
-    return &tqkv__kernels_scalar;
-#endif
+    return isa->kernels;
 }
 
 TQKV_API const char *tqkv_isa_name(void) { return tqkv__isa_now()->name; }

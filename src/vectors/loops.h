@@ -19,8 +19,6 @@
 #include "loops/quantise.h"
 #endif
 
-#include "loops/table.h"
-
 #endif /* TQKV__LANES */
 
 #ifdef TQKV__INTEGER_LANES

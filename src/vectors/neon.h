@@ -50,7 +50,6 @@ TQKV__OP float32x4_t tqkv__rounded_neon(float32x4_t x)
     return x;
 }
 TQKV__OP float32x4_t tqkv__min_neon(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
-TQKV__OP float32x4_t tqkv__sqrt_neon(float32x4_t x) { return vsqrtq_f32(x); }
 TQKV__OP float32x4_t tqkv__flip_neon(float32x4_t x, const uint8_t *signs, int i)
 {
     const int32_t shifts[4] = {31, 30, 29, 28};
@@ -157,7 +156,6 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 }
 #define TQKV__(name) tqkv__##name##_neon
 #define TQKV__ENCODES
-#define TQKV__WIDTH    16 /* vectors of the rotation in registers */
-#define TQKV__ISA_NAME "neon"
-#define TQKV__LANES    4
+#define TQKV__WIDTH 16 /* vectors of the rotation in registers */
+#define TQKV__LANES 4
 #include "loops.h"

@@ -85,6 +85,7 @@ typedef struct tqkv__isa {
     const char *name;
     int lanes; /* floats in a vector */
     const tqkv__codec *codec;
+    const tqkv__kernels *kernels; /* NULL: by the products that the processor has */
 } tqkv__isa;
 
 static const tqkv__isa *tqkv__isa_for(int head_dim);

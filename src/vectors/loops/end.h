@@ -6,7 +6,6 @@
 #undef TQKV__FEW_ROWS
 #undef TQKV__I
 #undef TQKV__INTEGER_LANES
-#undef TQKV__ISA_NAME
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
 #undef TQKV__PRODUCTS

@@ -98,28 +98,21 @@ TQKV__TARGET static void TQKV__(pack_row)(const tqkv__stream *s, const uint8_t *
     if (s->main_bits == 2 && s->upper_bits == 1) TQKV__(pack_field)(1, 2, s->head_dim, codes, upper);
 }
 
-TQKV__OP void TQKV__(store_f16)(uint8_t *p, TQKV__VECTOR x)
-{
-    const TQKV__VECTOR most = TQKV__(set1)(65504.0f);
-    TQKV__(store_half)(p, TQKV__(max)(TQKV__(min)(x, most), -most));
-}
-
-TQKV__OP void TQKV__(store_f16_as)(const tqkv_type type, const void *src, int head_dim, uint8_t *row)
-{
-    for (int d = 0; d < head_dim; d += 16) {
-        TQKV__UNROLL
-        for (int k = d; k < d + 16; k += TQKV__LANES) TQKV__(store_f16)(row + 2 * k, TQKV__(load_as)(type, src, k));
-    }
-}
-
+/* Stores a row of floats, or of halves, as halves. */
 TQKV__TARGET static void TQKV__(store_f16_row)(tqkv_type type, const void *src, int head_dim, uint8_t *row)
 {
-    if (type == TQKV_TYPE_F16)
+    const TQKV__VECTOR most = TQKV__(set1)(65504.0f);
+    if (type == TQKV_TYPE_F16) {
         memcpy(row, src, 2 * (size_t)head_dim);
-    else if (type == TQKV_TYPE_BF16)
-        TQKV__(store_f16_as)(TQKV_TYPE_BF16, src, head_dim, row);
-    else
-        TQKV__(store_f16_as)(TQKV_TYPE_F32, src, head_dim, row);
+        return;
+    }
+    for (int d = 0; d < head_dim; d += 16) {
+        TQKV__UNROLL
+        for (int k = d; k < d + 16; k += TQKV__LANES) {
+            const TQKV__VECTOR x = TQKV__(load)((const float *)src + k);
+            TQKV__(store_half)(row + 2 * k, TQKV__(max)(TQKV__(min)(x, most), -most));
+        }
+    }
 }
 
 /* Returns the values of a row that are to be quantised, rotated but for mix_rows: in row, [head_dim], or, where nothing
@@ -128,8 +121,8 @@ TQKV__TARGET static const void *TQKV__(open_row)(const tqkv__stream *s, const tq
 {
     const void *src = source->src;
     tqkv_type type = s->type;
-    const bool widens = !s->rotated && s->kind != TQKV__HALF && type != TQKV_TYPE_F32;
-    if (source->center || source->inverses || widens) {
+    const bool kept = type == TQKV_TYPE_F32 || (s->kind == TQKV__HALF && type == TQKV_TYPE_F16);
+    if (source->center || source->inverses || !(s->rotated || kept)) {
         TQKV__(widen)(type, src, source->center, source->inverses, s->head_dim, row);
         type = TQKV_TYPE_F32;
         src = row;

@@ -8,7 +8,7 @@
      key_lanes            16 bytes of each position to lanes of TQKV__PRODUCTS dimensions
      value_lanes          vectors of TQKV__PRODUCTS positions to lanes of a dimension each
      repeat, dot_lanes    TQKV__PRODUCTS integers of a row in each lane; their products with lanes, added to a sum
-     store_integers       lanes to integers as products find them; store_tile: of a tile
+     store_integers       lanes to integers as products find them
      whole, whole_lanes   a sum in one integer a lane                                                              */
 
 #define TQKV__VECTOR        TQKV__(vector)
@@ -184,7 +184,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(round_weights)(const tqkv__strea
     }
     int32_t offset = TQKV__CODE_OFFSET ? -TQKV__CODE_OFFSET * TQKV__S(sum_codes)(sum) : 0;
     if (scale > 0.0f) {
-        TQKV__I(store_tile)(to, rounded);
+        TQKV__UNROLL
+        for (int i = 0; i < VECTORS; i++) TQKV__I(store_integers)(to, i * TQKV__INTEGER_LANES, TQKV__TILE, rounded[i]);
     } else {
         memset(to, 0, TQKV__TILE * sizeof(int16_t));
         offset = 0;
@@ -214,13 +215,6 @@ TQKV__OP void TQKV__I(advance)(TQKV__I(product) * p, int rows)
 TQKV__OP TQKV__I(sum) TQKV__I(no_sum)(void)
 {
     TQKV__I(sum) zero;
-    memset(&zero, 0, sizeof zero);
-    return zero;
-}
-
-TQKV__OP TQKV__I(lane_sum) TQKV__I(no_lanes)(void)
-{
-    TQKV__I(lane_sum) zero;
     memset(&zero, 0, sizeof zero);
     return zero;
 }
@@ -264,7 +258,7 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
             TQKV__UNROLL
             for (int k = 0; k < 4; k++) {
                 if (k && 16 * k >= left) continue;
-                const TQKV__S(unit) x = TQKV__S(look_up)(format, k, &chunk, &raw);
+                const TQKV__(codes) x = TQKV__S(look_up)(format, k, &chunk, &raw);
                 memcpy(room + k * TQKV__BYTES, &x, sizeof x);
             }
             room += left / 16 * TQKV__BYTES;
@@ -301,7 +295,7 @@ TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const 
     TQKV__UNROLL
     for (int k = 0; k < kept; k++) {
         if (k && 16 * k >= left) continue;
-        const TQKV__S(unit) x = TQKV__S(look_up)(format, k, chunk, raw);
+        const TQKV__(codes) x = TQKV__S(look_up)(format, k, chunk, raw);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(sums[r], x, q[r][k]);
     }
@@ -388,9 +382,9 @@ TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p
 {
     const int8_t *q = p->rows;
     const int size = p->row_floats * (int)sizeof(float);
-    TQKV__I(lane_sum) sums[TQKV__MANY_ROWS][2];
+    TQKV__I(sum) sums[TQKV__MANY_ROWS][2];
     TQKV__UNROLL
-    for (int i = 0; i < 2 * rows; i++) sums[i / 2][i % 2] = TQKV__I(no_lanes)();
+    for (int i = 0; i < 2 * rows; i++) sums[i / 2][i % 2] = TQKV__I(no_sum)();
     for (int d = 0; d < dim; d += TQKV__PRODUCTS, tile += 2 * TQKV__LANE_BYTES) {
         TQKV__I(lanes) x[2];
         memcpy(x, tile, sizeof x);
@@ -428,12 +422,10 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p,
 TQKV__OP void TQKV__I(add_sums_of)(const TQKV__I(product) * p, int rows, int vectors, int n, int d,
                                    const TQKV__(codes) * sums)
 {
-    TQKV__UNROLL
     for (int r = 0; r < rows; r++, sums += vectors) {
         float *to = p->results + r * p->result_floats + d;
         const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-        TQKV__UNROLL
-        for (int i = 0; i < n; i++, to += TQKV__INTEGER_LANES)
+            for (int i = 0; i < n; i++, to += TQKV__INTEGER_LANES)
             TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sums[i]), unit, TQKV__(load)(to)));
     }
 }
@@ -442,19 +434,14 @@ TQKV__OP void TQKV__I(add_sums_of)(const TQKV__I(product) * p, int rows, int vec
 TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors, int n,
                                                           int d, const TQKV__(codes) * sums)
 {
-    for (int r = 0; r < rows; r++, sums += vectors) {
-        float *to = p->results + r * p->result_floats + d;
-        const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-        for (int i = 0; i < n; i++, to += TQKV__INTEGER_LANES)
-            TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sums[i]), unit, TQKV__(load)(to)));
-    }
+    TQKV__I(add_sums_of)(p, rows, vectors, n, d, sums);
 }
 
 /* Adds the products of TQKV__PRODUCTS positions, from the cursor or from lanes in tile. */
 TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, const int sixteens, int left,
                                      const TQKV__S(panel) * a, const TQKV__S(chunk) * chunk,
                                      const TQKV__S(cursor) * cursor, const int8_t *tile, const TQKV__I(repeated) * y,
-                                     TQKV__I(lane_sum) (*sums)[4 * TQKV__DIM_LANES])
+                                     TQKV__I(sum) (*sums)[4 * TQKV__DIM_LANES])
 {
     TQKV__S(raw) raw[TQKV__UNITS];
     const ptrdiff_t plane = (ptrdiff_t)(a->n / TQKV__PRODUCTS) * (TQKV__DIM_LANES * TQKV__LANE_BYTES);
@@ -466,7 +453,7 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
     }
     TQKV__UNROLL
     for (int k = 0; k < sixteens; k++) {
-        TQKV__S(unit) x[TQKV__UNITS];
+        TQKV__(codes) x[TQKV__UNITS];
         TQKV__I(lanes) lanes[TQKV__DIM_LANES];
         if (TQKV__ARE_PARTIAL(rows) && k && 16 * k >= left) continue;
         if (format == TQKV__READY) {
@@ -478,7 +465,7 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
         }
         TQKV__UNROLL
         for (int i = 0; i < rows * TQKV__DIM_LANES; i++) {
-            TQKV__I(lane_sum) *sum = &sums[i / TQKV__DIM_LANES][k * TQKV__DIM_LANES + i % TQKV__DIM_LANES];
+            TQKV__I(sum) *sum = &sums[i / TQKV__DIM_LANES][k * TQKV__DIM_LANES + i % TQKV__DIM_LANES];
             *sum = TQKV__I(dot_lanes)(*sum, lanes[i % TQKV__DIM_LANES], y[i / TQKV__DIM_LANES]);
         }
     }
@@ -493,10 +480,10 @@ TQKV__OP void TQKV__I(add_chunk)(const int rows, const tqkv_format format, const
     const int left = TQKV__ARE_PARTIAL(rows) && a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens;
     const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
     TQKV__S(request) request = TQKV__S(open_request)(format, a, TQKV__PRODUCTS, 0, d, left);
-    TQKV__I(lane_sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
+    TQKV__I(sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
     const int8_t *w = p->rows;
     TQKV__UNROLL
-    for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_lanes)();
+    for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_sum)();
     for (int first = 0; first < a->n; first += step) {
         TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, first, d);
         TQKV__ROLLED
@@ -536,7 +523,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_values)(const TQKV__S(panel
     TQKV__S(decoders)[a->format](a, false, d, left, 0, a->n, room);
     for (int k = 0; k < sixteens; k++)
         for (int u = 0; u < units; u += TQKV__UNITS, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
-            TQKV__S(unit) x[TQKV__UNITS];
+            TQKV__(codes) x[TQKV__UNITS];
             TQKV__I(lanes) lanes[TQKV__DIM_LANES];
             TQKV__UNROLL
             for (int i = 0; i < TQKV__UNITS; i++)

@@ -57,28 +57,22 @@ TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(sizes) * t, int at, TQKV__VECT
     return TQKV__(truncate)(TQKV__(min)(TQKV__(load)(t->sizes + at) * slope, top));
 }
 
-/* Returns the centroids of sizes_times; bits is a constant, 8 for more than 4. For 3 bits three comparisons are quicker
-   than a cell. Of a large codebook one load has all of a cell. */
+/* Returns the centroids of sizes_times; bits is a constant: 4 for at most as many, else 8. Of a large codebook one load
+   has all of a cell. */
 TQKV__OP TQKV__VECTOR TQKV__(nearest)(const int bits, const tqkv__quantiser *q, const TQKV__(book) * book,
                                       const TQKV__(sizes) * t, int at, TQKV__VECTOR factor, TQKV__VECTOR slope)
 {
     const TQKV__VECTOR w = TQKV__(sizes_times)(t, at, factor);
-    TQKV__(codes) index;
+    TQKV__(codes) none;
     TQKV__VECTOR cell[4];
-    memset(&index, 0, sizeof index);
-    const TQKV__(codes) none = index;
     if (bits == 8) {
         TQKV__(load_cells)(q->cells, t->cells + at, cell);
         return TQKV__(choose)(cell[0], w, cell[1], cell[2]);
     }
-    if (bits == 3) {
-        TQKV__UNROLL
-        for (int b = 0; b < 3; b++) index = TQKV__(code_from)(index, TQKV__(set1)(q->bounds[b]), w, none);
-        return TQKV__(look_up_8)(book->centroids, index);
-    }
-    index = TQKV__(look_up_16)(book->n_below, TQKV__(cells)(t, at, slope, book->top));
-    index = TQKV__(code_from)(index, TQKV__(look_up_8)(book->bounds, index), w, none);
-    return TQKV__(look_up_8)(book->centroids, index);
+    memset(&none, 0, sizeof none);
+    const TQKV__(codes) below = TQKV__(look_up_16)(book->n_below, TQKV__(cells)(t, at, slope, book->top));
+    const TQKV__VECTOR bound = TQKV__(look_up_8)(book->bounds, below);
+    return TQKV__(look_up_8)(book->centroids, TQKV__(code_from)(below, bound, w, none));
 }
 
 /* Finds the sums of v*c and of c*c over values [from, to) under factor f. */
@@ -136,9 +130,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(search_row)(const tqkv__stream *s
 {
     TQKV__(sizes) t;
     TQKV__(open_sizes)(s, y, scales, v, &t);
-    if (s->book_bits == 3)
-        TQKV__(search_as)(3, s, q, &t, scales, squares);
-    else if (s->book_bits == 4)
+    if (s->book_bits <= 4)
         TQKV__(search_as)(4, s, q, &t, scales, squares);
     else
         TQKV__(search_as)(8, s, q, &t, scales, squares);
