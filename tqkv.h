@@ -1025,11 +1025,12 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqk
    stands above it, and begins by saying what it is for. Each instruction set compiles the loops again.
 
      >>tables, >>backend, >>needs, >>exact, >>store-code, >>set
-     >>rotate-code, >>codec, >>encode, >>convert, >>measure, >>calibrate
+     >>rotate-code, >>codec, >>encode
      >>attend, >>plain
-     >>kernels, >>k-softmax, >>k-widen, >>k-rotate, >>k-norms, >>k-search, >>k-quantise, >>k-table, >>k-halves, >>k-rows
+     >>kernels, >>k-softmax, >>k-widen, >>k-rotate, >>k-norms, >>k-search, >>k-quantise, >>k-halves, >>k-rows
      >>set-avx2, >>set-avx512, >>set-neon, >>integer-avx512, >>integer-avx2, >>integer-neon, >>isa-code
-     >>attention-code, >>visible, >>tile, >>walk, >>gather, >>query, >>job, >>attend-calls, >>index-code
+     >>attention-code, >>visible, >>tile, >>walk, >>gather, >>query, >>job
+     >>convert, >>measure, >>calibrate, >>attend-calls, >>index-code
      >>cache-code, >>cache-calibrate, >>cache-edit, >>snapshot
      >>licence                                                                                                        */
 
@@ -1864,6 +1865,20 @@ static tqkv_result tqkv__stream_memory(const tqkv_store *store, tqkv__stream *s)
     if (tqkv__encoding_overlaps(s, s->channel_scale, tqkv__center_size(s)))
         return TQKV__INVALID("channel_scale overlaps codes or norms");
     if (tqkv__encoding_overlaps(s, s->pages, tqkv__table_size(s))) return TQKV__INVALID("pages overlap codes or norms");
+    return TQKV_OK;
+}
+
+static bool tqkv__same_channels(const tqkv__stream *s, const float *a, const float *b)
+{
+    return a == b || (a && b && memcmp(a, b, tqkv__center_size(s)) == 0);
+}
+
+static tqkv_result tqkv__check_channels_match(const tqkv__stream *a, const tqkv__stream *b)
+{
+    if (!tqkv__same_channels(a, a->center, b->center))
+        return TQKV__INVALID("center: that of a store or slice is not that of the other");
+    if (!tqkv__same_channels(a, a->channel_scale, b->channel_scale))
+        return TQKV__INVALID("channel_scale: that of a store or slice is not that of the other");
     return TQKV_OK;
 }
 
@@ -2947,628 +2962,6 @@ TQKV__COLD TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t pos
     return TQKV_OK;
 }
 
-/* What is called once a token, or less often, is made small: the pragma is gcc's alone. */
-#if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__)
-#define TQKV__SMALL
-#pragma GCC push_options
-#pragma GCC optimize("Os")
-#endif
-
-/* >>convert: rows moved, and stores in another format */
-
-/* Moves the rows of n positions from `source` on to `target` on, downwards in one stream or to another one. In
-   ascending order no row is overwritten before it has moved, in a ring too. */
-static void tqkv__move_rows(const tqkv__stream *from, int64_t source, const tqkv__stream *to, int64_t target, int64_t n)
-{
-    while (n > 0) {
-        const int source_slot = tqkv__slot(from, source), target_slot = tqkv__slot(to, target);
-        const int source_room = tqkv__slots_left(from, source), target_room = tqkv__slots_left(to, target);
-        int64_t now = n < source_room ? n : source_room;
-        if (now > target_room) now = target_room;
-        for (int h = 0; h < from->n_kv_heads; h++) {
-            memmove(tqkv__codes_at(to, h, target_slot), tqkv__codes_at(from, h, source_slot),
-                    (size_t)now * from->row_bytes);
-            if (from->norms_per_row)
-                memmove(tqkv__norms_at(to, h, target_slot), tqkv__norms_at(from, h, source_slot),
-                        (size_t)now * (size_t)from->norms_per_row * sizeof(float));
-        }
-        source += now;
-        target += now;
-        n -= now;
-    }
-}
-
-/* Decodes a row in the basis of its codes; dst: [head_dim]. Codes are little-endian on any machine; where there are
-   vectors, so are halves. */
-static void tqkv__read_row(const tqkv__stream *s, int kv_head, int slot, float *dst)
-{
-    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    const uint8_t *codes = tqkv__codes_at(s, kv_head, slot);
-    if (s->kind == TQKV__HALF && codec != &tqkv__codec_scalar)
-        codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, s->head_dim, dst);
-    else
-        tqkv__decode_row(s, codes, tqkv__norms_at(s, kv_head, slot), dst);
-}
-
-/* Whether decoding and rotating a row gives floats. The bound leaves room for sums of TQKV_MAX_HEAD_DIM products. */
-static bool tqkv__row_converts(const tqkv__stream *s, int kv_head, int slot)
-{
-    float row[TQKV_MAX_HEAD_DIM];
-    const float *norms = tqkv__norms_at(s, kv_head, slot);
-    if (s->kind == TQKV__HALF) tqkv__read_row(s, kv_head, slot, row);
-    if (s->kind == TQKV__HALF) return tqkv__all_finite(row, (size_t)s->head_dim);
-    for (int b = 0; b < s->norms_per_row; b++)
-        if (!(fabsf(tqkv__factor(s, norms[b])) < 1.0e30f)) return false;
-    return true;
-}
-
-/* Whether both stores are tables over one pool, and those pages of `to` that have n > 0 positions are none of those of
-   `from`. */
-static bool tqkv__other_pages(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n)
-{
-    if (!to->pages || !from->pages || to->codes != from->codes || to->norms != from->norms) return false;
-    if (to->capacity != from->capacity || to->page_size != from->page_size) return false;
-    if (to->row_bytes != from->row_bytes || to->norms_per_row != from->norms_per_row) return false;
-    const int64_t first = position / to->page_size, count = (position + n - 1) / to->page_size - first + 1;
-    return tqkv__all_distinct(to->pages + first, count, from->pages + first, count);
-}
-
-/* Whether n > 0 positions can be converted without writing what is still to be read. Rows that begin where longer rows
-   begin can be written over them in ascending order. */
-static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n)
-{
-    const bool aligned = to->capacity == from->capacity && to->ring == from->ring && !to->pages && !from->pages;
-    const bool others = tqkv__other_pages(to, from, position, n);
-    const bool codes_stay = others || (to->codes == from->codes && aligned && to->row_bytes <= from->row_bytes);
-    const bool norms_stay = others || (to->norms == from->norms && aligned && to->norms_per_row <= from->norms_per_row);
-    return (codes_stay || !tqkv__overlap(to->codes, to->codes_size, from->codes, from->codes_size)) &&
-           (norms_stay || !tqkv__overlap(to->norms, to->norms_size, from->norms, from->norms_size)) &&
-           !tqkv__overlap(to->codes, to->codes_size, from->norms, from->norms_size) &&
-           !tqkv__overlap(to->norms, to->norms_size, from->codes, from->codes_size) &&
-           !tqkv__encoding_overlaps(to, from->center, tqkv__center_size(from)) &&
-           !tqkv__encoding_overlaps(to, from->channel_scale, tqkv__center_size(from)) &&
-           !tqkv__encoding_overlaps(to, from->pages, tqkv__table_size(from));
-}
-
-/* Whether rows are copied rather than encoded again. */
-static bool tqkv__same_rows(const tqkv__stream *a, const tqkv__stream *b)
-{
-    return a->format == b->format && a->rotated == b->rotated && !a->center == !b->center &&
-           !a->channel_scale == !b->channel_scale &&
-           (a->block_scale == b->block_scale || a->kind != TQKV__BOOK || a->norms_per_row == 1);
-}
-
-static bool tqkv__same_channels(const tqkv__stream *s, const float *a, const float *b)
-{
-    return a == b || (a && b && memcmp(a, b, tqkv__center_size(s)) == 0);
-}
-
-static tqkv_result tqkv__check_channels_match(const tqkv__stream *a, const tqkv__stream *b)
-{
-    if (!tqkv__same_channels(a, a->center, b->center))
-        return TQKV__INVALID("center: that of a store or slice is not that of the other");
-    if (!tqkv__same_channels(a, a->channel_scale, b->channel_scale))
-        return TQKV__INVALID("channel_scale: that of a store or slice is not that of the other");
-    return TQKV_OK;
-}
-
-TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, const tqkv_store *from_store,
-                                                 int64_t position, int n, tqkv__stream *to, tqkv__stream *from)
-{
-    tqkv_result r = tqkv__open_positions(to_store, n, position, to);
-    if (r == TQKV_OK) r = tqkv__open_positions(from_store, n, position, from);
-    if (r == TQKV_OK) r = tqkv__check_written(to, n, position);
-    if (r != TQKV_OK) return r;
-    if (to->head_dim != from->head_dim || to->n_kv_heads != from->n_kv_heads)
-        return TQKV__INVALID("the stores differ in head_dim or n_kv_heads");
-    if (to->rotated != from->rotated && to->kind != TQKV__HALF && from->kind != TQKV__HALF)
-        return TQKV__INVALID("rotation: the stores differ in it");
-    if ((r = tqkv__check_channels_match(to, from)) != TQKV_OK) return r;
-    if (n && !tqkv__stays_apart(to, from, position, n))
-        return TQKV__INVALID("`to` overlaps `from`, other than in pages of its own or with shorter rows in place");
-    for (int p = 0; p < n && !tqkv__same_rows(to, from); p++)
-        for (int h = 0; h < from->n_kv_heads; h++)
-            if (!tqkv__row_converts(from, h, tqkv__slot(from, position + p)))
-                return TQKV__REFUSE(NOT_FINITE, "a row of `from` holds NaN, infinity or a norm of 1e30 or more");
-    return TQKV_OK;
-}
-
-/* Converts the rows of n positions of a head, in their order, a few at a time: all of these are read, then written. Of
-   rows as they came, `from` lacks the centre and the scale of `to`. */
-static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tqkv__stream *to,
-                                              const tqkv__quantiser *q, int kv_head, int64_t position, int64_t n)
-{
-    enum { buffer = 1024 };
-    TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
-    float room[TQKV_MAX_HEAD_DIM];
-    tqkv__row rows[buffer / 32];
-    tqkv__stream decoded = *to; /* how the decoded rows are encoded */
-    const tqkv__codec *codec = tqkv__codec_for(to->head_dim);
-    const int batch = buffer / to->head_dim;
-    const float *center = from->center ? NULL : tqkv__center_of(to, kv_head),
-                *inverses = from->channel_scale ? NULL : tqkv__inverses_of(to, kv_head, 1, room);
-    decoded.type = TQKV_TYPE_F32;
-    decoded.rotated = to->rotated && !from->rotated;
-    for (; n > 0; position += batch, n -= batch) {
-        const int now = n < batch ? (int)n : batch;
-        for (int i = 0; i < now; i++) {
-            const int target = tqkv__slot(to, position + i);
-            float *row = values + i * to->head_dim;
-            tqkv__read_row(from, kv_head, tqkv__slot(from, position + i), row);
-            if (from->rotated && !to->rotated) codec->unrotate(row, to->head_dim);
-            rows[i].src = row;
-            rows[i].center = center;
-            rows[i].inverses = inverses;
-            rows[i].codes = tqkv__codes_at(to, kv_head, target);
-            rows[i].norms = tqkv__norms_at(to, kv_head, target);
-            rows[i].half = NULL;
-            rows[i].factors = NULL;
-        }
-        codec->encode_rows(&decoded, q, rows, now);
-    }
-}
-
-/* Converts n positions in ascending order of their slots, so that it can be done in place: of a ring that wraps, the
-   newer ones first. */
-static void tqkv__convert_range(const tqkv__stream *from, const tqkv__stream *to, int64_t position, int64_t n)
-{
-    const int64_t room = from->ring ? tqkv__slots_left(from, position) : n, before = n < room ? n : room;
-    const uint64_t mode = tqkv__fp_exact();
-    tqkv__quantiser q;
-    if (to->kind == TQKV__BOOK) tqkv__quantiser_open(to, &q);
-    for (int h = 0; h < from->n_kv_heads; h++) {
-        tqkv__convert_rows(from, to, &q, h, position + before, n - before);
-        tqkv__convert_rows(from, to, &q, h, position, before);
-    }
-    tqkv__fp_restore(mode);
-}
-
-typedef struct tqkv__convert_job {
-    const tqkv__stream *from, *to;
-    int64_t position;
-    int n, n_tasks;
-} tqkv__convert_job;
-
-static void tqkv__convert_task(void *context, int index)
-{
-    const tqkv__convert_job *job = (const tqkv__convert_job *)context;
-    const int64_t first = (int64_t)job->n * index / job->n_tasks, end = (int64_t)job->n * (index + 1) / job->n_tasks;
-    tqkv__convert_range(job->from, job->to, job->position + first, end - first);
-}
-
-/* Converts the positions [position, position + n) on the threads of a hook or, in place, in order. */
-static void tqkv__convert_streams(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n,
-                                  const tqkv_parallel *parallel)
-{
-    const bool in_place = to->codes == from->codes || (to->norms_size && to->norms == from->norms);
-    tqkv__convert_job job = {from, to, position, n, in_place ? 1 : tqkv__tasks_for(parallel, to, n)};
-    if (tqkv__same_rows(to, from))
-        tqkv__move_rows(from, position, to, position, n);
-    else if (job.n_tasks > 1)
-        parallel->run(parallel->user, job.n_tasks, tqkv__convert_task, &job);
-    else
-        tqkv__convert_task(&job, 0);
-}
-
-static tqkv_result tqkv__convert(const tqkv_store *to_store, const tqkv_store *from_store, int64_t position, int n,
-                                 const tqkv_parallel *parallel)
-{
-    tqkv__stream to, from;
-    const tqkv_result r = tqkv__convert_open(to_store, from_store, position, n, &to, &from);
-    if (r == TQKV_OK) tqkv__convert_streams(&to, &from, position, n, parallel);
-    return r;
-}
-
-TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *from, int64_t position, int n_positions)
-{
-    const tqkv_parallel serial = {NULL, NULL};
-    return tqkv__convert(to, from, position, n_positions, to ? &to->parallel : &serial);
-}
-
-/* >>measure: errors, and the rotation of rows alone */
-
-typedef struct tqkv__moments {
-    const void *first;              /* one of the rows, of the source: what differs may be far smaller than a row */
-    double row[TQKV_MAX_HEAD_DIM];  /* of the rows less the first */
-    double squares, differs, noise; /* |x|^2, |x - first|^2, |x - x'|^2 */
-    double second, fourth, beyond;  /* of the scaled values */
-} tqkv__moments;
-
-static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__row *row, tqkv__moments *m)
-{
-    float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
-    const float last = s->kind == TQKV__BOOK   ? s->boundaries[(1 << s->book_bits) - 2]
-                       : s->kind == TQKV__HALF ? 65504.0f
-                                               : 127.5f; /* where the format saturates */
-    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    codec->widen(s->type, row->src, row->center, row->inverses, s->head_dim, x);
-    codec->scale_row(s, x, norms);
-    for (int d = 0; d < s->head_dim; d++) {
-        const double square = (double)x[d] * (double)x[d];
-        m->second += square;
-        m->fourth += square * square;
-        m->beyond += fabsf(tqkv__rounded(x[d] * (row->factors ? row->factors[d / s->norm_dim] : 1.0f))) > last;
-    }
-    tqkv__decode_in(s, kv_head, row->codes, row->norms, TQKV_ORIGINAL, x);
-    codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
-    codec->widen(s->type, m->first, NULL, NULL, s->head_dim, first);
-    for (int d = 0; d < s->head_dim; d++) {
-        const double value = (double)source[d], noise = value - (double)x[d], less = value - (double)first[d];
-        m->row[d] += less;
-        m->squares += value * value;
-        m->differs += less * less;
-        m->noise += noise * noise;
-    }
-}
-
-TQKV__COLD static TQKV__NOINLINE void tqkv__quality_of(const tqkv__stream *s, const tqkv__moments *m, int n_tokens,
-                                                       tqkv_quality *out)
-{
-    float first[TQKV_MAX_HEAD_DIM] = {0};
-    double mean = 0.0, differs = m->differs;
-    const double n = n_tokens ? n_tokens : 1, values = n * s->head_dim;
-    memset(out, 0, sizeof *out);
-    if (n_tokens) tqkv__codec_for(s->head_dim)->widen(s->type, m->first, NULL, NULL, s->head_dim, first);
-    for (int d = 0; d < s->head_dim; d++) {
-        const double less = m->row[d] / n, value = (double)first[d] + less;
-        mean += value * value;
-        differs -= n * less * less;
-    }
-    if (m->squares > 0.0) out->mean_share = n * mean / m->squares;
-    if (!(m->noise == 0.0)) out->error = differs > 0.0 && m->noise >= 0.0 ? m->noise / differs : (double)INFINITY;
-    const bool finite = m->second - m->second == 0.0; /* halves less a centre may overflow */
-    if (m->second > 0.0) out->kurtosis = finite ? values * m->fourth / (m->second * m->second) : (double)INFINITY;
-    out->beyond = m->beyond / values;
-}
-
-TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out)
-{
-    tqkv__stream s;
-    tqkv__quantiser q;
-    tqkv__moments m;
-    uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
-    float norms[TQKV_MAX_HEAD_DIM / 128], factors[TQKV_MAX_HEAD_DIM / 256], room[TQKV_MAX_HEAD_DIM];
-    tqkv_result r = tqkv__stream_shape(shape, &s);
-    if (r == TQKV_OK) r = tqkv__stream_channels(shape, &s);
-    const size_t out_size = (size_t)s.n_kv_heads * sizeof *out;
-    if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, out, __alignof__(tqkv_quality), out_size);
-    if (r != TQKV_OK) return r;
-    const uint64_t mode = tqkv__fp_exact();
-    if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &q);
-    const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
-    for (int h = 0; h < s.n_kv_heads; h++) {
-        memset(&m, 0, sizeof m);
-        m.first = tqkv__source_row(&s, src, 0, (size_t)h);
-        const float *inverses = tqkv__inverses_of(&s, h, 1, room);
-        for (int t = 0; t < n_tokens; t++) {
-            const void *at = tqkv__source_row(&s, src, (size_t)t, (size_t)h);
-            const tqkv__row row = {at,    tqkv__center_of(&s, h),           inverses, codes,
-                                   norms, s.n_factors > 1 ? factors : NULL, NULL};
-            codec->encode_rows(&s, &q, &row, 1);
-            tqkv__add_moments(&s, h, &row, &m);
-        }
-        tqkv__quality_of(&s, &m, n_tokens, &out[h]);
-    }
-    tqkv__fp_restore(mode);
-    return TQKV_OK;
-}
-
-TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim, tqkv_basis to)
-{
-    size_t bytes;
-    if (!tqkv__head_dim_known(head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
-    if (!tqkv__basis_known(to)) return TQKV__INVALID("to: no tqkv_basis");
-    if (!tqkv__floats_at(rows) || n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &bytes))
-        return TQKV__INVALID("rows: NULL or not aligned as floats, or n_rows negative or too large");
-    const tqkv__codec *codec = tqkv__codec_for(head_dim);
-    const uint64_t mode = tqkv__fp_exact();
-    for (int i = 0; i < n_rows; i++)
-        (to == TQKV_ROTATED ? codec->rotate : codec->unrotate)(rows + (size_t)i * (size_t)head_dim, head_dim);
-    tqkv__fp_restore(mode);
-    return TQKV_OK;
-}
-
-/* >>calibrate: tqkv_calibrate, tqkv_logit_noise */
-
-/* Magnitudes to which no sum of squares leaves the range of float. */
-#define TQKV__LARGEST_CALIBRATED 1.0e12f
-#define TQKV__LEAST_LEARNT       (1.0f / 1024.0f)
-#define TQKV__LARGEST_LEARNT     1024.0f
-
-/* Queries as rows of a stream, whose heads are those of the queries. */
-typedef struct tqkv__queries {
-    tqkv__stream rows;
-    const void *q;
-    int n, group;
-} tqkv__queries;
-
-/* Finds the mean over rows of n positions, or that of the squares, of the differences from a centre, unless that is
-   NULL: one float a channel, rows in order; zeros of none. src: the caller's rows, or NULL: those of a store; counted:
-   [n], or NULL: all; means: [head_dim] */
-static TQKV__NOINLINE void tqkv__channel_means(const tqkv__stream *s, const void *src, const uint8_t *counted, int n,
-                                               int first_head, int n_heads, const float *center, bool squared,
-                                               float *means)
-{
-    float row[TQKV_MAX_HEAD_DIM];
-    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    int n_counted = 0;
-    memset(means, 0, (size_t)s->head_dim * sizeof(float));
-    for (int t = 0; t < n; t++) {
-        if (counted && !counted[t]) continue;
-        n_counted++;
-        for (int h = first_head; h < first_head + n_heads; h++) {
-            const void *at = src ? tqkv__source_row(s, src, (size_t)t, (size_t)h) : NULL;
-            if (at)
-                codec->widen(s->type, at, NULL, NULL, s->head_dim, row);
-            else
-                tqkv__read_row(s, h, t, row);
-            for (int d = 0; d < s->head_dim; d++) {
-                const float x = center ? TQKV__AS_FLOAT(row[d] - center[d]) : row[d];
-                means[d] = TQKV__AS_FLOAT(means[d] + (squared ? tqkv__rounded(x * x) : x));
-            }
-        }
-    }
-    const volatile float by = n_counted ? (float)n_counted * (float)n_heads : 1.0f; /* see tqkv__norm_i8 */
-    for (int d = 0; d < s->head_dim; d++) means[d] = TQKV__AS_FLOAT(means[d] / by);
-}
-
-/* Channels that share a scale in pairs: of the first `dim` ones */
-typedef struct tqkv__tied {
-    tqkv_pairs pairs;
-    int dim;
-} tqkv__tied;
-
-static tqkv_result tqkv__take_pairs(tqkv_pairs pairs, int rotary_dim, int head_dim, tqkv__tied *tied)
-{
-    if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
-        return TQKV__INVALID("pairs: no tqkv_pairs");
-    if (rotary_dim < 0 || rotary_dim > head_dim || rotary_dim % 2)
-        return TQKV__INVALID("rotary_dim: negative, odd, or above head_dim");
-    tied->pairs = pairs;
-    tied->dim = rotary_dim ? rotary_dim : head_dim;
-    return TQKV_OK;
-}
-
-/* Turns mean squares into deviations; channels of a pair share theirs, zeros become the smallest that is none. */
-static TQKV__NOINLINE void tqkv__deviations(const tqkv__tied *tied, int head_dim, float *squares)
-{
-    float least = 1.0f;
-    bool any = false;
-    for (int i = 0; tied->pairs != TQKV_PAIRS_NONE && i < tied->dim / 2; i++) {
-        const bool halves = tied->pairs == TQKV_PAIRS_HALVES;
-        const int low = halves ? i : 2 * i, high = halves ? i + tied->dim / 2 : 2 * i + 1;
-        squares[low] = squares[high] = tqkv__rounded(squares[low] + squares[high]) * 0.5f;
-    }
-    for (int d = 0; d < head_dim; d++) {
-        squares[d] = TQKV__AS_FLOAT(sqrtf(squares[d]));
-        if (squares[d] > 0.0f && (!any || squares[d] < least)) least = squares[d];
-        any = any || squares[d] > 0.0f;
-    }
-    for (int d = 0; d < head_dim; d++) squares[d] = squares[d] > 0.0f ? squares[d] : least;
-}
-
-/* g = sqrt(s / r), divided by its root mean square. r: NULL: 1. scales may be s. */
-static TQKV__NOINLINE void tqkv__scales_of(const float *s, const float *r, int head_dim, float *scales)
-{
-    float sum = 0.0f;
-    for (int d = 0; d < head_dim; d++) {
-        scales[d] = TQKV__AS_FLOAT(sqrtf(r ? TQKV__AS_FLOAT(s[d] / r[d]) : s[d]));
-        sum = TQKV__AS_FLOAT(sum + tqkv__rounded(scales[d] * scales[d]));
-    }
-    const volatile float n = (float)head_dim;
-    const volatile float root = TQKV__AS_FLOAT(sqrtf(TQKV__AS_FLOAT(sum / n)));
-    for (int d = 0; d < head_dim; d++) {
-        const float g = TQKV__AS_FLOAT(scales[d] / root);
-        scales[d] = g < TQKV__LEAST_LEARNT ? TQKV__LEAST_LEARNT : g > TQKV__LARGEST_LEARNT ? TQKV__LARGEST_LEARNT : g;
-    }
-}
-
-/* Finds centre and scale of a head from rows as tqkv__channel_means takes them. center, scale: [head_dim], either may
-   be NULL, and so may queries */
-static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const void *src, const uint8_t *counted,
-                                                int n_tokens, int kv_head, const tqkv__queries *queries,
-                                                const tqkv__tied *tied, float *center, float *scale)
-{
-    float mean[TQKV_MAX_HEAD_DIM], squares[TQKV_MAX_HEAD_DIM];
-    tqkv__channel_means(s, src, counted, n_tokens, kv_head, 1, NULL, false, mean);
-    if (center) memcpy(center, mean, (size_t)s->head_dim * sizeof(float));
-    if (!scale) return;
-    tqkv__channel_means(s, src, counted, n_tokens, kv_head, 1, mean, true, scale);
-    tqkv__deviations(tied, s->head_dim, scale);
-    if (queries) {
-        tqkv__channel_means(&queries->rows, queries->q, NULL, queries->n, kv_head * queries->group, queries->group,
-                            NULL, true, squares);
-        tqkv__deviations(tied, s->head_dim, squares);
-    }
-    tqkv__scales_of(scale, queries ? squares : NULL, s->head_dim, scale);
-}
-
-/* Takes queries of the stream's type, [n_queries][n_heads][head_dim], or none; *bytes: their size. */
-static tqkv_result tqkv__take_queries(const tqkv__stream *s, const void *q, int n_heads, int n_queries,
-                                      tqkv__queries *queries, size_t *bytes)
-{
-    if (!q) n_heads = s->n_kv_heads;
-    if (n_heads <= 0 || n_heads % s->n_kv_heads) return TQKV__INVALID("n_heads: 0, or not a multiple of n_kv_heads");
-    if (n_queries < 0) return TQKV__INVALID("n_queries is negative");
-    *bytes = 0;
-    queries->rows = *s;
-    queries->rows.n_kv_heads = n_heads;
-    queries->rows.strides.token = queries->rows.strides.head = 0;
-    queries->rows.strides = tqkv__strides_of(queries->rows.strides, n_heads, s->head_dim);
-    queries->q = q;
-    queries->n = n_queries;
-    queries->group = n_heads / s->n_kv_heads;
-    if (!q) return TQKV_OK;
-    const tqkv_result r = tqkv__check_rows(&queries->rows, q, n_queries, bytes);
-    if (r != TQKV_OK) return r;
-    return tqkv__rows_finite(&queries->rows, q, n_queries) ? TQKV_OK
-                                                           : TQKV__REFUSE(NOT_FINITE, "q holds NaN or infinity");
-}
-
-/* Whether no value is so large that its square may leave the range of float, summed up; rows are finite. */
-static bool tqkv__rows_moderate(const tqkv__stream *s, const void *src, int n)
-{
-    float row[TQKV_MAX_HEAD_DIM];
-    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    if (s->type == TQKV_TYPE_F16) return true;
-    for (size_t t = 0; t < (size_t)n; t++)
-        for (size_t h = 0; h < (size_t)s->n_kv_heads; h++) {
-            codec->widen(s->type, tqkv__source_row(s, src, t, h), NULL, NULL, s->head_dim, row);
-            if (codec->largest_bits(row, (size_t)s->head_dim) > tqkv__bits(TQKV__LARGEST_CALIBRATED)) return false;
-        }
-    return true;
-}
-
-/* Whether an output may be written: floats, apart from what is read. */
-static bool tqkv__may_write(const float *to, size_t size, const void *src, size_t src_bytes, const void *q,
-                            size_t q_bytes)
-{
-    return !to ||
-           (tqkv__floats_at(to) && !tqkv__overlap(to, size, src, src_bytes) && !tqkv__overlap(to, size, q, q_bytes));
-}
-
-static tqkv_result tqkv__check_calibration(const tqkv__stream *s, const void *src, int n_tokens,
-                                           const tqkv__queries *queries, size_t q_bytes, const float *center,
-                                           const float *scale)
-{
-    size_t bytes;
-    const size_t size = tqkv__center_size(s);
-    const tqkv_result r = tqkv__check_rows(s, src, n_tokens, &bytes);
-    if (r != TQKV_OK) return r;
-    if (!center && !scale) return TQKV__INVALID("center and channel_scale are NULL: nothing to find");
-    if (!tqkv__may_write(center, size, src, bytes, queries->q, q_bytes) ||
-        !tqkv__may_write(scale, size, src, bytes, queries->q, q_bytes) || tqkv__overlap(center, size, scale, size))
-        return TQKV__INVALID("center or channel_scale: not aligned as floats, or overlaps src, q or the other");
-    if (!tqkv__rows_finite(s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
-    if (!tqkv__rows_moderate(s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds values beyond 1e12");
-    if (queries->q && !tqkv__rows_moderate(&queries->rows, queries->q, queries->n))
-        return TQKV__REFUSE(NOT_FINITE, "q holds values beyond 1e12");
-    return TQKV_OK;
-}
-
-TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
-                                    int n_queries, tqkv_pairs pairs, float *center, float *channel_scale)
-{
-    tqkv__stream s;
-    tqkv__queries queries;
-    tqkv__tied tied;
-    size_t q_bytes;
-    tqkv_result r = tqkv__stream_shape(shape, &s);
-    if (r != TQKV_OK) return r;
-    if ((r = tqkv__take_pairs(pairs, shape->rotary_dim, s.head_dim, &tied)) != TQKV_OK) return r;
-    if ((r = tqkv__take_queries(&s, q, n_heads, n_queries, &queries, &q_bytes)) != TQKV_OK) return r;
-    if ((r = tqkv__check_calibration(&s, src, n_tokens, &queries, q_bytes, center, channel_scale)) != TQKV_OK) return r;
-    const uint64_t mode = tqkv__fp_exact();
-    for (int h = 0; h < s.n_kv_heads; h++)
-        tqkv__calibrate_head(&s, src, NULL, n_tokens, h, q && n_queries ? &queries : NULL, &tied,
-                             center ? center + (size_t)h * (size_t)s.head_dim : NULL,
-                             channel_scale ? channel_scale + (size_t)h * (size_t)s.head_dim : NULL);
-    tqkv__fp_restore(mode);
-    return TQKV_OK;
-}
-
-/* -- The noise of the logits -- */
-
-/* Queries at work, as many as have their sums on the stack; sums of q.e and of its square over the rows */
-enum { TQKV__NOISE_ROWS = 128 };
-typedef struct tqkv__noises {
-    double first[TQKV__NOISE_ROWS], second[TQKV__NOISE_ROWS];
-} tqkv__noises;
-
-/* Finds what encoding and decoding adds to a row; error: [head_dim], in the original basis */
-static TQKV__NOINLINE void tqkv__row_error(const tqkv__stream *s, const tqkv__quantiser *q, int kv_head,
-                                           const tqkv__row *row, float *error)
-{
-    float source[TQKV_MAX_HEAD_DIM];
-    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    codec->encode_rows(s, q, row, 1);
-    tqkv__decode_in(s, kv_head, row->codes, row->norms, TQKV_ORIGINAL, error);
-    codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
-    for (int d = 0; d < s->head_dim; d++) error[d] -= source[d];
-}
-
-static double tqkv__noise_of(const float *q, const float *error, int n)
-{
-    double sums[4] = {0.0, 0.0, 0.0, 0.0};
-    for (int d = 0; d < n; d += 4)
-        for (int i = 0; i < 4; i++) sums[i] += (double)q[d + i] * (double)error[d + i];
-    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
-}
-
-static void tqkv__add_noise(const tqkv__queries *queries, int kv_head, size_t first, int n, const float *error,
-                            tqkv__noises *sums)
-{
-    float q[TQKV_MAX_HEAD_DIM];
-    const tqkv__stream *s = &queries->rows;
-    const size_t group = (size_t)queries->group;
-    for (int i = 0; i < n; i++) {
-        const size_t row = first + (size_t)i, head = (size_t)kv_head * group + row % group;
-        const void *at = tqkv__source_row(s, queries->q, row / group, head);
-        tqkv__codec_for(s->head_dim)->widen(s->type, at, NULL, NULL, s->head_dim, q);
-        const double noise = tqkv__noise_of(q, error, s->head_dim);
-        sums->first[i] += noise;
-        sums->second[i] += noise * noise;
-    }
-}
-
-/* Returns the variance over the rows of what a head's rows add to scores, mean over its queries. */
-static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv__quantiser *q, const void *src,
-                                              int n_tokens, int kv_head, const tqkv__queries *queries)
-{
-    uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
-    float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM], error[TQKV_MAX_HEAD_DIM];
-    const float *inverses = tqkv__inverses_of(s, kv_head, 1, room), *center = tqkv__center_of(s, kv_head);
-    const int64_t n_rows = (int64_t)queries->n * queries->group;
-    double total = 0.0;
-    for (int64_t first = 0; first < n_rows; first += TQKV__NOISE_ROWS) {
-        const int n = n_rows - first < TQKV__NOISE_ROWS ? (int)(n_rows - first) : TQKV__NOISE_ROWS;
-        tqkv__noises sums;
-        memset(&sums, 0, sizeof sums);
-        for (int t = 0; t < n_tokens; t++) {
-            const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)kv_head);
-            const tqkv__row row = {at, center, inverses, codes, norms, NULL, NULL};
-            tqkv__row_error(s, q, kv_head, &row, error);
-            tqkv__add_noise(queries, kv_head, (size_t)first, n, error, &sums);
-        }
-        for (int i = 0; i < n; i++) {
-            const double mean = sums.first[i] / n_tokens;
-            total += sums.second[i] / n_tokens - mean * mean;
-        }
-    }
-    return total > 0.0 ? total / (double)n_rows : total == 0.0 || total < 0.0 ? 0.0 : (double)INFINITY;
-}
-
-TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
-                                      int n_heads, int n_queries, double *noise)
-{
-    tqkv__stream s;
-    tqkv__quantiser quantiser;
-    tqkv__queries queries;
-    size_t q_bytes;
-    tqkv_result r = tqkv__stream_shape(shape, &s);
-    if (r == TQKV_OK) r = tqkv__stream_channels(shape, &s);
-    if (r != TQKV_OK) return r;
-    if ((r = tqkv__take_queries(&s, q, n_heads, n_queries, &queries, &q_bytes)) != TQKV_OK) return r;
-    if (!q) return TQKV__INVALID("q is NULL");
-    const size_t size = (size_t)s.n_kv_heads * sizeof *noise;
-    const size_t alignment = __alignof__(tqkv_quality); /* of a double in a struct: 4 on 32-bit x86 */
-    if (tqkv__overlap(noise, size, q, q_bytes)) return TQKV__INVALID("noise overlaps q");
-    if ((r = tqkv__check_source(&s, src, n_tokens, noise, alignment, size)) != TQKV_OK) return r;
-    const uint64_t mode = tqkv__fp_exact();
-    if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &quantiser);
-    for (int h = 0; h < s.n_kv_heads; h++)
-        noise[h] = n_tokens && n_queries
-                       ? sqrt(tqkv__head_noise(&s, &quantiser, src, n_tokens, h, &queries) / s.head_dim)
-                       : 0.0;
-    tqkv__fp_restore(mode);
-    return TQKV_OK;
-}
-
-#ifdef TQKV__SMALL
-#undef TQKV__SMALL
-#pragma GCC pop_options
-#endif
-
 /* >>attend: softmax(q.k) v in one pass over tiles of positions; a decoded key or value serves all its queries */
 
 /* Positions in a tile, which attention scores, weights and sums together. Their scores stay in the L1 cache. */
@@ -3623,15 +3016,25 @@ typedef struct tqkv__attention {
     const tqkv__isa *isa;
     const tqkv__kernels *kernels; /* those of the set, or of a narrower one */
     int matrix_group;             /* on a GPU; 0 = the default */
-    /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
-       exact[][side] is set; side: TQKV__KEYS or TQKV__VALUES. See tqkv__region_at. */
-    int64_t exact_below;
+    bool reads[TQKV__STREAMS];    /* which streams there are */
+    int64_t
+        exact_below;    /* positions below are read from the first halves, those from tqkv__exact_at on from the last */
     bool newest_halves; /* on a GPU: this is the region that queries read from halves of the newest */
-    bool exact[2][2];
     bool small_pages, odd_rings; /* pages, or rings, may end within a tile, whose rows are then gathered */
-    int64_t kept; /* positions below are seen, resident or not, from ends[0] and first_tail, apart from the others */
-    tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
+    int64_t kept; /* positions below are seen, resident or not, from what is kept of the first, apart from the others */
+    tqkv__stream ends[TQKV__STREAMS - TQKV__FIRST_KEYS]; /* not cleared if unused: as long as a few positions take */
 } tqkv__attention;
+
+#define TQKV__STREAM_AT(a, i) \
+    ((i) >= TQKV__FIRST_KEYS ? &(a)->ends[(i)-TQKV__FIRST_KEYS] \
+     : (i) == TQKV__KEYS     ? &(a)->keys \
+     : (i) == TQKV__VALUES   ? &(a)->values \
+                             : &(a)->tail)
+
+static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
+{
+    return a->reads[i] ? TQKV__STREAM_AT(a, i) : NULL;
+}
 
 /* Prefetches the codes of the next tile while this one is computed. Streams go to the L2 cache, because few lines can
    be on their way to the L1. cache: constant */
@@ -5495,7 +4898,7 @@ TQKV__OP void TQKV__I(add_sums_of)(const TQKV__I(product) * p, int rows, int vec
     for (int r = 0; r < rows; r++, sums += vectors) {
         float *to = p->results + r * p->result_floats + d;
         const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-            for (int i = 0; i < n; i++, to += TQKV__INTEGER_LANES)
+        for (int i = 0; i < n; i++, to += TQKV__INTEGER_LANES)
             TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sums[i]), unit, TQKV__(load)(to)));
     }
 }
@@ -7328,6 +6731,8 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     r->key_dim = r->keys.head_dim;
     r->value_dim = r->values.head_dim;
     r->n_kv_heads = r->keys.n_kv_heads;
+    r->reads[TQKV__KEYS] = r->reads[TQKV__VALUES] = true;
+    r->reads[TQKV__TAIL] = a->tail != NULL;
     r->isa = tqkv__narrower(tqkv__isa_for(r->key_dim), tqkv__isa_for(r->value_dim));
     if ((result = tqkv__take_tail(r)) != TQKV_OK) return result;
     if (call->scale == 0.0f) call->scale = tqkv__inverse_root(r->key_dim);
@@ -7393,24 +6798,6 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
     return TQKV__INVALID("keys and values share bytes, but are not described in the same way");
 }
 
-static TQKV__NOINLINE tqkv_result tqkv__check_beside(const tqkv__stream *stream, const tqkv__stream *s)
-{
-    if (s->head_dim != stream->head_dim || s->n_kv_heads != stream->n_kv_heads)
-        return TQKV__INVALID("first, last: a store of other head_dim or n_kv_heads than its stream");
-    return tqkv__check_channels_match(s, stream);
-}
-
-/* Checks the store that holds positions [low, high) of a stream as halves. */
-static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream *codes, int64_t low, int64_t high,
-                                   const tqkv__stream *s)
-{
-    if (s->kind != TQKV__HALF || s->rotated != codes->rotated)
-        return TQKV__INVALID("first, last: a store that is not F16, or rotated otherwise than the codes");
-    if (s->ring ? a->call.end - low > s->capacity : high > tqkv__room(s))
-        return TQKV__REFUSE(OUT_OF_RANGE, "first, last: a store that does not hold so many positions");
-    return tqkv__check_beside(codes, s);
-}
-
 /* Returns where a query's newest positions begin. One whose own position does not matter stands at the end. */
 static int64_t tqkv__newest_of(const tqkv_attention *call, int query)
 {
@@ -7420,10 +6807,13 @@ static int64_t tqkv__newest_of(const tqkv_attention *call, int query)
     return from > call->last.from ? from : call->last.from;
 }
 
+/* Whether keys or values are kept besides: TQKV__FIRST_KEYS, or TQKV__LAST_KEYS. */
+static bool tqkv__has_end(const tqkv__attention *a, int keys) { return a->reads[keys] || a->reads[keys + 1]; }
+
 /* Returns the first position that a query reads from the halves of the newest, 0 where these are codes. */
 static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
 {
-    return a->exact[1][0] || a->exact[1][1] ? tqkv__newest_of(&a->call, query) : 0;
+    return tqkv__has_end(a, TQKV__LAST_KEYS) ? tqkv__newest_of(&a->call, query) : 0;
 }
 
 /* Returns the oldest position that some query reads from the halves of the newest. */
@@ -7433,66 +6823,52 @@ static int64_t tqkv__exact_oldest(const tqkv_attention *call, int64_t first)
     return from < call->end ? from : call->end;
 }
 
-/* Takes the positions that are kept as halves, from stores opened by `open`. */
+/* Checks the store of the positions that are kept of a stream besides: halves, or of a tail rows as they are. */
+static tqkv_result tqkv__check_end(const tqkv__attention *a, int i, int64_t low, int64_t high)
+{
+    const int side = tqkv__stream_kinds[i].side;
+    const tqkv__stream *s = TQKV__STREAM_AT(a, i), *codes = TQKV__STREAM_AT(a, side);
+    if (side == TQKV__TAIL) {
+        if (s->format != codes->format || s->rotated != codes->rotated || s->block_scale != codes->block_scale)
+            return TQKV__INVALID("first.tail: a store of another format or basis than the tail");
+        if (s->ring || a->call.first.n > tqkv__room(s))
+            return TQKV__REFUSE(OUT_OF_RANGE, "first.tail: a store that does not hold so many positions");
+    } else {
+        if (s->kind != TQKV__HALF || s->rotated != codes->rotated)
+            return TQKV__INVALID("first, last: a store that is not F16, or rotated otherwise than the codes");
+        if (s->ring ? a->call.end - low > s->capacity : high > tqkv__room(s))
+            return TQKV__REFUSE(OUT_OF_RANGE, "first, last: a store that does not hold so many positions");
+    }
+    if (s->head_dim != codes->head_dim || s->n_kv_heads != codes->n_kv_heads)
+        return TQKV__INVALID("first, last: a store of other head_dim or n_kv_heads than its stream");
+    return tqkv__check_channels_match(s, codes);
+}
+
+/* Takes what is kept of the first and of the newest positions, from stores opened by `open`: of codes, and of all
+   streams if first positions are no longer resident and all have them. Those of a ring are added apart from the start,
+   so that no bit depends on when they go. */
 static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
-    const tqkv_store *const stores[2][2] = {{call->first.keys, call->first.values},
-                                            {call->last.keys, call->last.values}};
+    const tqkv_store *const stores[TQKV__STREAMS - TQKV__FIRST_KEYS] = {
+        call->first.keys, a->shared ? call->first.keys : call->first.values, call->tail ? call->first.tail : NULL,
+        call->last.keys, a->shared ? call->last.keys : call->last.values};
     const int64_t below = call->first.n < call->end ? call->first.n : call->end;
-    const int64_t oldest = tqkv__exact_oldest(call, a->first);
+    const bool kept = below && (a->first || a->keys.ring) && stores[0] && stores[1] && (!call->tail || stores[2]);
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
-        const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
-        if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__take_kept */
-        const tqkv__stream *codes = side ? &a->values : &a->keys;
-        const tqkv_store *store = stores[last][a->shared ? 0 : side];
-        if (!store || codes->kind == TQKV__HALF || (last ? !call->last.n : below == 0)) continue;
-        tqkv__stream *s = &a->ends[last][side];
-        tqkv_result r = open(store, s);
-        if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? oldest : 0, last ? call->end : below, s);
+        const bool last = tqkv__stream_kinds[i].end == TQKV__LAST_END, tail = i == TQKV__FIRST_TAIL;
+        const bool halves = !tail && TQKV__STREAM_AT(a, tqkv__stream_kinds[i].side)->kind != TQKV__HALF;
+        const tqkv_store *store = stores[i - TQKV__FIRST_KEYS];
+        if (!store || (last ? !halves || !call->last.n : !below || !(halves || kept))) continue;
+        tqkv_result r = open(store, TQKV__STREAM_AT(a, i));
+        if (r == TQKV_OK && last) r = tqkv__check_end(a, i, tqkv__exact_oldest(call, a->first), call->end);
+        if (r == TQKV_OK && !last) r = tqkv__check_end(a, i, 0, below);
         if (r != TQKV_OK) return r;
-        a->exact[last][side] = true;
+        if (tail) tqkv__fill_integers(TQKV__STREAM_AT(a, i));
+        a->reads[i] = true;
         if (!last) a->exact_below = below;
     }
-    return TQKV_OK;
-}
-
-static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__stream *s)
-{
-    const tqkv__stream *tail = &a->tail;
-    if (s->format != tail->format || s->rotated != tail->rotated || s->block_scale != tail->block_scale)
-        return TQKV__INVALID("first.tail: a store of another format or basis than the tail");
-    if (s->ring || a->call.first.n > tqkv__room(s))
-        return TQKV__REFUSE(OUT_OF_RANGE, "first.tail: a store that does not hold so many positions");
-    return tqkv__check_beside(tail, s);
-}
-
-/* Takes the first positions that are no longer resident, if all streams have them. Those of a ring are added apart from
-   the start, so that no bit depends on when they go; follows tqkv__take_ends. */
-static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
-{
-    const tqkv_attention *call = &a->call;
-    const tqkv_store *const stores[2] = {call->first.keys, call->first.values};
-    const int64_t below = call->first.n < call->end ? call->first.n : call->end;
-    const bool ring = a->keys.ring;
-    if (!below || (!a->first && !ring) || !stores[0] || (!a->shared && !stores[1]) || (call->tail && !call->first.tail))
-        return TQKV_OK;
-    for (int side = 0; side < 2; side++) {
-        tqkv__stream *s = &a->ends[0][side];
-        if (a->exact[0][side]) continue; /* a stream of F16 has no other halves */
-        tqkv_result r = open(stores[a->shared ? 0 : side], s);
-        if (r == TQKV_OK) r = tqkv__check_end(a, side ? &a->values : &a->keys, 0, below, s);
-        if (r != TQKV_OK) return r;
-        a->exact[0][side] = true;
-    }
-    if (call->tail) {
-        tqkv_result r = open(call->first.tail, &a->first_tail);
-        if (r == TQKV_OK) r = tqkv__check_first_tail(a, &a->first_tail);
-        if (r != TQKV_OK) return r;
-        tqkv__fill_integers(&a->first_tail);
-    }
-    a->exact_below = below;
-    a->kept = ring || below < a->first ? below : a->first;
+    if (kept) a->kept = a->keys.ring || below < a->first ? below : a->first;
     return TQKV_OK;
 }
 
@@ -7502,45 +6878,27 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
 enum { TQKV__GONE, TQKV__OLDER, TQKV__NEWEST, TQKV__PASSES };
 typedef struct tqkv__region {
     int number; /* tells regions apart: 2 * pass, plus 1 for the first positions */
-    const tqkv__stream *keys, *values, *tail;
-    int64_t end; /* the first position behind them */
+    const tqkv__stream *streams[TQKV__CACHE_STREAMS]; /* keys, values, and a tail or NULL */
+    int64_t end;                                      /* the first position behind them */
 } tqkv__region;
-
-static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int number)
-{
-    if (number % 2 && a->exact[0][side]) return &a->ends[0][side];
-    if (number / 2 == TQKV__NEWEST && a->exact[1][side]) return &a->ends[1][side];
-    return side ? &a->values : &a->keys;
-}
 
 static tqkv__region tqkv__region_at(const tqkv__attention *a, int64_t position, int pass)
 {
+    tqkv__region region;
     const bool first = position < a->exact_below;
-    const int number = 2 * pass + first;
-    const tqkv__region region = {number, tqkv__stream_at(a, 0, number), tqkv__stream_at(a, 1, number),
-                                 pass == TQKV__GONE ? &a->first_tail : &a->tail, first ? a->exact_below : INT64_MAX};
+    for (int side = 0; side < TQKV__CACHE_STREAMS; side++) {
+        int i = side;
+        if (side == TQKV__TAIL)
+            i = pass == TQKV__GONE ? TQKV__FIRST_TAIL : side;
+        else if (first && a->reads[TQKV__FIRST_KEYS + side])
+            i = TQKV__FIRST_KEYS + side;
+        else if (pass == TQKV__NEWEST && a->reads[TQKV__LAST_KEYS + side])
+            i = TQKV__LAST_KEYS + side;
+        region.streams[side] = tqkv__stream_read(a, i);
+    }
+    region.number = 2 * pass + first;
+    region.end = first ? a->exact_below : INT64_MAX;
     return region;
-}
-
-/* This is where an attention has stream i, whether it reads it or not. */
-#define TQKV__STREAM_AT(a, i) \
-    ((i) == TQKV__KEYS         ? &(a)->keys \
-     : (i) == TQKV__VALUES     ? &(a)->values \
-     : (i) == TQKV__TAIL       ? &(a)->tail \
-     : (i) == TQKV__FIRST_TAIL ? &(a)->first_tail \
-                               : &(a)->ends[tqkv__stream_kinds[i].end][tqkv__stream_kinds[i].side])
-
-static bool tqkv__has_stream(const tqkv__attention *a, int i)
-{
-    const tqkv__stream_kind kind = tqkv__stream_kinds[i];
-    if (i == TQKV__TAIL) return a->call.tail != NULL;
-    if (i == TQKV__FIRST_TAIL) return a->kept && a->call.tail;
-    return kind.end == TQKV__NO_END || a->exact[kind.end][kind.side];
-}
-
-static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
-{
-    return tqkv__has_stream(a, i) ? TQKV__STREAM_AT(a, i) : NULL;
 }
 
 /* Returns the resident positions of a range that a query, or one behind it, may read from stream i. */
@@ -7647,7 +7005,6 @@ static tqkv_result tqkv__attention_ends(tqkv__attention *a)
 {
     tqkv_result r = TQKV_OK;
     if (a->call.first.n || a->call.last.n) r = tqkv__take_ends(a, tqkv__stream_open);
-    if (r == TQKV_OK && a->call.first.n) r = tqkv__take_kept(a, tqkv__stream_open);
     for (int i = 0; i < TQKV__STREAMS; i++) {
         const tqkv__stream *s = tqkv__stream_read(a, i);
         a->small_pages = a->small_pages || (s && s->page_size % TQKV__TILE);
@@ -7851,7 +7208,7 @@ static tqkv_result tqkv__check_kept(const tqkv__attention *a)
     const tqkv__range kept = {0, a->kept}, seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, kept);
     tqkv_result r = TQKV_OK;
     for (int i = TQKV__FIRST_KEYS; r == TQKV_OK && a->kept && i <= TQKV__FIRST_TAIL; i++)
-        if (tqkv__has_stream(a, i)) r = tqkv__check_pages(TQKV__STREAM_AT(a, i), seen.from, seen.to, 0);
+        if (a->reads[i]) r = tqkv__check_pages(TQKV__STREAM_AT(a, i), seen.from, seen.to, 0);
     return r;
 }
 
@@ -7878,24 +7235,28 @@ static int tqkv__tile_room(const tqkv__stream *s, int64_t position)
     return s->page_size % TQKV__TILE || s->ring ? TQKV__TILE : tqkv__slots_left(s, position);
 }
 
-static bool tqkv__wraps(const tqkv__stream *s, int64_t position, int64_t n)
+/* Whether a ring ends within n positions. */
+static bool tqkv__wraps(const tqkv__region *region, int64_t position, int64_t n)
 {
-    return s->ring && tqkv__slots_left(s, position) < n;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv__stream *s = region->streams[i];
+        if (s && s->ring && tqkv__slots_left(s, position) < n) return true;
+    }
+    return false;
 }
 
 /* Returns the length of a tile, which is contiguous in all its streams, or gathered. It ends where a large page ends,
    or another region begins, and at multiples of TQKV__TILE; its scores are at the position modulo TQKV__TILE. So a
    query's sums are the same bits alone, in a batch, and in any store, and prefill and decode do not drift apart. */
-static int tqkv__tile_length(const tqkv__attention *a, const tqkv__region *region, int64_t position, int64_t end)
+static int tqkv__tile_length(const tqkv__region *region, int64_t position, int64_t end)
 {
     const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = region->end - position;
-    const int key_room = tqkv__tile_room(region->keys, position),
-              value_room = tqkv__tile_room(region->values, position);
     int64_t n = end - position < aligned ? end - position : aligned;
     if (n > border) n = border;
-    if (n > key_room) n = key_room;
-    if (n > value_room) n = value_room;
-    if (a->call.tail && n > tqkv__tile_room(region->tail, position)) n = tqkv__tile_room(region->tail, position);
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const int room = region->streams[i] ? tqkv__tile_room(region->streams[i], position) : TQKV__TILE;
+        if (n > room) n = room;
+    }
     return (int)n;
 }
 
@@ -7906,7 +7267,7 @@ typedef struct tqkv__ranks {
     bool together;   /* in all streams one row after the other */
     uint64_t hidden; /* ranks that the query does not see, as bits */
     tqkv__region region;
-    int32_t keys[TQKV__TILE], values[TQKV__TILE], tail[TQKV__TILE]; /* slots; -1: hidden, or no page */
+    int32_t slot_lists[TQKV__CACHE_STREAMS][TQKV__TILE]; /* -1: hidden, or no page */
 } tqkv__ranks;
 
 /* A tile in progress: n positions from `position` on. Its scores, later weights, begin at scores[row][begin]. */
@@ -7914,7 +7275,7 @@ typedef struct tqkv__tile {
     int64_t position;
     int n, begin;
     tqkv__region region;
-    tqkv__segment keys, values, tail;
+    tqkv__segment segments[TQKV__CACHE_STREAMS];
     const tqkv__ranks *ranks;       /* of a list or of gathered rows, or NULL */
     const tqkv__attention *streams; /* that hold it: the caller's, or gathered ones */
     int kv_head;                    /* there */
@@ -7934,14 +7295,6 @@ static void tqkv__open_segment(const tqkv__stream *s, int64_t position, int n, i
     if (!s->pages || next >= end || next % s->page_size) return;
     const int32_t page = s->pages[next / s->page_size]; /* not checked if a tree hides it */
     if (page >= 0 && page < s->capacity / s->page_size) segment->ahead = page * s->page_size - segment->slot;
-}
-
-static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *region, int64_t end, tqkv__tile *tile)
-{
-    tile->region = *region;
-    tqkv__open_segment(region->keys, tile->position, tile->n, end, &tile->keys);
-    tqkv__open_segment(region->values, tile->position, tile->n, end, &tile->values);
-    if (a->call.tail) tqkv__open_segment(region->tail, tile->position, tile->n, end, &tile->tail);
 }
 
 /* Prefetches a line of each 4 KiB of the next tile, and its norms: the loops prefetch the rest, but late where the
@@ -7982,8 +7335,8 @@ static bool tqkv__segment_finite(const tqkv__attention *a, const tqkv__stream *s
 static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__attention *a = tile->streams;
-    const tqkv__stream *s = tile->region.values;
-    const tqkv__segment *segment = &tile->values;
+    const tqkv__stream *s = tile->region.streams[TQKV__VALUES];
+    const tqkv__segment *segment = &tile->segments[TQKV__VALUES];
     const int kv_head = tile->kv_head;
     const float *weights = tile->scores + tile->begin;
     if (tile->whole || tqkv__segment_finite(a, s, kv_head, segment)) {
@@ -8056,10 +7409,15 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
 #define TQKV__STRETCH 2048
 #define TQKV__PIECE   256
 
+static bool tqkv__has_exact_keys(const tqkv__attention *a)
+{
+    return a->reads[TQKV__FIRST_KEYS] || a->reads[TQKV__LAST_KEYS];
+}
+
 /* Returns the floats of an arranged query, without its second digits. */
 static size_t tqkv__first_floats(const tqkv__attention *a)
 {
-    return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
+    return (size_t)(a->key_dim + (tqkv__has_exact_keys(a) ? a->keys.head_dim : 0));
 }
 
 /* Adds the scores of the second digits: few rows have any, and their units say which. digits: [n_rows][head_dim] */
@@ -8079,17 +7437,17 @@ static void tqkv__score_digits(const tqkv__attention *a, const tqkv__stream *s, 
 static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n_rows)
 {
     const tqkv__attention *a = tile->streams;
+    const tqkv__stream *keys = tile->region.streams[TQKV__KEYS], *tail = tile->region.streams[TQKV__TAIL];
+    const tqkv__segment *segments = tile->segments;
     float *scores = tile->scores + tile->begin;
-    const bool codes = tile->region.keys == &a->keys;
+    const bool codes = keys == &a->keys;
     const size_t all = (size_t)n_rows, of_keys = all * (size_t)a->keys.head_dim;
     const float *rest = q + all * tqkv__first_floats(a);
-    a->kernels->score_tile(tile->region.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim,
-                           n_rows, false, scores);
-    if (a->call.tail)
-        a->kernels->score_tile(tile->region.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
-    if ((digits & 1) && codes) tqkv__score_digits(a, &a->keys, tile->kv_head, &tile->keys, rest, n_rows, scores);
-    if (digits & 2)
-        tqkv__score_digits(a, tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, scores);
+    a->kernels->score_tile(keys, tile->kv_head, &segments[TQKV__KEYS], codes ? q : q + all * (size_t)a->key_dim, n_rows,
+                           false, scores);
+    if (tail) a->kernels->score_tile(tail, tile->kv_head, &segments[TQKV__TAIL], q + of_keys, n_rows, true, scores);
+    if ((digits & 1) && codes) tqkv__score_digits(a, keys, tile->kv_head, &segments[TQKV__KEYS], rest, n_rows, scores);
+    if (digits & 2) tqkv__score_digits(a, tail, tile->kv_head, &segments[TQKV__TAIL], rest + of_keys, n_rows, scores);
 }
 
 /* >>walk: an item from tile to tile */
@@ -8230,17 +7588,20 @@ static TQKV__INLINE void tqkv__ask_row(const tqkv__source *s, int32_t slot)
     if (s->norms) tqkv__prefetch(TQKV__L1, (const uint8_t *)(s->of_rows + (size_t)slot * s->norms), 1);
 }
 
-/* Copies the rows of a tile and their norms to slots of another stream from `slot` on; what is hidden becomes zeros,
-   because it may be NaN. Prefetches the next tile's rows, or NULL: one a row, since a burst would wait. */
-static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
-                         int n_next, const int32_t *next, const tqkv__stream *to, int slot)
+/* Copies the rows of a tile and their norms from one of its streams to slots of another one, from `slot` on; what is
+   hidden becomes zeros, because it may be NaN. Prefetches the next tile's rows, or NULL: one a row, since a burst would
+   wait. */
+static void tqkv__gather(int stream, int kv_head, const tqkv__ranks *ranks, const tqkv__ranks *next,
+                         const tqkv__stream *to, int slot)
 {
-    const tqkv__source s = tqkv__source_of(from, kv_head);
+    const tqkv__source s = tqkv__source_of(ranks->region.streams[stream], kv_head);
+    const int32_t *slot_list = ranks->slot_lists[stream], *asked = next ? next->slot_lists[stream] : NULL;
+    const int n_next = next ? next->n : 0;
     uint8_t *row = tqkv__codes_at(to, 0, slot);
     float *norm = tqkv__norms_at(to, 0, slot);
     for (int j = 0; j < ranks->n; j++, row += s.size) {
         const size_t at = slot_list[j] < 0 ? 0 : (size_t)slot_list[j];
-        if (j < n_next && next[j] >= 0) tqkv__ask_row(&s, next[j]);
+        if (j < n_next && asked[j] >= 0) tqkv__ask_row(&s, asked[j]);
         if (slot_list[j] < 0)
             memset(row, 0, s.size);
         else
@@ -8248,32 +7609,24 @@ static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__rank
         for (size_t i = 0; i < s.norms; i++) *norm++ = slot_list[j] < 0 ? 0.0f : s.of_rows[at * s.norms + i];
     }
     for (int j = ranks->n; j < n_next; j++)
-        if (next[j] >= 0) tqkv__ask_row(&s, next[j]);
+        if (asked[j] >= 0) tqkv__ask_row(&s, asked[j]);
 }
 
-static void tqkv__ask(const tqkv__stream *s, int kv_head, int n, const int32_t *slot_list)
+/* Prefetches the rows of a tile: those of the values, or of the keys and their tail. */
+static void tqkv__ask(int kv_head, const tqkv__ranks *ranks, bool values)
 {
-    const tqkv__source source = tqkv__source_of(s, kv_head);
-    for (int j = 0; j < n; j++)
-        if (slot_list[j] >= 0) tqkv__ask_row(&source, slot_list[j]);
+    for (int i = 0; i < TQKV__CACHE_STREAMS && ranks->n; i++) {
+        if ((i == TQKV__VALUES) != values || !ranks->region.streams[i]) continue;
+        const tqkv__source source = tqkv__source_of(ranks->region.streams[i], kv_head);
+        for (int j = 0; j < ranks->n; j++)
+            if (ranks->slot_lists[i][j] >= 0) tqkv__ask_row(&source, ranks->slot_lists[i][j]);
+    }
 }
 
 /* Whether the rows of a tile are gathered while the next tile's are prefetched. */
 static bool tqkv__asks_meanwhile(const tqkv__ranks *ranks, const tqkv__ranks *next)
 {
     return next->n && !ranks->together && !next->together && ranks->region.number == next->region.number;
-}
-
-static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
-{
-    if (!ranks->n) return;
-    tqkv__ask(ranks->region.keys, kv_head, ranks->n, ranks->keys);
-    if (a->call.tail) tqkv__ask(ranks->region.tail, kv_head, ranks->n, ranks->tail);
-}
-
-static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
-{
-    if (!a->shared && ranks->n) tqkv__ask(ranks->region.values, kv_head, ranks->n, ranks->values);
 }
 
 static tqkv__tile *tqkv__next_tile(const tqkv__work *w, int64_t position, int n)
@@ -8295,10 +7648,10 @@ static void tqkv__add_before(tqkv__work *w, const tqkv__ranks *next)
     const tqkv__ranks *ranks = tile ? tile->ranks : NULL;
     const int kv_head = w->item->kv_head;
     const bool asks = next && ranks && tqkv__asks_meanwhile(ranks, next);
-    if (next && !asks) tqkv__ask_values(w->a, kv_head, next);
+    if (next && !asks && !w->a->shared) tqkv__ask(kv_head, next, true);
     if (ranks && !ranks->together && !w->a->shared)
-        tqkv__gather(ranks->region.values, kv_head, ranks, ranks->values, asks ? next->n : 0,
-                     asks ? next->values : NULL, tile->region.values, tile->values.slot);
+        tqkv__gather(TQKV__VALUES, kv_head, ranks, asks ? next : NULL, tile->region.streams[TQKV__VALUES],
+                     tile->segments[TQKV__VALUES].slot);
     if (tile) tqkv__add_values(tile, w->item->n_rows, w->piece.out);
 }
 
@@ -8326,10 +7679,10 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
 
 static void tqkv__touch_streams(const tqkv__tile *tile)
 {
-    const tqkv__attention *a = tile->streams;
-    tqkv__touch_next(tile->region.keys, tile->kv_head, &tile->keys);
-    if (a->call.tail) tqkv__touch_next(tile->region.tail, tile->kv_head, &tile->tail);
-    if (!a->shared) tqkv__touch_next(tile->region.values, tile->kv_head, &tile->values);
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        if (!tile->region.streams[i] || (i == TQKV__VALUES && tile->streams->shared)) continue;
+        tqkv__touch_next(tile->region.streams[i], tile->kv_head, &tile->segments[i]);
+    }
 }
 
 /* >>gather: lists, small pages and the ends of rings: tiles of ranks. Scattered rows are gathered into scratch, where
@@ -8370,12 +7723,11 @@ static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__
     uint8_t *memory = tqkv__first_line(scratch);
     *gathered = *a;
     for (int i = 0; i < TQKV__STREAMS; i++) {
-        if (tqkv__has_stream(a, i)) memory = tqkv__put_stream(TQKV__STREAM_AT(gathered, i), memory);
+        tqkv__stream *s = TQKV__STREAM_AT(gathered, i);
+        if (a->reads[i]) memory = tqkv__put_stream(s, memory);
+        if (a->reads[i] && a->shared && tqkv__stream_kinds[i].side == TQKV__VALUES)
+            *s = *TQKV__STREAM_AT(gathered, i - 1);
     }
-    if (!a->shared) return;
-    gathered->values = gathered->keys;
-    for (int i = 0; i < 2; i++)
-        if (a->exact[i][1]) gathered->ends[i][1] = gathered->ends[i][0];
 }
 
 /* Finds the slots of n positions; -1 where a page is none: nothing sees it, for it would have been refused. */
@@ -8412,22 +7764,23 @@ static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const t
     }
 }
 
-static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, tqkv__ranks *ranks)
+/* Finds the slots in all streams. Returns whether in each of them rows lie one after the other. */
+static bool tqkv__find_slots_of(const tqkv__list *l, tqkv__ranks *ranks)
 {
-    const tqkv__stream *k = ranks->region.keys, *v = ranks->region.values;
-    tqkv__find_slots(k, l, ranks, ranks->keys);
-    if (k->pages == v->pages && k->page_size == v->page_size && k->ring == v->ring && k->capacity == v->capacity)
-        memcpy(ranks->values, ranks->keys, (size_t)ranks->n * sizeof *ranks->keys);
-    else
-        tqkv__find_slots(v, l, ranks, ranks->values);
-    if (a->call.tail) tqkv__find_slots(ranks->region.tail, l, ranks, ranks->tail);
-}
-
-static bool tqkv__in_order(const int32_t *slot_list, int n)
-{
-    int32_t differs = 0;
-    for (int j = 0; j < n; j++) differs |= slot_list[j] ^ (slot_list[0] + j);
-    return !differs && slot_list[0] >= 0;
+    bool in_order = true;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv__stream *s = ranks->region.streams[i], *k = ranks->region.streams[TQKV__KEYS];
+        int32_t *slot_list = ranks->slot_lists[i], differs = 0;
+        if (!s) continue;
+        if (i && k->pages == s->pages && k->page_size == s->page_size && k->ring == s->ring &&
+            k->capacity == s->capacity)
+            memcpy(slot_list, ranks->slot_lists[TQKV__KEYS], (size_t)ranks->n * sizeof *slot_list);
+        else
+            tqkv__find_slots(s, l, ranks, slot_list);
+        for (int j = 0; j < ranks->n; j++) differs |= slot_list[j] ^ (slot_list[0] + j);
+        in_order = in_order && !differs && slot_list[0] >= 0;
+    }
+    return in_order;
 }
 
 static const tqkv__list *tqkv__list_in_pass(const tqkv__work *w, int pass)
@@ -8449,18 +7802,16 @@ static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, 
     ranks->n = 0;
     ranks->region = tqkv__region_at(a, position, pass);
     if (together)
-        n = tqkv__tile_length(a, &ranks->region, position, last + 1); /* as without a list */
+        n = tqkv__tile_length(&ranks->region, position, last + 1); /* as without a list */
     else if (last >= ranks->region.end)
         n = tqkv__rank_of(l, ranks->region.end) - rank;
-    ranks->together = together && !scattered;
+    ranks->together = together && !scattered; /* then nothing is hidden in the slots */
     ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, l, rank, (int)n);
     if (ranks->hidden == tqkv__bits_below((int)n)) return rank + n;
     ranks->rank = rank;
     ranks->n = (int)n;
-    tqkv__find_slots_of(a, l, ranks);
-    if (scattered)
-        ranks->together = tqkv__in_order(ranks->keys, ranks->n) && tqkv__in_order(ranks->values, ranks->n) &&
-                          (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
+    const bool in_order = tqkv__find_slots_of(l, ranks);
+    ranks->together = ranks->together || (scattered && in_order);
     return rank + n;
 }
 
@@ -8476,39 +7827,31 @@ static void tqkv__find_ranks(const tqkv__work *w, int pass, int64_t rank, tqkv__
     }
 }
 
-/* Returns the slots of a tile: its rows', or in scratch. ahead: the next tile's first slot, or -1 */
-static tqkv__segment tqkv__segment_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch,
-                                            int64_t ahead)
-{
-    const tqkv__segment segment = {ranks->together ? slot_list[0] : scratch, ranks->n,
-                                   ahead < 0 ? 0 : (int)ahead - slot_list[0]};
-    return segment;
-}
-
 /* Makes a tile of ranks; scattered ones get the keys in scratch now, and the values before they are added. */
 static tqkv__tile *tqkv__tile_of_ranks(const tqkv__work *w, const tqkv__ranks *ranks, const tqkv__ranks *next)
 {
     const tqkv__attention *a = w->a, *streams = ranks->together ? a : w->gathered;
     tqkv__tile *tile = tqkv__next_tile(w, ranks->rank, ranks->n);
     const int kv_head = tile->kv_head, slot = tile == w->tiles ? 0 : TQKV__TILE;
-    const bool ahead = ranks->together && next->n && next->together && ranks->region.keys == next->region.keys &&
-                       ranks->region.values == next->region.values; /* the loops ask for the next tile */
+    const bool ahead = ranks->together && next->n && next->together && /* the loops ask for the next tile */
+                       memcmp(ranks->region.streams, next->region.streams, sizeof next->region.streams) == 0;
     const int pass = ranks->region.number / 2;
     tile->region = tqkv__region_at(streams, tqkv__position_of(tqkv__list_in_pass(w, pass), ranks->rank), pass);
-    tile->keys = tqkv__segment_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
-    tile->values = tqkv__segment_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
-    if (a->call.tail) tile->tail = tqkv__segment_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) { /* in scratch, or where the rows are */
+        const int first = ranks->slot_lists[i][0], at = ranks->together ? first : slot;
+        const tqkv__segment segment = {at, ranks->n, ahead ? next->slot_lists[i][0] - first : 0};
+        if (ranks->region.streams[i]) tile->segments[i] = segment;
+    }
     const bool asks = tqkv__asks_meanwhile(ranks, next);
-    const int n_next = asks ? next->n : 0;
     if (ahead)
         tqkv__touch_streams(tile);
     else if (!asks)
-        tqkv__ask_keys(a, kv_head, next);
+        tqkv__ask(kv_head, next, false);
     tile->ranks = ranks;
     if (ranks->together) return tile;
-    tqkv__gather(ranks->region.keys, kv_head, ranks, ranks->keys, n_next, next->keys, tile->region.keys, slot);
-    if (a->call.tail)
-        tqkv__gather(ranks->region.tail, kv_head, ranks, ranks->tail, n_next, next->tail, tile->region.tail, slot);
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        if (i != TQKV__VALUES && ranks->region.streams[i])
+            tqkv__gather(i, kv_head, ranks, asks ? next : NULL, tile->region.streams[i], slot);
     tile->streams = streams;
     tile->kv_head = 0;
     return tile;
@@ -8529,14 +7872,13 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
     tqkv__region region = tqkv__region_at(a, seen.from, pass);
     for (int64_t position = seen.from, n; position < seen.to; position += n) {
         if (position >= region.end) region = tqkv__region_at(a, position, pass);
-        n = tqkv__tile_length(a, &region, position, seen.to);
-        const bool wraps =
-            a->odd_rings && (tqkv__wraps(region.keys, position, n) || tqkv__wraps(region.values, position, n) ||
-                             (a->call.tail && tqkv__wraps(region.tail, position, n)));
+        n = tqkv__tile_length(&region, position, seen.to);
+        const bool wraps = a->odd_rings && tqkv__wraps(&region, position, n);
         tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, pass, position) : tqkv__next_tile(w, position, (int)n);
         if (!wraps) tile->region = region;
         if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
-        if (!wraps) tqkv__find_segments(a, &region, seen.to, tile);
+        for (int i = 0; i < TQKV__CACHE_STREAMS && !wraps; i++)
+            if (region.streams[i]) tqkv__open_segment(region.streams[i], position, (int)n, seen.to, &tile->segments[i]);
         if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
         tqkv__attend_tile(w, tile);
     }
@@ -8553,7 +7895,7 @@ static bool tqkv__heads_follow(const tqkv__attention *a)
 static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
 {
     tqkv__find_ranks(w, 0, w->passes[0].from, &w->ranks[0]);
-    tqkv__ask_keys(w->a, w->item->kv_head, &w->ranks[0]);
+    tqkv__ask(w->item->kv_head, &w->ranks[0], false);
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
         tqkv__ranks *next = &w->ranks[(now + 1) % 3];
@@ -8645,7 +7987,7 @@ static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *ite
 {
     const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
     float *rest = arranged + n_rows * tqkv__first_floats(a);
-    float *halves = a->exact[0][0] || a->exact[1][0] ? arranged + n_rows * (size_t)a->key_dim : NULL;
+    float *halves = tqkv__has_exact_keys(a) ? arranged + n_rows * (size_t)a->key_dim : NULL;
     int digits = tqkv__arrange_part(a, item, q, 0, &a->keys, arranged, halves, rest) ? 1 : 0;
     if (a->call.tail && tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + of_keys, NULL, rest + of_keys))
         digits |= 2;
@@ -9094,12 +8436,608 @@ static tqkv_result tqkv__run_job(tqkv__request *requests, int n_requests)
     return TQKV_OK;
 }
 
-/* As before >>convert. */
+/* What is called once a token, or less often, is made small: the pragma is gcc's alone. */
 #if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__)
 #define TQKV__SMALL
 #pragma GCC push_options
 #pragma GCC optimize("Os")
 #endif
+
+/* >>convert: rows moved, and stores in another format */
+
+/* Moves the rows of n positions from `source` on to `target` on, downwards in one stream or to another one. In
+   ascending order no row is overwritten before it has moved, in a ring too. */
+static void tqkv__move_rows(const tqkv__stream *from, int64_t source, const tqkv__stream *to, int64_t target, int64_t n)
+{
+    while (n > 0) {
+        const int source_slot = tqkv__slot(from, source), target_slot = tqkv__slot(to, target);
+        const int source_room = tqkv__slots_left(from, source), target_room = tqkv__slots_left(to, target);
+        int64_t now = n < source_room ? n : source_room;
+        if (now > target_room) now = target_room;
+        for (int h = 0; h < from->n_kv_heads; h++) {
+            memmove(tqkv__codes_at(to, h, target_slot), tqkv__codes_at(from, h, source_slot),
+                    (size_t)now * from->row_bytes);
+            if (from->norms_per_row)
+                memmove(tqkv__norms_at(to, h, target_slot), tqkv__norms_at(from, h, source_slot),
+                        (size_t)now * (size_t)from->norms_per_row * sizeof(float));
+        }
+        source += now;
+        target += now;
+        n -= now;
+    }
+}
+
+/* Decodes a row in the basis of its codes; dst: [head_dim]. Codes are little-endian on any machine; where there are
+   vectors, so are halves. */
+static void tqkv__read_row(const tqkv__stream *s, int kv_head, int slot, float *dst)
+{
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    const uint8_t *codes = tqkv__codes_at(s, kv_head, slot);
+    if (s->kind == TQKV__HALF && codec != &tqkv__codec_scalar)
+        codec->widen(TQKV_TYPE_F16, codes, NULL, NULL, s->head_dim, dst);
+    else
+        tqkv__decode_row(s, codes, tqkv__norms_at(s, kv_head, slot), dst);
+}
+
+/* Whether decoding and rotating a row gives floats. The bound leaves room for sums of TQKV_MAX_HEAD_DIM products. */
+static bool tqkv__row_converts(const tqkv__stream *s, int kv_head, int slot)
+{
+    float row[TQKV_MAX_HEAD_DIM];
+    const float *norms = tqkv__norms_at(s, kv_head, slot);
+    if (s->kind == TQKV__HALF) tqkv__read_row(s, kv_head, slot, row);
+    if (s->kind == TQKV__HALF) return tqkv__all_finite(row, (size_t)s->head_dim);
+    for (int b = 0; b < s->norms_per_row; b++)
+        if (!(fabsf(tqkv__factor(s, norms[b])) < 1.0e30f)) return false;
+    return true;
+}
+
+/* Whether both stores are tables over one pool, and those pages of `to` that have n > 0 positions are none of those of
+   `from`. */
+static bool tqkv__other_pages(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n)
+{
+    if (!to->pages || !from->pages || to->codes != from->codes || to->norms != from->norms) return false;
+    if (to->capacity != from->capacity || to->page_size != from->page_size) return false;
+    if (to->row_bytes != from->row_bytes || to->norms_per_row != from->norms_per_row) return false;
+    const int64_t first = position / to->page_size, count = (position + n - 1) / to->page_size - first + 1;
+    return tqkv__all_distinct(to->pages + first, count, from->pages + first, count);
+}
+
+/* Whether n > 0 positions can be converted without writing what is still to be read. Rows that begin where longer rows
+   begin can be written over them in ascending order. */
+static bool tqkv__stays_apart(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n)
+{
+    const bool aligned = to->capacity == from->capacity && to->ring == from->ring && !to->pages && !from->pages;
+    const bool others = tqkv__other_pages(to, from, position, n);
+    const bool codes_stay = others || (to->codes == from->codes && aligned && to->row_bytes <= from->row_bytes);
+    const bool norms_stay = others || (to->norms == from->norms && aligned && to->norms_per_row <= from->norms_per_row);
+    return (codes_stay || !tqkv__overlap(to->codes, to->codes_size, from->codes, from->codes_size)) &&
+           (norms_stay || !tqkv__overlap(to->norms, to->norms_size, from->norms, from->norms_size)) &&
+           !tqkv__overlap(to->codes, to->codes_size, from->norms, from->norms_size) &&
+           !tqkv__overlap(to->norms, to->norms_size, from->codes, from->codes_size) &&
+           !tqkv__encoding_overlaps(to, from->center, tqkv__center_size(from)) &&
+           !tqkv__encoding_overlaps(to, from->channel_scale, tqkv__center_size(from)) &&
+           !tqkv__encoding_overlaps(to, from->pages, tqkv__table_size(from));
+}
+
+/* Whether rows are copied rather than encoded again. */
+static bool tqkv__same_rows(const tqkv__stream *a, const tqkv__stream *b)
+{
+    return a->format == b->format && a->rotated == b->rotated && !a->center == !b->center &&
+           !a->channel_scale == !b->channel_scale &&
+           (a->block_scale == b->block_scale || a->kind != TQKV__BOOK || a->norms_per_row == 1);
+}
+
+TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, const tqkv_store *from_store,
+                                                 int64_t position, int n, tqkv__stream *to, tqkv__stream *from)
+{
+    tqkv_result r = tqkv__open_positions(to_store, n, position, to);
+    if (r == TQKV_OK) r = tqkv__open_positions(from_store, n, position, from);
+    if (r == TQKV_OK) r = tqkv__check_written(to, n, position);
+    if (r != TQKV_OK) return r;
+    if (to->head_dim != from->head_dim || to->n_kv_heads != from->n_kv_heads)
+        return TQKV__INVALID("the stores differ in head_dim or n_kv_heads");
+    if (to->rotated != from->rotated && to->kind != TQKV__HALF && from->kind != TQKV__HALF)
+        return TQKV__INVALID("rotation: the stores differ in it");
+    if ((r = tqkv__check_channels_match(to, from)) != TQKV_OK) return r;
+    if (n && !tqkv__stays_apart(to, from, position, n))
+        return TQKV__INVALID("`to` overlaps `from`, other than in pages of its own or with shorter rows in place");
+    for (int p = 0; p < n && !tqkv__same_rows(to, from); p++)
+        for (int h = 0; h < from->n_kv_heads; h++)
+            if (!tqkv__row_converts(from, h, tqkv__slot(from, position + p)))
+                return TQKV__REFUSE(NOT_FINITE, "a row of `from` holds NaN, infinity or a norm of 1e30 or more");
+    return TQKV_OK;
+}
+
+/* Converts the rows of n positions of a head, in their order, a few at a time: all of these are read, then written. Of
+   rows as they came, `from` lacks the centre and the scale of `to`. */
+static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tqkv__stream *to,
+                                              const tqkv__quantiser *q, int kv_head, int64_t position, int64_t n)
+{
+    enum { buffer = 1024 };
+    TQKV__ALIGNED float values[buffer + 16]; /* encoding loads whole vectors */
+    float room[TQKV_MAX_HEAD_DIM];
+    tqkv__row rows[buffer / 32];
+    tqkv__stream decoded = *to; /* how the decoded rows are encoded */
+    const tqkv__codec *codec = tqkv__codec_for(to->head_dim);
+    const int batch = buffer / to->head_dim;
+    const float *center = from->center ? NULL : tqkv__center_of(to, kv_head),
+                *inverses = from->channel_scale ? NULL : tqkv__inverses_of(to, kv_head, 1, room);
+    decoded.type = TQKV_TYPE_F32;
+    decoded.rotated = to->rotated && !from->rotated;
+    for (; n > 0; position += batch, n -= batch) {
+        const int now = n < batch ? (int)n : batch;
+        for (int i = 0; i < now; i++) {
+            const int target = tqkv__slot(to, position + i);
+            float *row = values + i * to->head_dim;
+            tqkv__read_row(from, kv_head, tqkv__slot(from, position + i), row);
+            if (from->rotated && !to->rotated) codec->unrotate(row, to->head_dim);
+            rows[i].src = row;
+            rows[i].center = center;
+            rows[i].inverses = inverses;
+            rows[i].codes = tqkv__codes_at(to, kv_head, target);
+            rows[i].norms = tqkv__norms_at(to, kv_head, target);
+            rows[i].half = NULL;
+            rows[i].factors = NULL;
+        }
+        codec->encode_rows(&decoded, q, rows, now);
+    }
+}
+
+/* Converts n positions in ascending order of their slots, so that it can be done in place: of a ring that wraps, the
+   newer ones first. */
+static void tqkv__convert_range(const tqkv__stream *from, const tqkv__stream *to, int64_t position, int64_t n)
+{
+    const int64_t room = from->ring ? tqkv__slots_left(from, position) : n, before = n < room ? n : room;
+    const uint64_t mode = tqkv__fp_exact();
+    tqkv__quantiser q;
+    if (to->kind == TQKV__BOOK) tqkv__quantiser_open(to, &q);
+    for (int h = 0; h < from->n_kv_heads; h++) {
+        tqkv__convert_rows(from, to, &q, h, position + before, n - before);
+        tqkv__convert_rows(from, to, &q, h, position, before);
+    }
+    tqkv__fp_restore(mode);
+}
+
+typedef struct tqkv__convert_job {
+    const tqkv__stream *from, *to;
+    int64_t position;
+    int n, n_tasks;
+} tqkv__convert_job;
+
+static void tqkv__convert_task(void *context, int index)
+{
+    const tqkv__convert_job *job = (const tqkv__convert_job *)context;
+    const int64_t first = (int64_t)job->n * index / job->n_tasks, end = (int64_t)job->n * (index + 1) / job->n_tasks;
+    tqkv__convert_range(job->from, job->to, job->position + first, end - first);
+}
+
+/* Converts the positions [position, position + n) on the threads of a hook or, in place, in order. */
+static void tqkv__convert_streams(const tqkv__stream *to, const tqkv__stream *from, int64_t position, int n,
+                                  const tqkv_parallel *parallel)
+{
+    const bool in_place = to->codes == from->codes || (to->norms_size && to->norms == from->norms);
+    tqkv__convert_job job = {from, to, position, n, in_place ? 1 : tqkv__tasks_for(parallel, to, n)};
+    if (tqkv__same_rows(to, from))
+        tqkv__move_rows(from, position, to, position, n);
+    else if (job.n_tasks > 1)
+        parallel->run(parallel->user, job.n_tasks, tqkv__convert_task, &job);
+    else
+        tqkv__convert_task(&job, 0);
+}
+
+static tqkv_result tqkv__convert(const tqkv_store *to_store, const tqkv_store *from_store, int64_t position, int n,
+                                 const tqkv_parallel *parallel)
+{
+    tqkv__stream to, from;
+    const tqkv_result r = tqkv__convert_open(to_store, from_store, position, n, &to, &from);
+    if (r == TQKV_OK) tqkv__convert_streams(&to, &from, position, n, parallel);
+    return r;
+}
+
+TQKV_API tqkv_result tqkv_store_convert(const tqkv_store *to, const tqkv_store *from, int64_t position, int n_positions)
+{
+    const tqkv_parallel serial = {NULL, NULL};
+    return tqkv__convert(to, from, position, n_positions, to ? &to->parallel : &serial);
+}
+
+/* >>measure: errors, and the rotation of rows alone */
+
+typedef struct tqkv__moments {
+    const void *first;              /* one of the rows, of the source: what differs may be far smaller than a row */
+    double row[TQKV_MAX_HEAD_DIM];  /* of the rows less the first */
+    double squares, differs, noise; /* |x|^2, |x - first|^2, |x - x'|^2 */
+    double second, fourth, beyond;  /* of the scaled values */
+} tqkv__moments;
+
+static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head, const tqkv__row *row, tqkv__moments *m)
+{
+    float source[TQKV_MAX_HEAD_DIM], first[TQKV_MAX_HEAD_DIM], x[TQKV_MAX_HEAD_DIM], norms[TQKV_MAX_HEAD_DIM / 128];
+    const float last = s->kind == TQKV__BOOK   ? s->boundaries[(1 << s->book_bits) - 2]
+                       : s->kind == TQKV__HALF ? 65504.0f
+                                               : 127.5f; /* where the format saturates */
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    codec->widen(s->type, row->src, row->center, row->inverses, s->head_dim, x);
+    codec->scale_row(s, x, norms);
+    for (int d = 0; d < s->head_dim; d++) {
+        const double square = (double)x[d] * (double)x[d];
+        m->second += square;
+        m->fourth += square * square;
+        m->beyond += fabsf(tqkv__rounded(x[d] * (row->factors ? row->factors[d / s->norm_dim] : 1.0f))) > last;
+    }
+    tqkv__decode_in(s, kv_head, row->codes, row->norms, TQKV_ORIGINAL, x);
+    codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
+    codec->widen(s->type, m->first, NULL, NULL, s->head_dim, first);
+    for (int d = 0; d < s->head_dim; d++) {
+        const double value = (double)source[d], noise = value - (double)x[d], less = value - (double)first[d];
+        m->row[d] += less;
+        m->squares += value * value;
+        m->differs += less * less;
+        m->noise += noise * noise;
+    }
+}
+
+TQKV__COLD static TQKV__NOINLINE void tqkv__quality_of(const tqkv__stream *s, const tqkv__moments *m, int n_tokens,
+                                                       tqkv_quality *out)
+{
+    float first[TQKV_MAX_HEAD_DIM] = {0};
+    double mean = 0.0, differs = m->differs;
+    const double n = n_tokens ? n_tokens : 1, values = n * s->head_dim;
+    memset(out, 0, sizeof *out);
+    if (n_tokens) tqkv__codec_for(s->head_dim)->widen(s->type, m->first, NULL, NULL, s->head_dim, first);
+    for (int d = 0; d < s->head_dim; d++) {
+        const double less = m->row[d] / n, value = (double)first[d] + less;
+        mean += value * value;
+        differs -= n * less * less;
+    }
+    if (m->squares > 0.0) out->mean_share = n * mean / m->squares;
+    if (!(m->noise == 0.0)) out->error = differs > 0.0 && m->noise >= 0.0 ? m->noise / differs : (double)INFINITY;
+    const bool finite = m->second - m->second == 0.0; /* halves less a centre may overflow */
+    if (m->second > 0.0) out->kurtosis = finite ? values * m->fourth / (m->second * m->second) : (double)INFINITY;
+    out->beyond = m->beyond / values;
+}
+
+TQKV_API tqkv_result tqkv_measure(const tqkv_store *shape, const void *src, int n_tokens, tqkv_quality *out)
+{
+    tqkv__stream s;
+    tqkv__quantiser q;
+    tqkv__moments m;
+    uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
+    float norms[TQKV_MAX_HEAD_DIM / 128], factors[TQKV_MAX_HEAD_DIM / 256], room[TQKV_MAX_HEAD_DIM];
+    tqkv_result r = tqkv__stream_shape(shape, &s);
+    if (r == TQKV_OK) r = tqkv__stream_channels(shape, &s);
+    const size_t out_size = (size_t)s.n_kv_heads * sizeof *out;
+    if (r == TQKV_OK) r = tqkv__check_source(&s, src, n_tokens, out, __alignof__(tqkv_quality), out_size);
+    if (r != TQKV_OK) return r;
+    const uint64_t mode = tqkv__fp_exact();
+    if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &q);
+    const tqkv__codec *codec = tqkv__codec_for(s.head_dim);
+    for (int h = 0; h < s.n_kv_heads; h++) {
+        memset(&m, 0, sizeof m);
+        m.first = tqkv__source_row(&s, src, 0, (size_t)h);
+        const float *inverses = tqkv__inverses_of(&s, h, 1, room);
+        for (int t = 0; t < n_tokens; t++) {
+            const void *at = tqkv__source_row(&s, src, (size_t)t, (size_t)h);
+            const tqkv__row row = {at,    tqkv__center_of(&s, h),           inverses, codes,
+                                   norms, s.n_factors > 1 ? factors : NULL, NULL};
+            codec->encode_rows(&s, &q, &row, 1);
+            tqkv__add_moments(&s, h, &row, &m);
+        }
+        tqkv__quality_of(&s, &m, n_tokens, &out[h]);
+    }
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_rotate(float *rows, int n_rows, int head_dim, tqkv_basis to)
+{
+    size_t bytes;
+    if (!tqkv__head_dim_known(head_dim)) return TQKV__REFUSE(UNSUPPORTED, TQKV__HEAD_DIMS);
+    if (!tqkv__basis_known(to)) return TQKV__INVALID("to: no tqkv_basis");
+    if (!tqkv__floats_at(rows) || n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &bytes))
+        return TQKV__INVALID("rows: NULL or not aligned as floats, or n_rows negative or too large");
+    const tqkv__codec *codec = tqkv__codec_for(head_dim);
+    const uint64_t mode = tqkv__fp_exact();
+    for (int i = 0; i < n_rows; i++)
+        (to == TQKV_ROTATED ? codec->rotate : codec->unrotate)(rows + (size_t)i * (size_t)head_dim, head_dim);
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
+/* >>calibrate: tqkv_calibrate, tqkv_logit_noise */
+
+/* Magnitudes to which no sum of squares leaves the range of float. */
+#define TQKV__LARGEST_CALIBRATED 1.0e12f
+#define TQKV__LEAST_LEARNT       (1.0f / 1024.0f)
+#define TQKV__LARGEST_LEARNT     1024.0f
+
+/* Queries as rows of a stream, whose heads are those of the queries. */
+typedef struct tqkv__queries {
+    tqkv__stream rows;
+    const void *q;
+    int n, group;
+} tqkv__queries;
+
+/* Finds the mean over rows of n positions, or that of the squares, of the differences from a centre, unless that is
+   NULL: one float a channel, rows in order; zeros of none. src: the caller's rows, or NULL: those of a store; counted:
+   [n], or NULL: all; means: [head_dim] */
+static TQKV__NOINLINE void tqkv__channel_means(const tqkv__stream *s, const void *src, const uint8_t *counted, int n,
+                                               int first_head, int n_heads, const float *center, bool squared,
+                                               float *means)
+{
+    float row[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    int n_counted = 0;
+    memset(means, 0, (size_t)s->head_dim * sizeof(float));
+    for (int t = 0; t < n; t++) {
+        if (counted && !counted[t]) continue;
+        n_counted++;
+        for (int h = first_head; h < first_head + n_heads; h++) {
+            const void *at = src ? tqkv__source_row(s, src, (size_t)t, (size_t)h) : NULL;
+            if (at)
+                codec->widen(s->type, at, NULL, NULL, s->head_dim, row);
+            else
+                tqkv__read_row(s, h, t, row);
+            for (int d = 0; d < s->head_dim; d++) {
+                const float x = center ? TQKV__AS_FLOAT(row[d] - center[d]) : row[d];
+                means[d] = TQKV__AS_FLOAT(means[d] + (squared ? tqkv__rounded(x * x) : x));
+            }
+        }
+    }
+    const volatile float by = n_counted ? (float)n_counted * (float)n_heads : 1.0f; /* see tqkv__norm_i8 */
+    for (int d = 0; d < s->head_dim; d++) means[d] = TQKV__AS_FLOAT(means[d] / by);
+}
+
+/* Channels that share a scale in pairs: of the first `dim` ones */
+typedef struct tqkv__tied {
+    tqkv_pairs pairs;
+    int dim;
+} tqkv__tied;
+
+static tqkv_result tqkv__take_pairs(tqkv_pairs pairs, int rotary_dim, int head_dim, tqkv__tied *tied)
+{
+    if (pairs != TQKV_PAIRS_NONE && pairs != TQKV_PAIRS_NEIGHBOURS && pairs != TQKV_PAIRS_HALVES)
+        return TQKV__INVALID("pairs: no tqkv_pairs");
+    if (rotary_dim < 0 || rotary_dim > head_dim || rotary_dim % 2)
+        return TQKV__INVALID("rotary_dim: negative, odd, or above head_dim");
+    tied->pairs = pairs;
+    tied->dim = rotary_dim ? rotary_dim : head_dim;
+    return TQKV_OK;
+}
+
+/* Turns mean squares into deviations; channels of a pair share theirs, zeros become the smallest that is none. */
+static TQKV__NOINLINE void tqkv__deviations(const tqkv__tied *tied, int head_dim, float *squares)
+{
+    float least = 1.0f;
+    bool any = false;
+    for (int i = 0; tied->pairs != TQKV_PAIRS_NONE && i < tied->dim / 2; i++) {
+        const bool halves = tied->pairs == TQKV_PAIRS_HALVES;
+        const int low = halves ? i : 2 * i, high = halves ? i + tied->dim / 2 : 2 * i + 1;
+        squares[low] = squares[high] = tqkv__rounded(squares[low] + squares[high]) * 0.5f;
+    }
+    for (int d = 0; d < head_dim; d++) {
+        squares[d] = TQKV__AS_FLOAT(sqrtf(squares[d]));
+        if (squares[d] > 0.0f && (!any || squares[d] < least)) least = squares[d];
+        any = any || squares[d] > 0.0f;
+    }
+    for (int d = 0; d < head_dim; d++) squares[d] = squares[d] > 0.0f ? squares[d] : least;
+}
+
+/* g = sqrt(s / r), divided by its root mean square. r: NULL: 1. scales may be s. */
+static TQKV__NOINLINE void tqkv__scales_of(const float *s, const float *r, int head_dim, float *scales)
+{
+    float sum = 0.0f;
+    for (int d = 0; d < head_dim; d++) {
+        scales[d] = TQKV__AS_FLOAT(sqrtf(r ? TQKV__AS_FLOAT(s[d] / r[d]) : s[d]));
+        sum = TQKV__AS_FLOAT(sum + tqkv__rounded(scales[d] * scales[d]));
+    }
+    const volatile float n = (float)head_dim;
+    const volatile float root = TQKV__AS_FLOAT(sqrtf(TQKV__AS_FLOAT(sum / n)));
+    for (int d = 0; d < head_dim; d++) {
+        const float g = TQKV__AS_FLOAT(scales[d] / root);
+        scales[d] = g < TQKV__LEAST_LEARNT ? TQKV__LEAST_LEARNT : g > TQKV__LARGEST_LEARNT ? TQKV__LARGEST_LEARNT : g;
+    }
+}
+
+/* Finds centre and scale of a head from rows as tqkv__channel_means takes them. center, scale: [head_dim], either may
+   be NULL, and so may queries */
+static TQKV__NOINLINE void tqkv__calibrate_head(const tqkv__stream *s, const void *src, const uint8_t *counted,
+                                                int n_tokens, int kv_head, const tqkv__queries *queries,
+                                                const tqkv__tied *tied, float *center, float *scale)
+{
+    float mean[TQKV_MAX_HEAD_DIM], squares[TQKV_MAX_HEAD_DIM];
+    tqkv__channel_means(s, src, counted, n_tokens, kv_head, 1, NULL, false, mean);
+    if (center) memcpy(center, mean, (size_t)s->head_dim * sizeof(float));
+    if (!scale) return;
+    tqkv__channel_means(s, src, counted, n_tokens, kv_head, 1, mean, true, scale);
+    tqkv__deviations(tied, s->head_dim, scale);
+    if (queries) {
+        tqkv__channel_means(&queries->rows, queries->q, NULL, queries->n, kv_head * queries->group, queries->group,
+                            NULL, true, squares);
+        tqkv__deviations(tied, s->head_dim, squares);
+    }
+    tqkv__scales_of(scale, queries ? squares : NULL, s->head_dim, scale);
+}
+
+/* Takes queries of the stream's type, [n_queries][n_heads][head_dim], or none; *bytes: their size. */
+static tqkv_result tqkv__take_queries(const tqkv__stream *s, const void *q, int n_heads, int n_queries,
+                                      tqkv__queries *queries, size_t *bytes)
+{
+    if (!q) n_heads = s->n_kv_heads;
+    if (n_heads <= 0 || n_heads % s->n_kv_heads) return TQKV__INVALID("n_heads: 0, or not a multiple of n_kv_heads");
+    if (n_queries < 0) return TQKV__INVALID("n_queries is negative");
+    *bytes = 0;
+    queries->rows = *s;
+    queries->rows.n_kv_heads = n_heads;
+    queries->rows.strides.token = queries->rows.strides.head = 0;
+    queries->rows.strides = tqkv__strides_of(queries->rows.strides, n_heads, s->head_dim);
+    queries->q = q;
+    queries->n = n_queries;
+    queries->group = n_heads / s->n_kv_heads;
+    if (!q) return TQKV_OK;
+    const tqkv_result r = tqkv__check_rows(&queries->rows, q, n_queries, bytes);
+    if (r != TQKV_OK) return r;
+    return tqkv__rows_finite(&queries->rows, q, n_queries) ? TQKV_OK
+                                                           : TQKV__REFUSE(NOT_FINITE, "q holds NaN or infinity");
+}
+
+/* Whether no value is so large that its square may leave the range of float, summed up; rows are finite. */
+static bool tqkv__rows_moderate(const tqkv__stream *s, const void *src, int n)
+{
+    float row[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    if (s->type == TQKV_TYPE_F16) return true;
+    for (size_t t = 0; t < (size_t)n; t++)
+        for (size_t h = 0; h < (size_t)s->n_kv_heads; h++) {
+            codec->widen(s->type, tqkv__source_row(s, src, t, h), NULL, NULL, s->head_dim, row);
+            if (codec->largest_bits(row, (size_t)s->head_dim) > tqkv__bits(TQKV__LARGEST_CALIBRATED)) return false;
+        }
+    return true;
+}
+
+/* Whether an output may be written: floats, apart from what is read. */
+static bool tqkv__may_write(const float *to, size_t size, const void *src, size_t src_bytes, const void *q,
+                            size_t q_bytes)
+{
+    return !to ||
+           (tqkv__floats_at(to) && !tqkv__overlap(to, size, src, src_bytes) && !tqkv__overlap(to, size, q, q_bytes));
+}
+
+static tqkv_result tqkv__check_calibration(const tqkv__stream *s, const void *src, int n_tokens,
+                                           const tqkv__queries *queries, size_t q_bytes, const float *center,
+                                           const float *scale)
+{
+    size_t bytes;
+    const size_t size = tqkv__center_size(s);
+    const tqkv_result r = tqkv__check_rows(s, src, n_tokens, &bytes);
+    if (r != TQKV_OK) return r;
+    if (!center && !scale) return TQKV__INVALID("center and channel_scale are NULL: nothing to find");
+    if (!tqkv__may_write(center, size, src, bytes, queries->q, q_bytes) ||
+        !tqkv__may_write(scale, size, src, bytes, queries->q, q_bytes) || tqkv__overlap(center, size, scale, size))
+        return TQKV__INVALID("center or channel_scale: not aligned as floats, or overlaps src, q or the other");
+    if (!tqkv__rows_finite(s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
+    if (!tqkv__rows_moderate(s, src, n_tokens)) return TQKV__REFUSE(NOT_FINITE, "src holds values beyond 1e12");
+    if (queries->q && !tqkv__rows_moderate(&queries->rows, queries->q, queries->n))
+        return TQKV__REFUSE(NOT_FINITE, "q holds values beyond 1e12");
+    return TQKV_OK;
+}
+
+TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
+                                    int n_queries, tqkv_pairs pairs, float *center, float *channel_scale)
+{
+    tqkv__stream s;
+    tqkv__queries queries;
+    tqkv__tied tied;
+    size_t q_bytes;
+    tqkv_result r = tqkv__stream_shape(shape, &s);
+    if (r != TQKV_OK) return r;
+    if ((r = tqkv__take_pairs(pairs, shape->rotary_dim, s.head_dim, &tied)) != TQKV_OK) return r;
+    if ((r = tqkv__take_queries(&s, q, n_heads, n_queries, &queries, &q_bytes)) != TQKV_OK) return r;
+    if ((r = tqkv__check_calibration(&s, src, n_tokens, &queries, q_bytes, center, channel_scale)) != TQKV_OK) return r;
+    const uint64_t mode = tqkv__fp_exact();
+    for (int h = 0; h < s.n_kv_heads; h++)
+        tqkv__calibrate_head(&s, src, NULL, n_tokens, h, q && n_queries ? &queries : NULL, &tied,
+                             center ? center + (size_t)h * (size_t)s.head_dim : NULL,
+                             channel_scale ? channel_scale + (size_t)h * (size_t)s.head_dim : NULL);
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
+
+/* -- The noise of the logits -- */
+
+/* Queries at work, as many as have their sums on the stack; sums of q.e and of its square over the rows */
+enum { TQKV__NOISE_ROWS = 128 };
+typedef struct tqkv__noises {
+    double first[TQKV__NOISE_ROWS], second[TQKV__NOISE_ROWS];
+} tqkv__noises;
+
+/* Finds what encoding and decoding adds to a row; error: [head_dim], in the original basis */
+static TQKV__NOINLINE void tqkv__row_error(const tqkv__stream *s, const tqkv__quantiser *q, int kv_head,
+                                           const tqkv__row *row, float *error)
+{
+    float source[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
+    codec->encode_rows(s, q, row, 1);
+    tqkv__decode_in(s, kv_head, row->codes, row->norms, TQKV_ORIGINAL, error);
+    codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
+    for (int d = 0; d < s->head_dim; d++) error[d] -= source[d];
+}
+
+static double tqkv__noise_of(const float *q, const float *error, int n)
+{
+    double sums[4] = {0.0, 0.0, 0.0, 0.0};
+    for (int d = 0; d < n; d += 4)
+        for (int i = 0; i < 4; i++) sums[i] += (double)q[d + i] * (double)error[d + i];
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+static void tqkv__add_noise(const tqkv__queries *queries, int kv_head, size_t first, int n, const float *error,
+                            tqkv__noises *sums)
+{
+    float q[TQKV_MAX_HEAD_DIM];
+    const tqkv__stream *s = &queries->rows;
+    const size_t group = (size_t)queries->group;
+    for (int i = 0; i < n; i++) {
+        const size_t row = first + (size_t)i, head = (size_t)kv_head * group + row % group;
+        const void *at = tqkv__source_row(s, queries->q, row / group, head);
+        tqkv__codec_for(s->head_dim)->widen(s->type, at, NULL, NULL, s->head_dim, q);
+        const double noise = tqkv__noise_of(q, error, s->head_dim);
+        sums->first[i] += noise;
+        sums->second[i] += noise * noise;
+    }
+}
+
+/* Returns the variance over the rows of what a head's rows add to scores, mean over its queries. */
+static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv__quantiser *q, const void *src,
+                                              int n_tokens, int kv_head, const tqkv__queries *queries)
+{
+    uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
+    float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM], error[TQKV_MAX_HEAD_DIM];
+    const float *inverses = tqkv__inverses_of(s, kv_head, 1, room), *center = tqkv__center_of(s, kv_head);
+    const int64_t n_rows = (int64_t)queries->n * queries->group;
+    double total = 0.0;
+    for (int64_t first = 0; first < n_rows; first += TQKV__NOISE_ROWS) {
+        const int n = n_rows - first < TQKV__NOISE_ROWS ? (int)(n_rows - first) : TQKV__NOISE_ROWS;
+        tqkv__noises sums;
+        memset(&sums, 0, sizeof sums);
+        for (int t = 0; t < n_tokens; t++) {
+            const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)kv_head);
+            const tqkv__row row = {at, center, inverses, codes, norms, NULL, NULL};
+            tqkv__row_error(s, q, kv_head, &row, error);
+            tqkv__add_noise(queries, kv_head, (size_t)first, n, error, &sums);
+        }
+        for (int i = 0; i < n; i++) {
+            const double mean = sums.first[i] / n_tokens;
+            total += sums.second[i] / n_tokens - mean * mean;
+        }
+    }
+    return total > 0.0 ? total / (double)n_rows : total == 0.0 || total < 0.0 ? 0.0 : (double)INFINITY;
+}
+
+TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
+                                      int n_heads, int n_queries, double *noise)
+{
+    tqkv__stream s;
+    tqkv__quantiser quantiser;
+    tqkv__queries queries;
+    size_t q_bytes;
+    tqkv_result r = tqkv__stream_shape(shape, &s);
+    if (r == TQKV_OK) r = tqkv__stream_channels(shape, &s);
+    if (r != TQKV_OK) return r;
+    if ((r = tqkv__take_queries(&s, q, n_heads, n_queries, &queries, &q_bytes)) != TQKV_OK) return r;
+    if (!q) return TQKV__INVALID("q is NULL");
+    const size_t size = (size_t)s.n_kv_heads * sizeof *noise;
+    const size_t alignment = __alignof__(tqkv_quality); /* of a double in a struct: 4 on 32-bit x86 */
+    if (tqkv__overlap(noise, size, q, q_bytes)) return TQKV__INVALID("noise overlaps q");
+    if ((r = tqkv__check_source(&s, src, n_tokens, noise, alignment, size)) != TQKV_OK) return r;
+    const uint64_t mode = tqkv__fp_exact();
+    if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &quantiser);
+    for (int h = 0; h < s.n_kv_heads; h++)
+        noise[h] = n_tokens && n_queries
+                       ? sqrt(tqkv__head_noise(&s, &quantiser, src, n_tokens, h, &queries) / s.head_dim)
+                       : 0.0;
+    tqkv__fp_restore(mode);
+    return TQKV_OK;
+}
 
 /* >>attend-calls: the arrays of a call, checked, and the public calls of attention */
 

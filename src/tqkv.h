@@ -78,24 +78,6 @@ extern "C" {
 
 #include "codec/encode.h"
 
-/* What is called once a token, or less often, is made small: the pragma is gcc's alone. */
-#if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__)
-#define TQKV__SMALL
-#pragma GCC push_options
-#pragma GCC optimize("Os")
-#endif
-
-#include "codec/convert.h"
-
-#include "codec/measure.h"
-
-#include "codec/calibrate.h"
-
-#ifdef TQKV__SMALL
-#undef TQKV__SMALL
-#pragma GCC pop_options
-#endif
-
 #include "attention/attend.h"
 
 #include "attention/plain.h"
@@ -191,12 +173,18 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 
 #include "attention/job.h"
 
-/* As before >>convert. */
+/* What is called once a token, or less often, is made small: the pragma is gcc's alone. */
 #if defined(__OPTIMIZE__) && defined(__GNUC__) && !defined(__clang__)
 #define TQKV__SMALL
 #pragma GCC push_options
 #pragma GCC optimize("Os")
 #endif
+
+#include "codec/convert.h"
+
+#include "codec/measure.h"
+
+#include "codec/calibrate.h"
 
 #include "attention/calls.h"
 

@@ -4,10 +4,11 @@
    stands above it, and begins by saying what it is for. Each instruction set compiles the loops again.
 
      >>tables, >>backend, >>needs, >>exact, >>store-code, >>set
-     >>rotate-code, >>codec, >>encode, >>convert, >>measure, >>calibrate
+     >>rotate-code, >>codec, >>encode
      >>attend, >>plain
-     >>kernels, >>k-softmax, >>k-widen, >>k-rotate, >>k-norms, >>k-search, >>k-quantise, >>k-table, >>k-halves, >>k-rows
+     >>kernels, >>k-softmax, >>k-widen, >>k-rotate, >>k-norms, >>k-search, >>k-quantise, >>k-halves, >>k-rows
      >>set-avx2, >>set-avx512, >>set-neon, >>integer-avx512, >>integer-avx2, >>integer-neon, >>isa-code
-     >>attention-code, >>visible, >>tile, >>walk, >>gather, >>query, >>job, >>attend-calls, >>index-code
+     >>attention-code, >>visible, >>tile, >>walk, >>gather, >>query, >>job
+     >>convert, >>measure, >>calibrate, >>attend-calls, >>index-code
      >>cache-code, >>cache-calibrate, >>cache-edit, >>snapshot
      >>licence                                                                                                        */

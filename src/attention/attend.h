@@ -52,15 +52,25 @@ typedef struct tqkv__attention {
     const tqkv__isa *isa;
     const tqkv__kernels *kernels; /* those of the set, or of a narrower one */
     int matrix_group;             /* on a GPU; 0 = the default */
-    /* Positions below exact_below are halves in ends[0][side], and those from tqkv__exact_at on in ends[1][side], where
-       exact[][side] is set; side: TQKV__KEYS or TQKV__VALUES. See tqkv__region_at. */
-    int64_t exact_below;
+    bool reads[TQKV__STREAMS];    /* which streams there are */
+    int64_t
+        exact_below;    /* positions below are read from the first halves, those from tqkv__exact_at on from the last */
     bool newest_halves; /* on a GPU: this is the region that queries read from halves of the newest */
-    bool exact[2][2];
     bool small_pages, odd_rings; /* pages, or rings, may end within a tile, whose rows are then gathered */
-    int64_t kept; /* positions below are seen, resident or not, from ends[0] and first_tail, apart from the others */
-    tqkv__stream ends[2][2], first_tail; /* not cleared if unused: that would take as long as a few positions */
+    int64_t kept; /* positions below are seen, resident or not, from what is kept of the first, apart from the others */
+    tqkv__stream ends[TQKV__STREAMS - TQKV__FIRST_KEYS]; /* not cleared if unused: as long as a few positions take */
 } tqkv__attention;
+
+#define TQKV__STREAM_AT(a, i) \
+    ((i) >= TQKV__FIRST_KEYS ? &(a)->ends[(i)-TQKV__FIRST_KEYS] \
+     : (i) == TQKV__KEYS     ? &(a)->keys \
+     : (i) == TQKV__VALUES   ? &(a)->values \
+                             : &(a)->tail)
+
+static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
+{
+    return a->reads[i] ? TQKV__STREAM_AT(a, i) : NULL;
+}
 
 /* Prefetches the codes of the next tile while this one is computed. Streams go to the L2 cache, because few lines can
    be on their way to the L1. cache: constant */

@@ -36,12 +36,11 @@ static void tqkv__open_gathered(const tqkv__attention *a, float *scratch, tqkv__
     uint8_t *memory = tqkv__first_line(scratch);
     *gathered = *a;
     for (int i = 0; i < TQKV__STREAMS; i++) {
-        if (tqkv__has_stream(a, i)) memory = tqkv__put_stream(TQKV__STREAM_AT(gathered, i), memory);
+        tqkv__stream *s = TQKV__STREAM_AT(gathered, i);
+        if (a->reads[i]) memory = tqkv__put_stream(s, memory);
+        if (a->reads[i] && a->shared && tqkv__stream_kinds[i].side == TQKV__VALUES)
+            *s = *TQKV__STREAM_AT(gathered, i - 1);
     }
-    if (!a->shared) return;
-    gathered->values = gathered->keys;
-    for (int i = 0; i < 2; i++)
-        if (a->exact[i][1]) gathered->ends[i][1] = gathered->ends[i][0];
 }
 
 /* Finds the slots of n positions; -1 where a page is none: nothing sees it, for it would have been refused. */
@@ -78,22 +77,23 @@ static void tqkv__find_slots(const tqkv__stream *s, const tqkv__list *l, const t
     }
 }
 
-static void tqkv__find_slots_of(const tqkv__attention *a, const tqkv__list *l, tqkv__ranks *ranks)
+/* Finds the slots in all streams. Returns whether in each of them rows lie one after the other. */
+static bool tqkv__find_slots_of(const tqkv__list *l, tqkv__ranks *ranks)
 {
-    const tqkv__stream *k = ranks->region.keys, *v = ranks->region.values;
-    tqkv__find_slots(k, l, ranks, ranks->keys);
-    if (k->pages == v->pages && k->page_size == v->page_size && k->ring == v->ring && k->capacity == v->capacity)
-        memcpy(ranks->values, ranks->keys, (size_t)ranks->n * sizeof *ranks->keys);
-    else
-        tqkv__find_slots(v, l, ranks, ranks->values);
-    if (a->call.tail) tqkv__find_slots(ranks->region.tail, l, ranks, ranks->tail);
-}
-
-static bool tqkv__in_order(const int32_t *slot_list, int n)
-{
-    int32_t differs = 0;
-    for (int j = 0; j < n; j++) differs |= slot_list[j] ^ (slot_list[0] + j);
-    return !differs && slot_list[0] >= 0;
+    bool in_order = true;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv__stream *s = ranks->region.streams[i], *k = ranks->region.streams[TQKV__KEYS];
+        int32_t *slot_list = ranks->slot_lists[i], differs = 0;
+        if (!s) continue;
+        if (i && k->pages == s->pages && k->page_size == s->page_size && k->ring == s->ring &&
+            k->capacity == s->capacity)
+            memcpy(slot_list, ranks->slot_lists[TQKV__KEYS], (size_t)ranks->n * sizeof *slot_list);
+        else
+            tqkv__find_slots(s, l, ranks, slot_list);
+        for (int j = 0; j < ranks->n; j++) differs |= slot_list[j] ^ (slot_list[0] + j);
+        in_order = in_order && !differs && slot_list[0] >= 0;
+    }
+    return in_order;
 }
 
 static const tqkv__list *tqkv__list_in_pass(const tqkv__work *w, int pass)
@@ -115,18 +115,16 @@ static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, 
     ranks->n = 0;
     ranks->region = tqkv__region_at(a, position, pass);
     if (together)
-        n = tqkv__tile_length(a, &ranks->region, position, last + 1); /* as without a list */
+        n = tqkv__tile_length(&ranks->region, position, last + 1); /* as without a list */
     else if (last >= ranks->region.end)
         n = tqkv__rank_of(l, ranks->region.end) - rank;
-    ranks->together = together && !scattered;
+    ranks->together = together && !scattered; /* then nothing is hidden in the slots */
     ranks->hidden = tqkv__hidden_ranks(a, w->item->first_row / a->group, l, rank, (int)n);
     if (ranks->hidden == tqkv__bits_below((int)n)) return rank + n;
     ranks->rank = rank;
     ranks->n = (int)n;
-    tqkv__find_slots_of(a, l, ranks);
-    if (scattered)
-        ranks->together = tqkv__in_order(ranks->keys, ranks->n) && tqkv__in_order(ranks->values, ranks->n) &&
-                          (!a->call.tail || tqkv__in_order(ranks->tail, ranks->n));
+    const bool in_order = tqkv__find_slots_of(l, ranks);
+    ranks->together = ranks->together || (scattered && in_order);
     return rank + n;
 }
 
@@ -142,39 +140,31 @@ static void tqkv__find_ranks(const tqkv__work *w, int pass, int64_t rank, tqkv__
     }
 }
 
-/* Returns the slots of a tile: its rows', or in scratch. ahead: the next tile's first slot, or -1 */
-static tqkv__segment tqkv__segment_of_ranks(const tqkv__ranks *ranks, const int32_t *slot_list, int scratch,
-                                            int64_t ahead)
-{
-    const tqkv__segment segment = {ranks->together ? slot_list[0] : scratch, ranks->n,
-                                   ahead < 0 ? 0 : (int)ahead - slot_list[0]};
-    return segment;
-}
-
 /* Makes a tile of ranks; scattered ones get the keys in scratch now, and the values before they are added. */
 static tqkv__tile *tqkv__tile_of_ranks(const tqkv__work *w, const tqkv__ranks *ranks, const tqkv__ranks *next)
 {
     const tqkv__attention *a = w->a, *streams = ranks->together ? a : w->gathered;
     tqkv__tile *tile = tqkv__next_tile(w, ranks->rank, ranks->n);
     const int kv_head = tile->kv_head, slot = tile == w->tiles ? 0 : TQKV__TILE;
-    const bool ahead = ranks->together && next->n && next->together && ranks->region.keys == next->region.keys &&
-                       ranks->region.values == next->region.values; /* the loops ask for the next tile */
+    const bool ahead = ranks->together && next->n && next->together && /* the loops ask for the next tile */
+                       memcmp(ranks->region.streams, next->region.streams, sizeof next->region.streams) == 0;
     const int pass = ranks->region.number / 2;
     tile->region = tqkv__region_at(streams, tqkv__position_of(tqkv__list_in_pass(w, pass), ranks->rank), pass);
-    tile->keys = tqkv__segment_of_ranks(ranks, ranks->keys, slot, ahead ? next->keys[0] : -1);
-    tile->values = tqkv__segment_of_ranks(ranks, ranks->values, slot, ahead ? next->values[0] : -1);
-    if (a->call.tail) tile->tail = tqkv__segment_of_ranks(ranks, ranks->tail, slot, ahead ? next->tail[0] : -1);
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) { /* in scratch, or where the rows are */
+        const int first = ranks->slot_lists[i][0], at = ranks->together ? first : slot;
+        const tqkv__segment segment = {at, ranks->n, ahead ? next->slot_lists[i][0] - first : 0};
+        if (ranks->region.streams[i]) tile->segments[i] = segment;
+    }
     const bool asks = tqkv__asks_meanwhile(ranks, next);
-    const int n_next = asks ? next->n : 0;
     if (ahead)
         tqkv__touch_streams(tile);
     else if (!asks)
-        tqkv__ask_keys(a, kv_head, next);
+        tqkv__ask(kv_head, next, false);
     tile->ranks = ranks;
     if (ranks->together) return tile;
-    tqkv__gather(ranks->region.keys, kv_head, ranks, ranks->keys, n_next, next->keys, tile->region.keys, slot);
-    if (a->call.tail)
-        tqkv__gather(ranks->region.tail, kv_head, ranks, ranks->tail, n_next, next->tail, tile->region.tail, slot);
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        if (i != TQKV__VALUES && ranks->region.streams[i])
+            tqkv__gather(i, kv_head, ranks, asks ? next : NULL, tile->region.streams[i], slot);
     tile->streams = streams;
     tile->kv_head = 0;
     return tile;
@@ -195,14 +185,13 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
     tqkv__region region = tqkv__region_at(a, seen.from, pass);
     for (int64_t position = seen.from, n; position < seen.to; position += n) {
         if (position >= region.end) region = tqkv__region_at(a, position, pass);
-        n = tqkv__tile_length(a, &region, position, seen.to);
-        const bool wraps =
-            a->odd_rings && (tqkv__wraps(region.keys, position, n) || tqkv__wraps(region.values, position, n) ||
-                             (a->call.tail && tqkv__wraps(region.tail, position, n)));
+        n = tqkv__tile_length(&region, position, seen.to);
+        const bool wraps = a->odd_rings && tqkv__wraps(&region, position, n);
         tqkv__tile *tile = wraps ? tqkv__wrapped_tile(w, pass, position) : tqkv__next_tile(w, position, (int)n);
         if (!wraps) tile->region = region;
         if (!tqkv__find_spans(w, range, tile)) continue; /* a tree hides it */
-        if (!wraps) tqkv__find_segments(a, &region, seen.to, tile);
+        for (int i = 0; i < TQKV__CACHE_STREAMS && !wraps; i++)
+            if (region.streams[i]) tqkv__open_segment(region.streams[i], position, (int)n, seen.to, &tile->segments[i]);
         if (!wraps && position + n < seen.to) tqkv__touch_streams(tile);
         tqkv__attend_tile(w, tile);
     }
@@ -219,7 +208,7 @@ static bool tqkv__heads_follow(const tqkv__attention *a)
 static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
 {
     tqkv__find_ranks(w, 0, w->passes[0].from, &w->ranks[0]);
-    tqkv__ask_keys(w->a, w->item->kv_head, &w->ranks[0]);
+    tqkv__ask(w->item->kv_head, &w->ranks[0], false);
     for (int now = 0; w->ranks[now].n; now = (now + 1) % 3) {
         const tqkv__ranks *ranks = &w->ranks[now];
         tqkv__ranks *next = &w->ranks[(now + 1) % 3];

@@ -97,6 +97,8 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
     r->key_dim = r->keys.head_dim;
     r->value_dim = r->values.head_dim;
     r->n_kv_heads = r->keys.n_kv_heads;
+    r->reads[TQKV__KEYS] = r->reads[TQKV__VALUES] = true;
+    r->reads[TQKV__TAIL] = a->tail != NULL;
     r->isa = tqkv__narrower(tqkv__isa_for(r->key_dim), tqkv__isa_for(r->value_dim));
     if ((result = tqkv__take_tail(r)) != TQKV_OK) return result;
     if (call->scale == 0.0f) call->scale = tqkv__inverse_root(r->key_dim);
@@ -162,24 +164,6 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
     return TQKV__INVALID("keys and values share bytes, but are not described in the same way");
 }
 
-static TQKV__NOINLINE tqkv_result tqkv__check_beside(const tqkv__stream *stream, const tqkv__stream *s)
-{
-    if (s->head_dim != stream->head_dim || s->n_kv_heads != stream->n_kv_heads)
-        return TQKV__INVALID("first, last: a store of other head_dim or n_kv_heads than its stream");
-    return tqkv__check_channels_match(s, stream);
-}
-
-/* Checks the store that holds positions [low, high) of a stream as halves. */
-static tqkv_result tqkv__check_end(const tqkv__attention *a, const tqkv__stream *codes, int64_t low, int64_t high,
-                                   const tqkv__stream *s)
-{
-    if (s->kind != TQKV__HALF || s->rotated != codes->rotated)
-        return TQKV__INVALID("first, last: a store that is not F16, or rotated otherwise than the codes");
-    if (s->ring ? a->call.end - low > s->capacity : high > tqkv__room(s))
-        return TQKV__REFUSE(OUT_OF_RANGE, "first, last: a store that does not hold so many positions");
-    return tqkv__check_beside(codes, s);
-}
-
 /* Returns where a query's newest positions begin. One whose own position does not matter stands at the end. */
 static int64_t tqkv__newest_of(const tqkv_attention *call, int query)
 {
@@ -189,10 +173,13 @@ static int64_t tqkv__newest_of(const tqkv_attention *call, int query)
     return from > call->last.from ? from : call->last.from;
 }
 
+/* Whether keys or values are kept besides: TQKV__FIRST_KEYS, or TQKV__LAST_KEYS. */
+static bool tqkv__has_end(const tqkv__attention *a, int keys) { return a->reads[keys] || a->reads[keys + 1]; }
+
 /* Returns the first position that a query reads from the halves of the newest, 0 where these are codes. */
 static int64_t tqkv__exact_at(const tqkv__attention *a, int query)
 {
-    return a->exact[1][0] || a->exact[1][1] ? tqkv__newest_of(&a->call, query) : 0;
+    return tqkv__has_end(a, TQKV__LAST_KEYS) ? tqkv__newest_of(&a->call, query) : 0;
 }
 
 /* Returns the oldest position that some query reads from the halves of the newest. */
@@ -202,66 +189,52 @@ static int64_t tqkv__exact_oldest(const tqkv_attention *call, int64_t first)
     return from < call->end ? from : call->end;
 }
 
-/* Takes the positions that are kept as halves, from stores opened by `open`. */
+/* Checks the store of the positions that are kept of a stream besides: halves, or of a tail rows as they are. */
+static tqkv_result tqkv__check_end(const tqkv__attention *a, int i, int64_t low, int64_t high)
+{
+    const int side = tqkv__stream_kinds[i].side;
+    const tqkv__stream *s = TQKV__STREAM_AT(a, i), *codes = TQKV__STREAM_AT(a, side);
+    if (side == TQKV__TAIL) {
+        if (s->format != codes->format || s->rotated != codes->rotated || s->block_scale != codes->block_scale)
+            return TQKV__INVALID("first.tail: a store of another format or basis than the tail");
+        if (s->ring || a->call.first.n > tqkv__room(s))
+            return TQKV__REFUSE(OUT_OF_RANGE, "first.tail: a store that does not hold so many positions");
+    } else {
+        if (s->kind != TQKV__HALF || s->rotated != codes->rotated)
+            return TQKV__INVALID("first, last: a store that is not F16, or rotated otherwise than the codes");
+        if (s->ring ? a->call.end - low > s->capacity : high > tqkv__room(s))
+            return TQKV__REFUSE(OUT_OF_RANGE, "first, last: a store that does not hold so many positions");
+    }
+    if (s->head_dim != codes->head_dim || s->n_kv_heads != codes->n_kv_heads)
+        return TQKV__INVALID("first, last: a store of other head_dim or n_kv_heads than its stream");
+    return tqkv__check_channels_match(s, codes);
+}
+
+/* Takes what is kept of the first and of the newest positions, from stores opened by `open`: of codes, and of all
+   streams if first positions are no longer resident and all have them. Those of a ring are added apart from the start,
+   so that no bit depends on when they go. */
 static tqkv_result tqkv__take_ends(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
 {
     const tqkv_attention *call = &a->call;
-    const tqkv_store *const stores[2][2] = {{call->first.keys, call->first.values},
-                                            {call->last.keys, call->last.values}};
+    const tqkv_store *const stores[TQKV__STREAMS - TQKV__FIRST_KEYS] = {
+        call->first.keys, a->shared ? call->first.keys : call->first.values, call->tail ? call->first.tail : NULL,
+        call->last.keys, a->shared ? call->last.keys : call->last.values};
     const int64_t below = call->first.n < call->end ? call->first.n : call->end;
-    const int64_t oldest = tqkv__exact_oldest(call, a->first);
+    const bool kept = below && (a->first || a->keys.ring) && stores[0] && stores[1] && (!call->tail || stores[2]);
     for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
-        const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
-        if (i == TQKV__FIRST_TAIL) continue; /* see tqkv__take_kept */
-        const tqkv__stream *codes = side ? &a->values : &a->keys;
-        const tqkv_store *store = stores[last][a->shared ? 0 : side];
-        if (!store || codes->kind == TQKV__HALF || (last ? !call->last.n : below == 0)) continue;
-        tqkv__stream *s = &a->ends[last][side];
-        tqkv_result r = open(store, s);
-        if (r == TQKV_OK) r = tqkv__check_end(a, codes, last ? oldest : 0, last ? call->end : below, s);
+        const bool last = tqkv__stream_kinds[i].end == TQKV__LAST_END, tail = i == TQKV__FIRST_TAIL;
+        const bool halves = !tail && TQKV__STREAM_AT(a, tqkv__stream_kinds[i].side)->kind != TQKV__HALF;
+        const tqkv_store *store = stores[i - TQKV__FIRST_KEYS];
+        if (!store || (last ? !halves || !call->last.n : !below || !(halves || kept))) continue;
+        tqkv_result r = open(store, TQKV__STREAM_AT(a, i));
+        if (r == TQKV_OK && last) r = tqkv__check_end(a, i, tqkv__exact_oldest(call, a->first), call->end);
+        if (r == TQKV_OK && !last) r = tqkv__check_end(a, i, 0, below);
         if (r != TQKV_OK) return r;
-        a->exact[last][side] = true;
+        if (tail) tqkv__fill_integers(TQKV__STREAM_AT(a, i));
+        a->reads[i] = true;
         if (!last) a->exact_below = below;
     }
-    return TQKV_OK;
-}
-
-static tqkv_result tqkv__check_first_tail(const tqkv__attention *a, const tqkv__stream *s)
-{
-    const tqkv__stream *tail = &a->tail;
-    if (s->format != tail->format || s->rotated != tail->rotated || s->block_scale != tail->block_scale)
-        return TQKV__INVALID("first.tail: a store of another format or basis than the tail");
-    if (s->ring || a->call.first.n > tqkv__room(s))
-        return TQKV__REFUSE(OUT_OF_RANGE, "first.tail: a store that does not hold so many positions");
-    return tqkv__check_beside(tail, s);
-}
-
-/* Takes the first positions that are no longer resident, if all streams have them. Those of a ring are added apart from
-   the start, so that no bit depends on when they go; follows tqkv__take_ends. */
-static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const tqkv_store *, tqkv__stream *))
-{
-    const tqkv_attention *call = &a->call;
-    const tqkv_store *const stores[2] = {call->first.keys, call->first.values};
-    const int64_t below = call->first.n < call->end ? call->first.n : call->end;
-    const bool ring = a->keys.ring;
-    if (!below || (!a->first && !ring) || !stores[0] || (!a->shared && !stores[1]) || (call->tail && !call->first.tail))
-        return TQKV_OK;
-    for (int side = 0; side < 2; side++) {
-        tqkv__stream *s = &a->ends[0][side];
-        if (a->exact[0][side]) continue; /* a stream of F16 has no other halves */
-        tqkv_result r = open(stores[a->shared ? 0 : side], s);
-        if (r == TQKV_OK) r = tqkv__check_end(a, side ? &a->values : &a->keys, 0, below, s);
-        if (r != TQKV_OK) return r;
-        a->exact[0][side] = true;
-    }
-    if (call->tail) {
-        tqkv_result r = open(call->first.tail, &a->first_tail);
-        if (r == TQKV_OK) r = tqkv__check_first_tail(a, &a->first_tail);
-        if (r != TQKV_OK) return r;
-        tqkv__fill_integers(&a->first_tail);
-    }
-    a->exact_below = below;
-    a->kept = ring || below < a->first ? below : a->first;
+    if (kept) a->kept = a->keys.ring || below < a->first ? below : a->first;
     return TQKV_OK;
 }
 
@@ -271,45 +244,27 @@ static tqkv_result tqkv__take_kept(tqkv__attention *a, tqkv_result (*open)(const
 enum { TQKV__GONE, TQKV__OLDER, TQKV__NEWEST, TQKV__PASSES };
 typedef struct tqkv__region {
     int number; /* tells regions apart: 2 * pass, plus 1 for the first positions */
-    const tqkv__stream *keys, *values, *tail;
-    int64_t end; /* the first position behind them */
+    const tqkv__stream *streams[TQKV__CACHE_STREAMS]; /* keys, values, and a tail or NULL */
+    int64_t end;                                      /* the first position behind them */
 } tqkv__region;
-
-static const tqkv__stream *tqkv__stream_at(const tqkv__attention *a, int side, int number)
-{
-    if (number % 2 && a->exact[0][side]) return &a->ends[0][side];
-    if (number / 2 == TQKV__NEWEST && a->exact[1][side]) return &a->ends[1][side];
-    return side ? &a->values : &a->keys;
-}
 
 static tqkv__region tqkv__region_at(const tqkv__attention *a, int64_t position, int pass)
 {
+    tqkv__region region;
     const bool first = position < a->exact_below;
-    const int number = 2 * pass + first;
-    const tqkv__region region = {number, tqkv__stream_at(a, 0, number), tqkv__stream_at(a, 1, number),
-                                 pass == TQKV__GONE ? &a->first_tail : &a->tail, first ? a->exact_below : INT64_MAX};
+    for (int side = 0; side < TQKV__CACHE_STREAMS; side++) {
+        int i = side;
+        if (side == TQKV__TAIL)
+            i = pass == TQKV__GONE ? TQKV__FIRST_TAIL : side;
+        else if (first && a->reads[TQKV__FIRST_KEYS + side])
+            i = TQKV__FIRST_KEYS + side;
+        else if (pass == TQKV__NEWEST && a->reads[TQKV__LAST_KEYS + side])
+            i = TQKV__LAST_KEYS + side;
+        region.streams[side] = tqkv__stream_read(a, i);
+    }
+    region.number = 2 * pass + first;
+    region.end = first ? a->exact_below : INT64_MAX;
     return region;
-}
-
-/* This is where an attention has stream i, whether it reads it or not. */
-#define TQKV__STREAM_AT(a, i) \
-    ((i) == TQKV__KEYS         ? &(a)->keys \
-     : (i) == TQKV__VALUES     ? &(a)->values \
-     : (i) == TQKV__TAIL       ? &(a)->tail \
-     : (i) == TQKV__FIRST_TAIL ? &(a)->first_tail \
-                               : &(a)->ends[tqkv__stream_kinds[i].end][tqkv__stream_kinds[i].side])
-
-static bool tqkv__has_stream(const tqkv__attention *a, int i)
-{
-    const tqkv__stream_kind kind = tqkv__stream_kinds[i];
-    if (i == TQKV__TAIL) return a->call.tail != NULL;
-    if (i == TQKV__FIRST_TAIL) return a->kept && a->call.tail;
-    return kind.end == TQKV__NO_END || a->exact[kind.end][kind.side];
-}
-
-static const tqkv__stream *tqkv__stream_read(const tqkv__attention *a, int i)
-{
-    return tqkv__has_stream(a, i) ? TQKV__STREAM_AT(a, i) : NULL;
 }
 
 /* Returns the resident positions of a range that a query, or one behind it, may read from stream i. */
@@ -416,7 +371,6 @@ static tqkv_result tqkv__attention_ends(tqkv__attention *a)
 {
     tqkv_result r = TQKV_OK;
     if (a->call.first.n || a->call.last.n) r = tqkv__take_ends(a, tqkv__stream_open);
-    if (r == TQKV_OK && a->call.first.n) r = tqkv__take_kept(a, tqkv__stream_open);
     for (int i = 0; i < TQKV__STREAMS; i++) {
         const tqkv__stream *s = tqkv__stream_read(a, i);
         a->small_pages = a->small_pages || (s && s->page_size % TQKV__TILE);

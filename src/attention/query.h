@@ -79,7 +79,7 @@ static int tqkv__arrange_queries(const tqkv__attention *a, const tqkv__item *ite
 {
     const size_t n_rows = (size_t)item->n_rows, of_keys = n_rows * (size_t)a->keys.head_dim;
     float *rest = arranged + n_rows * tqkv__first_floats(a);
-    float *halves = a->exact[0][0] || a->exact[1][0] ? arranged + n_rows * (size_t)a->key_dim : NULL;
+    float *halves = tqkv__has_exact_keys(a) ? arranged + n_rows * (size_t)a->key_dim : NULL;
     int digits = tqkv__arrange_part(a, item, q, 0, &a->keys, arranged, halves, rest) ? 1 : 0;
     if (a->call.tail && tqkv__arrange_part(a, item, q, 1, &a->tail, arranged + of_keys, NULL, rest + of_keys))
         digits |= 2;

@@ -7,24 +7,28 @@ static int tqkv__tile_room(const tqkv__stream *s, int64_t position)
     return s->page_size % TQKV__TILE || s->ring ? TQKV__TILE : tqkv__slots_left(s, position);
 }
 
-static bool tqkv__wraps(const tqkv__stream *s, int64_t position, int64_t n)
+/* Whether a ring ends within n positions. */
+static bool tqkv__wraps(const tqkv__region *region, int64_t position, int64_t n)
 {
-    return s->ring && tqkv__slots_left(s, position) < n;
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const tqkv__stream *s = region->streams[i];
+        if (s && s->ring && tqkv__slots_left(s, position) < n) return true;
+    }
+    return false;
 }
 
 /* Returns the length of a tile, which is contiguous in all its streams, or gathered. It ends where a large page ends,
    or another region begins, and at multiples of TQKV__TILE; its scores are at the position modulo TQKV__TILE. So a
    query's sums are the same bits alone, in a batch, and in any store, and prefill and decode do not drift apart. */
-static int tqkv__tile_length(const tqkv__attention *a, const tqkv__region *region, int64_t position, int64_t end)
+static int tqkv__tile_length(const tqkv__region *region, int64_t position, int64_t end)
 {
     const int64_t aligned = TQKV__TILE - position % TQKV__TILE, border = region->end - position;
-    const int key_room = tqkv__tile_room(region->keys, position),
-              value_room = tqkv__tile_room(region->values, position);
     int64_t n = end - position < aligned ? end - position : aligned;
     if (n > border) n = border;
-    if (n > key_room) n = key_room;
-    if (n > value_room) n = value_room;
-    if (a->call.tail && n > tqkv__tile_room(region->tail, position)) n = tqkv__tile_room(region->tail, position);
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        const int room = region->streams[i] ? tqkv__tile_room(region->streams[i], position) : TQKV__TILE;
+        if (n > room) n = room;
+    }
     return (int)n;
 }
 
@@ -35,7 +39,7 @@ typedef struct tqkv__ranks {
     bool together;   /* in all streams one row after the other */
     uint64_t hidden; /* ranks that the query does not see, as bits */
     tqkv__region region;
-    int32_t keys[TQKV__TILE], values[TQKV__TILE], tail[TQKV__TILE]; /* slots; -1: hidden, or no page */
+    int32_t slot_lists[TQKV__CACHE_STREAMS][TQKV__TILE]; /* -1: hidden, or no page */
 } tqkv__ranks;
 
 /* A tile in progress: n positions from `position` on. Its scores, later weights, begin at scores[row][begin]. */
@@ -43,7 +47,7 @@ typedef struct tqkv__tile {
     int64_t position;
     int n, begin;
     tqkv__region region;
-    tqkv__segment keys, values, tail;
+    tqkv__segment segments[TQKV__CACHE_STREAMS];
     const tqkv__ranks *ranks;       /* of a list or of gathered rows, or NULL */
     const tqkv__attention *streams; /* that hold it: the caller's, or gathered ones */
     int kv_head;                    /* there */
@@ -63,14 +67,6 @@ static void tqkv__open_segment(const tqkv__stream *s, int64_t position, int n, i
     if (!s->pages || next >= end || next % s->page_size) return;
     const int32_t page = s->pages[next / s->page_size]; /* not checked if a tree hides it */
     if (page >= 0 && page < s->capacity / s->page_size) segment->ahead = page * s->page_size - segment->slot;
-}
-
-static void tqkv__find_segments(const tqkv__attention *a, const tqkv__region *region, int64_t end, tqkv__tile *tile)
-{
-    tile->region = *region;
-    tqkv__open_segment(region->keys, tile->position, tile->n, end, &tile->keys);
-    tqkv__open_segment(region->values, tile->position, tile->n, end, &tile->values);
-    if (a->call.tail) tqkv__open_segment(region->tail, tile->position, tile->n, end, &tile->tail);
 }
 
 /* Prefetches a line of each 4 KiB of the next tile, and its norms: the loops prefetch the rest, but late where the
@@ -111,8 +107,8 @@ static bool tqkv__segment_finite(const tqkv__attention *a, const tqkv__stream *s
 static void tqkv__add_values(tqkv__tile *tile, int n_rows, float *out)
 {
     const tqkv__attention *a = tile->streams;
-    const tqkv__stream *s = tile->region.values;
-    const tqkv__segment *segment = &tile->values;
+    const tqkv__stream *s = tile->region.streams[TQKV__VALUES];
+    const tqkv__segment *segment = &tile->segments[TQKV__VALUES];
     const int kv_head = tile->kv_head;
     const float *weights = tile->scores + tile->begin;
     if (tile->whole || tqkv__segment_finite(a, s, kv_head, segment)) {
@@ -185,10 +181,15 @@ static TQKV__NOINLINE void tqkv__merge_sums(const tqkv__sums *into, const tqkv__
 #define TQKV__STRETCH 2048
 #define TQKV__PIECE   256
 
+static bool tqkv__has_exact_keys(const tqkv__attention *a)
+{
+    return a->reads[TQKV__FIRST_KEYS] || a->reads[TQKV__LAST_KEYS];
+}
+
 /* Returns the floats of an arranged query, without its second digits. */
 static size_t tqkv__first_floats(const tqkv__attention *a)
 {
-    return (size_t)(a->key_dim + (a->exact[0][0] || a->exact[1][0] ? a->keys.head_dim : 0));
+    return (size_t)(a->key_dim + (tqkv__has_exact_keys(a) ? a->keys.head_dim : 0));
 }
 
 /* Adds the scores of the second digits: few rows have any, and their units say which. digits: [n_rows][head_dim] */
@@ -208,15 +209,15 @@ static void tqkv__score_digits(const tqkv__attention *a, const tqkv__stream *s, 
 static void tqkv__score_tile(tqkv__tile *tile, const float *q, int digits, int n_rows)
 {
     const tqkv__attention *a = tile->streams;
+    const tqkv__stream *keys = tile->region.streams[TQKV__KEYS], *tail = tile->region.streams[TQKV__TAIL];
+    const tqkv__segment *segments = tile->segments;
     float *scores = tile->scores + tile->begin;
-    const bool codes = tile->region.keys == &a->keys;
+    const bool codes = keys == &a->keys;
     const size_t all = (size_t)n_rows, of_keys = all * (size_t)a->keys.head_dim;
     const float *rest = q + all * tqkv__first_floats(a);
-    a->kernels->score_tile(tile->region.keys, tile->kv_head, &tile->keys, codes ? q : q + all * (size_t)a->key_dim,
-                           n_rows, false, scores);
-    if (a->call.tail)
-        a->kernels->score_tile(tile->region.tail, tile->kv_head, &tile->tail, q + of_keys, n_rows, true, scores);
-    if ((digits & 1) && codes) tqkv__score_digits(a, &a->keys, tile->kv_head, &tile->keys, rest, n_rows, scores);
-    if (digits & 2)
-        tqkv__score_digits(a, tile->region.tail, tile->kv_head, &tile->tail, rest + of_keys, n_rows, scores);
+    a->kernels->score_tile(keys, tile->kv_head, &segments[TQKV__KEYS], codes ? q : q + all * (size_t)a->key_dim, n_rows,
+                           false, scores);
+    if (tail) a->kernels->score_tile(tail, tile->kv_head, &segments[TQKV__TAIL], q + of_keys, n_rows, true, scores);
+    if ((digits & 1) && codes) tqkv__score_digits(a, keys, tile->kv_head, &segments[TQKV__KEYS], rest, n_rows, scores);
+    if (digits & 2) tqkv__score_digits(a, tail, tile->kv_head, &segments[TQKV__TAIL], rest + of_keys, n_rows, scores);
 }

@@ -187,7 +187,7 @@ static tqkv_result tqkv__check_kept(const tqkv__attention *a)
     const tqkv__range kept = {0, a->kept}, seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, kept);
     tqkv_result r = TQKV_OK;
     for (int i = TQKV__FIRST_KEYS; r == TQKV_OK && a->kept && i <= TQKV__FIRST_TAIL; i++)
-        if (tqkv__has_stream(a, i)) r = tqkv__check_pages(TQKV__STREAM_AT(a, i), seen.from, seen.to, 0);
+        if (a->reads[i]) r = tqkv__check_pages(TQKV__STREAM_AT(a, i), seen.from, seen.to, 0);
     return r;
 }
 

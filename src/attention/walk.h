@@ -136,17 +136,20 @@ static TQKV__INLINE void tqkv__ask_row(const tqkv__source *s, int32_t slot)
     if (s->norms) tqkv__prefetch(TQKV__L1, (const uint8_t *)(s->of_rows + (size_t)slot * s->norms), 1);
 }
 
-/* Copies the rows of a tile and their norms to slots of another stream from `slot` on; what is hidden becomes zeros,
-   because it may be NaN. Prefetches the next tile's rows, or NULL: one a row, since a burst would wait. */
-static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__ranks *ranks, const int32_t *slot_list,
-                         int n_next, const int32_t *next, const tqkv__stream *to, int slot)
+/* Copies the rows of a tile and their norms from one of its streams to slots of another one, from `slot` on; what is
+   hidden becomes zeros, because it may be NaN. Prefetches the next tile's rows, or NULL: one a row, since a burst would
+   wait. */
+static void tqkv__gather(int stream, int kv_head, const tqkv__ranks *ranks, const tqkv__ranks *next,
+                         const tqkv__stream *to, int slot)
 {
-    const tqkv__source s = tqkv__source_of(from, kv_head);
+    const tqkv__source s = tqkv__source_of(ranks->region.streams[stream], kv_head);
+    const int32_t *slot_list = ranks->slot_lists[stream], *asked = next ? next->slot_lists[stream] : NULL;
+    const int n_next = next ? next->n : 0;
     uint8_t *row = tqkv__codes_at(to, 0, slot);
     float *norm = tqkv__norms_at(to, 0, slot);
     for (int j = 0; j < ranks->n; j++, row += s.size) {
         const size_t at = slot_list[j] < 0 ? 0 : (size_t)slot_list[j];
-        if (j < n_next && next[j] >= 0) tqkv__ask_row(&s, next[j]);
+        if (j < n_next && asked[j] >= 0) tqkv__ask_row(&s, asked[j]);
         if (slot_list[j] < 0)
             memset(row, 0, s.size);
         else
@@ -154,32 +157,24 @@ static void tqkv__gather(const tqkv__stream *from, int kv_head, const tqkv__rank
         for (size_t i = 0; i < s.norms; i++) *norm++ = slot_list[j] < 0 ? 0.0f : s.of_rows[at * s.norms + i];
     }
     for (int j = ranks->n; j < n_next; j++)
-        if (next[j] >= 0) tqkv__ask_row(&s, next[j]);
+        if (asked[j] >= 0) tqkv__ask_row(&s, asked[j]);
 }
 
-static void tqkv__ask(const tqkv__stream *s, int kv_head, int n, const int32_t *slot_list)
+/* Prefetches the rows of a tile: those of the values, or of the keys and their tail. */
+static void tqkv__ask(int kv_head, const tqkv__ranks *ranks, bool values)
 {
-    const tqkv__source source = tqkv__source_of(s, kv_head);
-    for (int j = 0; j < n; j++)
-        if (slot_list[j] >= 0) tqkv__ask_row(&source, slot_list[j]);
+    for (int i = 0; i < TQKV__CACHE_STREAMS && ranks->n; i++) {
+        if ((i == TQKV__VALUES) != values || !ranks->region.streams[i]) continue;
+        const tqkv__source source = tqkv__source_of(ranks->region.streams[i], kv_head);
+        for (int j = 0; j < ranks->n; j++)
+            if (ranks->slot_lists[i][j] >= 0) tqkv__ask_row(&source, ranks->slot_lists[i][j]);
+    }
 }
 
 /* Whether the rows of a tile are gathered while the next tile's are prefetched. */
 static bool tqkv__asks_meanwhile(const tqkv__ranks *ranks, const tqkv__ranks *next)
 {
     return next->n && !ranks->together && !next->together && ranks->region.number == next->region.number;
-}
-
-static void tqkv__ask_keys(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
-{
-    if (!ranks->n) return;
-    tqkv__ask(ranks->region.keys, kv_head, ranks->n, ranks->keys);
-    if (a->call.tail) tqkv__ask(ranks->region.tail, kv_head, ranks->n, ranks->tail);
-}
-
-static void tqkv__ask_values(const tqkv__attention *a, int kv_head, const tqkv__ranks *ranks)
-{
-    if (!a->shared && ranks->n) tqkv__ask(ranks->region.values, kv_head, ranks->n, ranks->values);
 }
 
 static tqkv__tile *tqkv__next_tile(const tqkv__work *w, int64_t position, int n)
@@ -201,10 +196,10 @@ static void tqkv__add_before(tqkv__work *w, const tqkv__ranks *next)
     const tqkv__ranks *ranks = tile ? tile->ranks : NULL;
     const int kv_head = w->item->kv_head;
     const bool asks = next && ranks && tqkv__asks_meanwhile(ranks, next);
-    if (next && !asks) tqkv__ask_values(w->a, kv_head, next);
+    if (next && !asks && !w->a->shared) tqkv__ask(kv_head, next, true);
     if (ranks && !ranks->together && !w->a->shared)
-        tqkv__gather(ranks->region.values, kv_head, ranks, ranks->values, asks ? next->n : 0,
-                     asks ? next->values : NULL, tile->region.values, tile->values.slot);
+        tqkv__gather(TQKV__VALUES, kv_head, ranks, asks ? next : NULL, tile->region.streams[TQKV__VALUES],
+                     tile->segments[TQKV__VALUES].slot);
     if (tile) tqkv__add_values(tile, w->item->n_rows, w->piece.out);
 }
 
@@ -232,8 +227,8 @@ static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
 
 static void tqkv__touch_streams(const tqkv__tile *tile)
 {
-    const tqkv__attention *a = tile->streams;
-    tqkv__touch_next(tile->region.keys, tile->kv_head, &tile->keys);
-    if (a->call.tail) tqkv__touch_next(tile->region.tail, tile->kv_head, &tile->tail);
-    if (!a->shared) tqkv__touch_next(tile->region.values, tile->kv_head, &tile->values);
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
+        if (!tile->region.streams[i] || (i == TQKV__VALUES && tile->streams->shared)) continue;
+        tqkv__touch_next(tile->region.streams[i], tile->kv_head, &tile->segments[i]);
+    }
 }

@@ -265,6 +265,20 @@ static tqkv_result tqkv__stream_memory(const tqkv_store *store, tqkv__stream *s)
     return TQKV_OK;
 }
 
+static bool tqkv__same_channels(const tqkv__stream *s, const float *a, const float *b)
+{
+    return a == b || (a && b && memcmp(a, b, tqkv__center_size(s)) == 0);
+}
+
+static tqkv_result tqkv__check_channels_match(const tqkv__stream *a, const tqkv__stream *b)
+{
+    if (!tqkv__same_channels(a, a->center, b->center))
+        return TQKV__INVALID("center: that of a store or slice is not that of the other");
+    if (!tqkv__same_channels(a, a->channel_scale, b->channel_scale))
+        return TQKV__INVALID("channel_scale: that of a store or slice is not that of the other");
+    return TQKV_OK;
+}
+
 static tqkv_result tqkv__stream_open(const tqkv_store *store, tqkv__stream *s)
 {
     const tqkv_result r = tqkv__stream_shape(store, s);

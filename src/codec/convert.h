@@ -82,20 +82,6 @@ static bool tqkv__same_rows(const tqkv__stream *a, const tqkv__stream *b)
            (a->block_scale == b->block_scale || a->kind != TQKV__BOOK || a->norms_per_row == 1);
 }
 
-static bool tqkv__same_channels(const tqkv__stream *s, const float *a, const float *b)
-{
-    return a == b || (a && b && memcmp(a, b, tqkv__center_size(s)) == 0);
-}
-
-static tqkv_result tqkv__check_channels_match(const tqkv__stream *a, const tqkv__stream *b)
-{
-    if (!tqkv__same_channels(a, a->center, b->center))
-        return TQKV__INVALID("center: that of a store or slice is not that of the other");
-    if (!tqkv__same_channels(a, a->channel_scale, b->channel_scale))
-        return TQKV__INVALID("channel_scale: that of a store or slice is not that of the other");
-    return TQKV_OK;
-}
-
 TQKV__COLD static tqkv_result tqkv__convert_open(const tqkv_store *to_store, const tqkv_store *from_store,
                                                  int64_t position, int n, tqkv__stream *to, tqkv__stream *from)
 {

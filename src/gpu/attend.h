@@ -66,7 +66,7 @@ static void tqkv__plan_boundary(const tqkv__attention *a, tqkv__attend_args *arg
               most = args->kv_len + a->call.n_queries; /* own: the first query's */
     const bool one = a->call.non_causal && !a->call.window;
     const int64_t from = (one ? tqkv__exact_at(a, 0) : a->call.last.from) - a->first;
-    if (!a->exact[1][0] && !a->exact[1][1]) {
+    if (!tqkv__has_end(a, TQKV__LAST_KEYS)) {
         args->exact_from = INT_MAX;
         return;
     }
@@ -415,19 +415,19 @@ static void tqkv__plan_attend_merge(tqkv_metal_dispatch *d, const tqkv__attentio
    and the codes overlap. */
 static void tqkv__find_regions(const tqkv__attention *a, int64_t slice_end, tqkv__range regions[TQKV__REGIONS])
 {
-    const bool first = a->exact[0][0] || a->exact[0][1], last = a->exact[1][0] || a->exact[1][1];
     const int64_t low = tqkv__exact_at(a, 0), high = tqkv__exact_at(a, a->call.n_queries - 1);
     tqkv__range *codes = &regions[TQKV__CODES_REGION], *newest = &regions[TQKV__LAST_REGION];
     for (int i = 0; i < TQKV__REGIONS; i++)
         regions[i].from = regions[i].to = i == TQKV__LAST_REGION ? slice_end : a->first;
     codes->to = slice_end;
-    if (first && a->exact_below > a->first) codes->from = a->exact_below < slice_end ? a->exact_below : slice_end;
+    if (tqkv__has_end(a, TQKV__FIRST_KEYS) && a->exact_below > a->first)
+        codes->from = a->exact_below < slice_end ? a->exact_below : slice_end;
     regions[TQKV__FIRST_REGION].to = codes->from;
     if (a->kept) {
         regions[TQKV__FIRST_REGION].from = 0;
         regions[TQKV__FIRST_REGION].to = a->exact_below < slice_end ? a->exact_below : slice_end;
     }
-    if (!last) return;
+    if (!tqkv__has_end(a, TQKV__LAST_KEYS)) return;
     if (low < slice_end) newest->from = low > codes->from ? low : codes->from;
     if (high < slice_end) codes->to = high > codes->from ? high : codes->from;
 }
@@ -439,28 +439,28 @@ static void tqkv__take_region(const tqkv__attention *a, const tqkv__attend_buffe
     const int last = i == TQKV__LAST_REGION;
     const int64_t gone =
         a->first > a->kept ? a->first - a->kept : 0; /* between the first positions and the oldest resident one */
-    const bool ends = a->exact[1][0] || a->exact[1][1];
+    const int ends = last ? TQKV__LAST_KEYS : TQKV__FIRST_KEYS;
     const tqkv_metal_ends *kept = last ? &b->of.last : &b->of.first;
     *own = *a;
     *buffers = *b;
     own->first = positions.from;
     own->newest_halves = last;
     buffers->slice_end = positions.to;
-    buffers->halves = last                              ? TQKV__NEWEST_HALVES
-                      : ends && i == TQKV__CODES_REGION ? TQKV__BEFORE_HALVES
-                                                        : TQKV__ALL_POSITIONS;
+    buffers->halves = last                                                           ? TQKV__NEWEST_HALVES
+                      : i == TQKV__CODES_REGION && tqkv__has_end(a, TQKV__LAST_KEYS) ? TQKV__BEFORE_HALVES
+                                                                                     : TQKV__ALL_POSITIONS;
     if (i == TQKV__CODES_REGION) return;
-    if (a->exact[last][0]) {
-        own->keys = a->ends[last][0];
+    if (a->reads[ends]) {
+        own->keys = *TQKV__STREAM_AT(a, ends);
         buffers->of.keys = kept->keys;
     }
-    if (a->exact[last][1]) {
-        own->values = a->ends[last][1];
+    if (a->reads[ends + 1]) {
+        own->values = *TQKV__STREAM_AT(a, ends + 1);
         buffers->of.values = a->shared ? kept->keys : kept->values;
     }
     if (last || !a->kept) return;
     if (a->call.tail) {
-        own->tail = a->first_tail;
+        own->tail = *TQKV__STREAM_AT(a, TQKV__FIRST_TAIL);
         buffers->of.tail = kept->tail;
     }
     if (a->call.list.newest) /* counts what there is */

@@ -152,18 +152,16 @@ static tqkv_result tqkv__plan_ends(const tqkv_metal_attention *from, tqkv__atten
     if (!a->call.first.n && !a->call.last.n) return TQKV_OK;
     a->shared = tqkv__plan_shared(from, a);
     tqkv_result r = tqkv__take_ends(a, tqkv__stream_shape);
-    if (r == TQKV_OK && a->call.first.n) r = tqkv__take_kept(a, tqkv__stream_shape);
     if (r != TQKV_OK) return r;
     if (a->kept && a->call.window && a->call.end > 1 << 30)
         return TQKV__REFUSE(UNSUPPORTED, "first, of a ring behind 2^30 positions, and a window: not on a GPU");
-    for (int last = 0; last < 2; last++) {
-        if (a->keys.page_size && a->exact[last][0] != a->exact[last][1])
-            return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
-        if (a->keys.page_size && a->exact[last][0] && from->tail)
-            return TQKV__REFUSE(UNSUPPORTED, "first or last of keys with a tail in pages: not on a GPU");
-    }
-    const bool last = a->exact[1][0] || a->exact[1][1], meet = last && tqkv__exact_at(a, 0) < a->exact_below;
-    if (!meet || ((a->exact[0][0] || !a->exact[1][0]) && (a->exact[0][1] || !a->exact[1][1]))) return TQKV_OK;
+    const bool *first = &a->reads[TQKV__FIRST_KEYS], *last = &a->reads[TQKV__LAST_KEYS];
+    if (a->keys.page_size && (first[0] != first[1] || last[0] != last[1]))
+        return TQKV__REFUSE(UNSUPPORTED, "one of keys and values has pages: not on a GPU");
+    if (a->keys.page_size && (first[0] || last[0]) && from->tail)
+        return TQKV__REFUSE(UNSUPPORTED, "first or last of keys with a tail in pages: not on a GPU");
+    const bool meet = (last[0] || last[1]) && tqkv__exact_at(a, 0) < a->exact_below;
+    if (!meet || ((first[0] || !last[0]) && (first[1] || !last[1]))) return TQKV_OK;
     return TQKV__REFUSE(UNSUPPORTED, "first and last meet, and are of different streams: not on a GPU");
 }
 

@@ -425,7 +425,7 @@ TQKV__OP void TQKV__I(add_sums_of)(const TQKV__I(product) * p, int rows, int vec
     for (int r = 0; r < rows; r++, sums += vectors) {
         float *to = p->results + r * p->result_floats + d;
         const TQKV__VECTOR unit = TQKV__(set1)(p->units[r * p->row_floats]);
-            for (int i = 0; i < n; i++, to += TQKV__INTEGER_LANES)
+        for (int i = 0; i < n; i++, to += TQKV__INTEGER_LANES)
             TQKV__(store)(to, TQKV__(fma)(TQKV__I(sum_of_row)(p, r, sums[i]), unit, TQKV__(load)(to)));
     }
 }
