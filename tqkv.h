@@ -7942,6 +7942,11 @@ static const void *tqkv__query_at(const tqkv__attention *a, const void *q, size_
     return (const uint8_t *)q + tqkv__row_begin(a, a->call.query_strides, row) * tqkv__type_size(a->call.query_type);
 }
 
+static void *tqkv__output_at(const tqkv__attention *a, void *out, size_t row)
+{
+    return (uint8_t *)out + tqkv__row_begin(a, a->call.output_strides, row) * tqkv__type_size(a->call.output_type);
+}
+
 /* Returns a part of the caller's query: [head_dim] of part 0 or 1 of the keys */
 static const void *tqkv__query_part(const tqkv__attention *a, const void *query, int part)
 {
@@ -9121,18 +9126,14 @@ static tqkv_result tqkv__cut_whole(const tqkv__attention *a, const void *q, void
     return r;
 }
 
-static tqkv_result tqkv__attend(const tqkv__attention *a, const void *q, void *out)
-{
-    tqkv__request request;
-    const tqkv_result r = tqkv__cut_whole(a, q, out, &request);
-    return r == TQKV_OK ? tqkv__run_job(&request, 1) : r;
-}
-
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q, void *out)
 {
     tqkv__attention a;
-    const tqkv_result r = tqkv__attention_open(attention, &a);
-    return r == TQKV_OK && a.call.n_queries ? tqkv__attend(&a, q, out) : r;
+    tqkv__request request;
+    tqkv_result r = tqkv__attention_open(attention, &a);
+    if (r != TQKV_OK || !a.call.n_queries) return r;
+    r = tqkv__cut_whole(&a, q, out, &request);
+    return r == TQKV_OK ? tqkv__run_job(&request, 1) : r;
 }
 
 typedef struct tqkv__output {
@@ -9586,8 +9587,7 @@ TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, f
     tqkv__scoring job;
     tqkv_result r = tqkv__index_shape(index, &x);
     if (r == TQKV_OK) r = tqkv__stream_memory(index->keys, &x.a.keys);
-    if (r == TQKV_OK && !x.a.call.n_queries) return r;
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !x.a.call.n_queries) return r;
     if (!tqkv__floats_at(scores)) return TQKV__INVALID(TQKV__NO_SCORES);
     const tqkv__arrays arrays = {{scores}, {x.size}, 1, sizeof(float)};
     r = tqkv__check_attend(&x.a, q, &arrays);
@@ -9720,8 +9720,7 @@ TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *index, const float *sco
     size_t list_size;
     tqkv_result r = tqkv__index_shape(index, &x);
     if (r == TQKV_OK && k < 0) r = TQKV__INVALID("k is negative");
-    if (r == TQKV_OK && !x.a.call.n_queries) return r;
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !x.a.call.n_queries) return r;
     if (!tqkv__floats_at(scores)) return TQKV__INVALID(TQKV__NO_SCORES);
     if (!tqkv__aligned_at(list, sizeof *list)) return TQKV__INVALID("list: NULL or not aligned as int32_t");
     if (!tqkv__array_size(x.a.call.n_queries, k, 1, sizeof *list, &list_size))
@@ -9777,6 +9776,28 @@ struct tqkv_cache {
 };
 
 enum { TQKV__APPENDED_ON_GPU = 512 }; /* tokens at once: memory for the newest halves does not grow there */
+
+/* The fields of a desc, and where a cache has them: those that a snapshot holds as numbers, with the number of their
+   field in its header; what it holds otherwise; then what it does not hold. */
+// clang-format off
+#define TQKV__CACHE_NUMBERS(row)                                                                                       \
+    row(head_dim,      keys.head_dim,     1, int)         row(value_dim,    values.head_dim,  2, int)                  \
+    row(tail_dim,      tail.head_dim,     3, int)         row(n_kv_heads,   keys.n_kv_heads,  4, int)                  \
+    row(n_heads,       attention.n_heads, 5, int)         row(capacity,     keys.capacity,    6, int)                  \
+    row(key_format,    keys.format,       7, tqkv_format) row(value_format, values.format,    8, tqkv_format)          \
+    row(tail_format,   tail.format,       9, tqkv_format) row(window,       attention.window, 12, int)                 \
+    row(calibrate,     calibrate,        15, int)         row(exact_first,  asked_first,      16, int)                 \
+    row(exact_last,    asked_last,       17, int)         row(pairs,        pairs,            22, tqkv_pairs)          \
+    row(rotary_dim,    keys.rotary_dim,  23, int)
+#define TQKV__CACHE_SHAPE(row)                                                                                         \
+    row(ring,         keys.ring,)          row(shared,     shared,)                                                    \
+    row(scale,        attention.scale,)    row(softcap,    attention.softcap,)
+#define TQKV__CACHE_USE(row)                                                                                           \
+    row(type,         keys.type,)          row(sinks,      attention.sinks,)     row(metal,    metal,)                 \
+    row(parallel,     attention.parallel,) row(allocator,  attention.allocator,)                                       \
+    row(matrix_group, matrix_group,)       row(non_causal, attention.non_causal,)                                      \
+    row(tag,          tag,)
+// clang-format on
 
 /* This is where a cache has store i, whether there is one or not. */
 #define TQKV__STORE_AT(c, i) \
@@ -9855,7 +9876,6 @@ static tqkv_result tqkv__append_learning(tqkv_cache *c, struct tqkv__append *app
 static void tqkv__count_append(tqkv_cache *c, int n_tokens);
 static int tqkv__raw_queries(const tqkv_cache *c, int n_queries);
 static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int n_queries);
-static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const void *q, int n_queries, void *out);
 
 /* Starts each array in memory on a cache line: attention to codes that straddle two takes a tenth longer. 63 bytes more
    than *end still have a size. */
@@ -9905,50 +9925,39 @@ static void tqkv__place_stores(tqkv_cache *c, int first, int end, const tqkv__ca
 
 static const tqkv__backend *tqkv__backend_of(const tqkv_metal *m) { return (const tqkv__backend *)(const void *)m; }
 
-static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
+/* Finds the shapes of what is kept besides; follows tqkv__cache_shapes. */
+static tqkv_result tqkv__end_shapes(tqkv_cache *c)
 {
-    const int side = tqkv__stream_kinds[i].side;
-    const bool last = tqkv__stream_kinds[i].end == TQKV__LAST_END;
-    const tqkv_store *stream = tqkv__store_of(c, side);
-    const int64_t room = tqkv__end_room(c->exact_last, desc->metal ? TQKV__APPENDED_ON_GPU : TQKV__TILE);
-    const bool halves = stream && side != TQKV__TAIL && stream->format != TQKV_F16;
-    const bool as_it_is = stream && !halves && !last && desc->ring;
-    tqkv_store *s = TQKV__STORE_AT(c, i);
-    if (!(last ? c->exact_last : c->exact_first) || (!halves && !as_it_is)) return;
-    *s = *stream;
-    if (halves) {
-        s->format = TQKV_F16;
-        s->rotation = TQKV_ROTATION_ON;
-    }
-    s->ring = last;
-    s->capacity = last ? (int)room : c->exact_first;
-}
-
-static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
-{
-    const int first = desc->exact_first, last = desc->exact_last;
-    if (first < 0 || last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
-    c->exact_first = first < desc->capacity ? first : desc->capacity;
-    c->exact_last = last < desc->capacity ? last : desc->capacity;
+    const int capacity = c->keys.capacity;
+    if (c->asked_first < 0 || c->asked_last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
+    c->exact_first = c->asked_first < capacity ? c->asked_first : capacity;
+    c->exact_last = c->asked_last < capacity ? c->asked_last : capacity;
     if (tqkv__end_room(c->exact_last, TQKV__APPENDED_ON_GPU) > INT_MAX) return TQKV__INVALID("exact_last is too large");
-    c->asked_first = first;
-    c->asked_last = last;
-    c->tag = desc->tag;
-    for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) tqkv__end_shape(desc, i, c);
+    const int64_t room = tqkv__end_room(c->exact_last, c->metal ? TQKV__APPENDED_ON_GPU : TQKV__TILE);
+    for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
+        const bool last = tqkv__stream_kinds[i].end == TQKV__LAST_END;
+        const tqkv_store *stream = tqkv__store_of(c, tqkv__stream_kinds[i].side);
+        tqkv_store *s = TQKV__STORE_AT(c, i);
+        if (!stream || !(last ? c->exact_last : c->exact_first)) continue;
+        const bool halves = tqkv__stream_kinds[i].side != TQKV__TAIL && stream->format != TQKV_F16;
+        if (!halves && (last || !c->keys.ring)) continue;
+        *s = *stream;
+        if (halves) s->format = TQKV_F16;
+        if (halves) s->rotation = TQKV_ROTATION_ON;
+        s->ring = last;
+        s->capacity = last ? (int)room : c->exact_first;
+    }
     return TQKV_OK;
 }
 
 static tqkv_result tqkv__cache_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
-    c->keys.format = desc->key_format ? desc->key_format : TQKV_I8;
-    c->keys.head_dim = desc->head_dim;
-    c->keys.n_kv_heads = desc->n_kv_heads;
-    c->keys.capacity = desc->capacity;
-    c->keys.ring = desc->ring;
-    c->keys.type = desc->type;
-    c->keys.rotary_dim = desc->rotary_dim;
+#define TQKV__FIELD_TAKEN(field, member, ...) c->member = desc->field;
+    TQKV__CACHE_NUMBERS(TQKV__FIELD_TAKEN)
+    TQKV__CACHE_SHAPE(TQKV__FIELD_TAKEN)
+    TQKV__CACHE_USE(TQKV__FIELD_TAKEN)
+    if (!desc->key_format) c->keys.format = TQKV_I8;
     c->values = c->keys;
-    c->shared = desc->shared;
     if (!c->shared) c->values.format = desc->value_format ? desc->value_format : TQKV_TQ4;
     if (desc->value_dim) c->values.head_dim = desc->value_dim;
     if (desc->ring && desc->window > desc->capacity)
@@ -9982,7 +9991,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     memset(c, 0, sizeof *c);
     c->learnt_at = -1;
     tqkv_result r = tqkv__cache_shapes(desc, c);
-    if (r == TQKV_OK) r = tqkv__end_shapes(desc, c);
+    if (r == TQKV_OK) r = tqkv__end_shapes(c);
     if (r == TQKV_OK) r = tqkv__raw_shapes(desc, c);
     if (r != TQKV_OK) return r;
     c->keys.strides = desc->strides.k;
@@ -9991,22 +10000,12 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->attention.output_strides = desc->strides.out;
     c->attention.query_type = c->attention.output_type = desc->type;
     tqkv__cache_attach(&c->attention, c);
-    c->attention.n_heads = desc->n_heads;
     c->attention.n_queries = 1;
-    c->attention.window = desc->window;
     c->attention.whole_window = true;
-    c->attention.scale = desc->scale;
-    c->attention.softcap = desc->softcap;
-    c->attention.sinks = desc->sinks;
-    c->attention.parallel = desc->parallel;
-    c->attention.allocator = desc->allocator;
-    c->attention.non_causal = desc->non_causal;
     r = tqkv__attention_shape(&c->attention, &resolved);
     if (r != TQKV_OK) return r;
     c->attention = resolved.call;
     if (desc->matrix_group < 0) return TQKV__INVALID("matrix_group is negative");
-    c->matrix_group = desc->matrix_group;
-    c->metal = desc->metal;
     if (c->metal && !tqkv__backend_of(c->metal)->has_kernels(c->keys.head_dim, c->values.head_dim, c->tail.head_dim))
         return TQKV__REFUSE(UNSUPPORTED, "metal: the GPU has no kernels for this head_dim, value_dim and tail_dim");
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
@@ -10351,30 +10350,56 @@ TQKV_API tqkv_result tqkv_cache_view(const tqkv_cache *c, int n_queries, tqkv_at
     return r;
 }
 
-static tqkv_result tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqkv__attention *a)
+/* Opens the attention of the queries at some positions to codes, or to what is raw, and its request. first: the
+   position of the first row of q and out */
+static tqkv_result tqkv__cut_queries(const tqkv_cache *c, bool raw, tqkv__range positions, int64_t first, const void *q,
+                                     void *out, tqkv__attention *a, tqkv__request *request)
 {
-    tqkv_attention attention = c->attention;
-    attention.n_queries = n_queries;
-    tqkv__count_ends(c, &attention);
-    tqkv_result r = tqkv__attention_streams(&attention, a);
-    a->first = c->first; /* after a truncation fewer positions than kv_len's default, or none */
+    const int n_queries = (int)(positions.to - positions.from);
+    tqkv_attention call = raw ? tqkv__raw_attention(c, positions.to, n_queries) : c->attention;
+    call.n_queries = n_queries;
+    if (!raw) tqkv__count_ends(c, &call);
+    tqkv_result r = tqkv__attention_streams(&call, a);
+    a->first = raw ? 0 : c->first; /* after a truncation fewer positions than kv_len's default, or none */
     a->matrix_group = c->matrix_group;
-    if (r == TQKV_OK) r = tqkv__check_newest(c, &a->call);
-    return r == TQKV_OK ? tqkv__attention_ends(a) : r;
+    if (r == TQKV_OK && !raw) r = tqkv__check_newest(c, &a->call);
+    if (r == TQKV_OK) r = tqkv__attention_ends(a);
+    if (r != TQKV_OK) return r;
+    const size_t row = (size_t)(positions.from - first) * (size_t)call.n_heads;
+    void *to = tqkv__output_at(a, out, row);
+    if (tqkv__in_cache(c, to, a->out_size)) return TQKV__INVALID("out overlaps the cache");
+    return tqkv__cut_whole(a, tqkv__query_at(a, q, row), to, request);
 }
 
-TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out)
+/* Checks the arrays of all queries: a request looks at its own alone. */
+static TQKV__NOINLINE tqkv_result tqkv__check_all_queries(const tqkv_cache *c, const void *q, int n_queries, void *out)
 {
     tqkv__attention a;
+    tqkv_attention call = c->attention;
+    call.n_queries = n_queries;
+    const tqkv_result r = tqkv__attention_shape(&call, &a);
+    return r == TQKV_OK ? tqkv__check_q_out(&a, q, out) : r;
+}
+
+/* Queries at positions that are read raw and the others have a request each. */
+TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out)
+{
+    tqkv__attention a[2];
+    tqkv__request requests[2];
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
-    if (c->raw_below) return tqkv__attend_raw(c, q, n_queries, out);
-    tqkv_result r = tqkv__cache_attention(c, n_queries, &a);
-    if (r == TQKV_OK && tqkv__in_cache(c, out, a.out_size)) r = TQKV__INVALID("out overlaps the cache");
+    const int n_raw = tqkv__raw_queries(c, n_queries);
+    const int64_t first = c->attention.end - n_queries;
+    const tqkv__range raw = {first, first + n_raw}, coded = {raw.to, c->attention.end};
+    const bool both = n_raw && n_raw < n_queries;
+    tqkv_result r = both ? tqkv__check_all_queries(c, q, n_queries, out) : TQKV_OK;
+    if (r == TQKV_OK && n_raw && !c->raw[0].codes) r = TQKV__REFUSE(OUT_OF_RANGE, TQKV__NO_RAW);
+    if (r == TQKV_OK && n_raw) r = tqkv__cut_queries(c, true, raw, first, q, out, &a[0], &requests[0]);
+    if (r == TQKV_OK && n_raw < n_queries)
+        r = tqkv__cut_queries(c, false, coded, first, q, out, &a[both], &requests[both]);
     if (r != TQKV_OK) return r;
-    if (!c->metal) return tqkv__attend(&a, q, out);
-    r = tqkv__check_q_out(&a, q, out);
-    return r == TQKV_OK ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out) : r;
+    return c->metal ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out)
+                    : tqkv__run_job(requests, both ? 2 : 1);
 }
 
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c) { return c ? c->attention.end : 0; }
@@ -10425,13 +10450,11 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     const tqkv_result r = tqkv__take_pairs(desc->pairs, desc->rotary_dim, desc->head_dim, &tied);
     if (r != TQKV_OK) return r;
     if (desc->calibrate < 0) return TQKV__INVALID("calibrate is negative");
-    c->pairs = desc->pairs;
     if (desc->calibrate == 0) return TQKV_OK;
     if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
     if (desc->capacity > 0 && desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
     if (desc->ring && desc->calibrate > most)
         return TQKV__INVALID("calibrate: a ring learns from no more than a quarter of its capacity, or 16 positions");
-    c->calibrate = desc->calibrate;
     if (desc->key_center || desc->key_scale || desc->value_center || desc->value_scale) return TQKV_OK;
     c->learning = true;
     c->raw_below = INT64_MAX;
@@ -10622,16 +10645,6 @@ static void tqkv__append_raw(const tqkv_cache *c, const tqkv__append *append, in
     tqkv__run_encode_tasks(&job);
 }
 
-static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
-{
-    tqkv__stream *const streams[2] = {&append->streams[0], &append->first[0]};
-    for (int i = 0; i < 2; i++) {
-        streams[i]->center = c->keys.center;
-        streams[i]->channel_scale = c->keys.channel_scale;
-        streams[i]->inverses = c->keys.channel_scale ? tqkv__channel_room(c, TQKV__KEYS, TQKV__INVERSES) : NULL;
-    }
-}
-
 /* Appends to a cache that learns: raw halves as far as it learns from them, then codes. A failure leaves the cache as
    it was. */
 static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
@@ -10648,7 +10661,12 @@ static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
     if (append->job.n_tokens) tqkv__append_raw(c, append, TQKV__TILE);
     c->raw_end = end - at < TQKV__TILE ? end : at + TQKV__TILE;
     if (c->attention.non_causal) tqkv__drop_raw(c); /* all queries see what is encoded */
-    tqkv__take_learnt(c, append);
+    tqkv__stream *const keys[2] = {&append->streams[TQKV__KEYS], &append->first[TQKV__KEYS]};
+    for (int i = 0; i < 2; i++) { /* for what is left */
+        keys[i]->center = c->keys.center;
+        keys[i]->channel_scale = c->keys.channel_scale;
+        keys[i]->inverses = tqkv__channel_room(c, TQKV__KEYS, TQKV__INVERSES);
+    }
     if (append->job.n_tokens) tqkv__append_rows(c, append);
     return TQKV_OK;
 }
@@ -10702,58 +10720,6 @@ static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int 
     a.kv_len = (int)end;
     a.n_queries = n_queries;
     return a;
-}
-
-/* A call of a cache that is cut at the position from which queries read codes. The second request has the other
-   queries. */
-typedef struct tqkv__cut_call {
-    tqkv__attention a[2];
-    tqkv__request requests[2];
-    int n_requests, n_raw;
-} tqkv__cut_call;
-
-static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const void *q, int n_queries, void *out, tqkv__cut_call *cut)
-{
-    tqkv__attention *a = &cut->a[0];
-    const tqkv_attention raw = tqkv__raw_attention(c, c->attention.end - (n_queries - cut->n_raw), cut->n_raw);
-    tqkv_result r = tqkv__attention_streams(&raw, a);
-    if (r != TQKV_OK) return r;
-    a->first = 0;
-    if ((r = tqkv__attention_ends(a)) == TQKV_OK) r = tqkv__cut_whole(a, q, out, &cut->requests[cut->n_requests]);
-    cut->n_requests++;
-    return r;
-}
-
-static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const void *q, int n_queries, void *out, tqkv__cut_call *cut)
-{
-    tqkv__attention *a = &cut->a[1];
-    tqkv_result r = tqkv__cache_attention(c, n_queries - cut->n_raw, a);
-    if (r != TQKV_OK) return r;
-    const size_t size = tqkv__type_size(a->call.output_type), skipped = (size_t)cut->n_raw;
-    const void *rest = (const uint8_t *)q + skipped * a->call.query_strides.token * tqkv__type_size(a->call.query_type);
-    uint8_t *to = (uint8_t *)out + skipped * a->call.output_strides.token * size;
-    r = tqkv__cut_whole(a, rest, to, &cut->requests[cut->n_requests]);
-    cut->n_requests++;
-    return r;
-}
-
-static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const void *q, int n_queries, void *out)
-{
-    tqkv__cut_call cut;
-    tqkv_attention whole = c->attention;
-    whole.n_queries = n_queries;
-    cut.n_requests = 0;
-    cut.n_raw = tqkv__raw_queries(c, n_queries);
-    /* A request looks at its own queries and stores alone. */
-    tqkv_result r = tqkv__attention_shape(&whole, &cut.a[0]);
-    if (r == TQKV_OK) r = tqkv__check_q_out(&cut.a[0], q, out);
-    if (r == TQKV_OK && tqkv__in_cache(c, out, cut.a[0].out_size)) r = TQKV__INVALID("out overlaps the cache");
-    if (r == TQKV_OK && cut.n_raw && !c->raw[0].codes) r = TQKV__REFUSE(OUT_OF_RANGE, TQKV__NO_RAW);
-    if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, q, n_queries, out, &cut);
-    if (r == TQKV_OK && cut.n_raw < n_queries) r = tqkv__cut_coded(c, q, n_queries, out, &cut);
-    if (r != TQKV_OK) return r;
-    return c->metal ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out)
-                    : tqkv__run_job(cut.requests, cut.n_requests);
 }
 
 /* -- Presets -- */
@@ -10886,14 +10852,6 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     return TQKV_OK;
 }
 
-/* Returns how many of the first positions are kept: those do not move. */
-static int tqkv__count_same(const int *kept, int n_kept)
-{
-    int n = 0;
-    while (n < n_kept && kept[n] == n) n++;
-    return n;
-}
-
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
@@ -10905,7 +10863,9 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
         if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
         if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
     }
-    const int64_t first = c->attention.end - n, same = first + tqkv__count_same(kept, n_kept);
+    const int64_t first = c->attention.end - n;
+    int64_t same = first; /* positions below do not move */
+    for (int i = 0; i < n_kept && kept[i] == i; i++) same++;
     if (n_kept < n && tqkv__takes_learnt(c, same) && c->raw_end == c->attention.end) tqkv__unlearn(c);
     if (n_kept < n) tqkv__begin_edit(c, same);
     const int64_t kept_from = tqkv__exact_kept(c);
@@ -10923,28 +10883,6 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     tqkv__follow_tail(c);
     return TQKV_OK;
 }
-
-/* The fields of a desc, and where a cache has them: those that a snapshot holds as numbers, with the number of their
-   field in its header; what it holds otherwise; then what it does not hold. */
-// clang-format off
-#define TQKV__CACHE_NUMBERS(row)                                                                                       \
-    row(head_dim,      keys.head_dim,     1, int)         row(value_dim,    values.head_dim,  2, int)                  \
-    row(tail_dim,      tail.head_dim,     3, int)         row(n_kv_heads,   keys.n_kv_heads,  4, int)                  \
-    row(n_heads,       attention.n_heads, 5, int)         row(capacity,     keys.capacity,    6, int)                  \
-    row(key_format,    keys.format,       7, tqkv_format) row(value_format, values.format,    8, tqkv_format)          \
-    row(tail_format,   tail.format,       9, tqkv_format) row(window,       attention.window, 12, int)                 \
-    row(calibrate,     calibrate,        15, int)         row(exact_first,  asked_first,      16, int)                 \
-    row(exact_last,    asked_last,       17, int)         row(pairs,        pairs,            22, tqkv_pairs)          \
-    row(rotary_dim,    keys.rotary_dim,  23, int)
-#define TQKV__CACHE_SHAPE(row)                                                                                         \
-    row(ring,         keys.ring,)          row(shared,     shared,)                                                    \
-    row(scale,        attention.scale,)    row(softcap,    attention.softcap,)
-#define TQKV__CACHE_USE(row)                                                                                           \
-    row(type,         keys.type,)          row(sinks,      attention.sinks,)     row(metal,    metal,)                 \
-    row(parallel,     attention.parallel,) row(allocator,  attention.allocator,)                                       \
-    row(matrix_group, matrix_group,)       row(non_causal, attention.non_causal,)                                      \
-    row(tag,          tag,)
-// clang-format on
 
 static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
 {

@@ -633,6 +633,12 @@ static TQKV__NOINLINE void tqkv__plan_bind(tqkv_metal_dispatch *d, const char *n
     d->bindings[d->n_bindings++] = binding;
 }
 
+/* Binds what a row with NaN or infinity sets, if there is a buffer. */
+static void tqkv__plan_bind_flag(tqkv_metal_dispatch *d, int index, tqkv_metal_buffer not_finite)
+{
+    tqkv__plan_bind(d, "not_finite", index, not_finite, not_finite.buffer ? sizeof(uint32_t) : 0, true);
+}
+
 /* Binds rows of the caller's type, which the kernel learns from the constant. */
 static TQKV__NOINLINE void tqkv__plan_bind_rows(tqkv_metal_dispatch *d, const char *name, int index,
                                                 tqkv_metal_buffer at, int constant, tqkv_type type, size_t bytes,
@@ -873,7 +879,7 @@ static tqkv_result tqkv__add_encode(const tqkv_metal_store *const stores[2], con
     if (r != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, n > 1 ? TQKV_METAL_ENCODE_KV : TQKV_METAL_ENCODE, head_dim, other);
-    tqkv__plan_bind(d, "not_finite", 4 * n, not_finite, not_finite.buffer ? sizeof(uint32_t) : 0, true);
+    tqkv__plan_bind_flag(d, 4 * n, not_finite);
     d->grid[2] = (size_t)n;
     for (int i = 0; i < n && r == TQKV_OK; i++)
         r = tqkv__plan_stream(d, &rows[n - 1 + i], stores[i], sources[i], mapping, &s[i]);
@@ -891,62 +897,56 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *keys, 
     return tqkv__close_plan(plan, tqkv__add_encode(stores, sources, &mapping, not_finite, plan));
 }
 
-static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                   tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
-{
-    tqkv__stream s;
-    size_t bytes;
-    if (!store) return TQKV__INVALID("a store is NULL");
-    tqkv_result r = tqkv__stream_shape(&store->shape, &s);
-    if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim, 0);
-    if (r != TQKV_OK) return r;
-    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
-    tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
-    tqkv__plan_bind(d, "not_finite", 3, not_finite, not_finite.buffer ? sizeof(uint32_t) : 0, true);
-    r = tqkv__plan_extent(&s, n_tokens, &bytes);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, s.capacity, n_tokens, 0, false);
-    if (r != TQKV_OK) return r;
-    tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
-    tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated);
-    tqkv__plan_encode_memory(d, 0, s.head_dim);
-    tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
-    tqkv__plan_bind(d, "scaled", 2, scaled,
-                    (size_t)n_tokens * (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float), true);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_channels(d, "center", 4, store->center, &s, true));
-    tqkv__plan_constant(d, TQKV_FC_SCALED,
-                        tqkv__plan_bind_channels(d, "channel_scale", 5, store->channel_scale, &s, true));
-    return TQKV_OK;
-}
-
 TQKV_METAL_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
                                                  tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
                                                  tqkv_metal_plan *plan)
 {
+    tqkv__stream s;
+    size_t bytes;
     if (!tqkv__open_plan(plan, "probe")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_probe(store, src, n_tokens, scaled, not_finite, plan));
+    tqkv_result r = tqkv__stream_shape(store ? &store->shape : NULL, &s);
+    if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim, 0);
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+    tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
+    tqkv__plan_bind_flag(d, 3, not_finite);
+    r = tqkv__plan_extent(&s, n_tokens, &bytes);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, s.capacity, n_tokens, 0, false);
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
+    tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated);
+    tqkv__plan_encode_memory(d, 0, s.head_dim);
+    tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
+    tqkv__plan_bind(d, "scaled", 2, scaled, (size_t)n_tokens * tqkv__center_size(&s), true);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_channels(d, "center", 4, store->center, &s, true));
+    tqkv__plan_constant(d, TQKV_FC_SCALED,
+                        tqkv__plan_bind_channels(d, "channel_scale", 5, store->channel_scale, &s, true));
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
-static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t position, int n_positions, tqkv_basis basis,
-                                    tqkv_metal_buffer dst, tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
+                                                  tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
     size_t bytes;
+    if (!tqkv__open_plan(plan, "decode")) return TQKV__INVALID(TQKV__NO_PLAN);
     tqkv_result r = tqkv__plan_open(store, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim, 0);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     const int slot_list = s.capacity;
-    if ((r = tqkv__plan_positions(&s)) != TQKV_OK) return r;
-    if (n_positions < 0 || !tqkv__basis_known(basis))
-        return TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
-    if (n_positions > slot_list) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
-    if ((r = tqkv__check_positions(&s, n_positions, position, 0)) != TQKV_OK) return r;
-    if ((r = tqkv__plan_check_pages(&store->shape, position, n_positions, false)) != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
-    r = tqkv__plan_extent(&s, n_positions, &bytes);
+    r = tqkv__plan_positions(&s);
+    if (r == TQKV_OK && (n_positions < 0 || !tqkv__basis_known(basis)))
+        r = TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
+    if (r == TQKV_OK && n_positions > slot_list) r = TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
+    if (r == TQKV_OK) r = tqkv__check_positions(&s, n_positions, position, 0);
+    if (r == TQKV_OK) r = tqkv__plan_check_pages(&store->shape, position, n_positions, false);
+    if (r == TQKV_OK) r = tqkv__plan_extent(&s, n_positions, &bytes);
     if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slot_list, n_positions, position, false);
-    if (r != TQKV_OK) return r;
-    if (!tqkv__rows_distinct(s.strides, n_positions, s.n_kv_heads, s.head_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
+    if (r == TQKV_OK && !tqkv__rows_distinct(s.strides, n_positions, s.n_kv_heads, s.head_dim))
+        r = TQKV__INVALID(TQKV__ROWS_SHARED);
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, s.rotated && basis == TQKV_ORIGINAL);
     tqkv__plan_bind_store(d, "codes", "norms", 1, store, &s, false);
@@ -960,40 +960,27 @@ static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t posit
     tqkv__plan_constant(d, TQKV_FC_SCALED, scale && original);
     tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scale && !original);
     d->memory[0] = TQKV__TABLE_BYTES;
-    return TQKV_OK;
-}
-
-TQKV_METAL_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
-                                                  tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan)
-{
-    if (!tqkv__open_plan(plan, "decode")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_decode(store, position, n_positions, basis, dst, plan));
-}
-
-static tqkv_result tqkv__add_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, tqkv_basis to,
-                                    tqkv_metal_plan *plan)
-{
-    size_t size;
-    const tqkv_result r = tqkv__check_kernels(head_dim, head_dim, 0);
-    if (r != TQKV_OK) return r;
-    if (!tqkv__basis_known(to)) return TQKV__INVALID("to: no tqkv_basis");
-    if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size))
-        return TQKV__INVALID("n_rows is negative or too large");
-    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
-    tqkv__plan_begin(d, TQKV_METAL_ROTATE, head_dim, head_dim);
-    tqkv__plan_constant(d, TQKV_FC_UNROTATE, to == TQKV_ORIGINAL);
-    const tqkv__rotate_args args = {n_rows};
-    tqkv__plan_args(d, &args, sizeof args);
-    tqkv__plan_bind(d, "rows", 1, rows, size, true);
-    tqkv__plan_simdgroups(d, (size_t)n_rows * (size_t)TQKV__ROW_LANES(head_dim), TQKV__SIMD_WIDTH);
-    return TQKV_OK;
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
 TQKV_METAL_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, tqkv_basis to,
                                                   tqkv_metal_plan *plan)
 {
+    size_t size;
     if (!tqkv__open_plan(plan, "rotate")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, to, plan));
+    tqkv_result r = tqkv__check_kernels(head_dim, head_dim, 0);
+    if (r == TQKV_OK && !tqkv__basis_known(to)) r = TQKV__INVALID("to: no tqkv_basis");
+    if (r == TQKV_OK && (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size)))
+        r = TQKV__INVALID("n_rows is negative or too large");
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
+    const tqkv__rotate_args args = {n_rows};
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+    tqkv__plan_begin(d, TQKV_METAL_ROTATE, head_dim, head_dim);
+    tqkv__plan_constant(d, TQKV_FC_UNROTATE, to == TQKV_ORIGINAL);
+    tqkv__plan_args(d, &args, sizeof args);
+    tqkv__plan_bind(d, "rows", 1, rows, size, true);
+    tqkv__plan_simdgroups(d, (size_t)n_rows * (size_t)TQKV__ROW_LANES(head_dim), TQKV__SIMD_WIDTH);
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
 /* How a cache tells which of its rows are new; zeros: all rows count. */
@@ -2671,6 +2658,8 @@ static void tqkv__plan_index_args(const tqkv__index *x, const tqkv_metal_index *
 static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args, const tqkv_metal_index *from,
                              tqkv_metal_buffer q, tqkv_metal_buffer scores, tqkv_metal_dispatch *d)
 {
+    static const uint8_t absent[] = {TQKV_FC_TAIL_SCALED, TQKV_FC_TAIL_CENTER_SCALED, TQKV_FC_HALVES,
+                                     TQKV_FC_SHORT_STORE, TQKV_FC_TAIL_ELSEWHERE,     TQKV_FC_STRANDS};
     const tqkv__attention *a = &x->a;
     const size_t n_queries = (size_t)a->call.n_queries, head_dim = (size_t)a->key_dim;
     const int columns = a->call.n_heads < TQKV__INDEX_COLUMNS ? a->call.n_heads : TQKV__INDEX_COLUMNS;
@@ -2686,14 +2675,9 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     tqkv__plan_key_constants(d, a, center, false);
     tqkv__plan_bind_key_scale(d, "keys' channel_scale", 8, from->keys, &a->keys, a->call.query_basis == TQKV_ORIGINAL,
                               center, TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED);
-    tqkv__plan_constant(d, TQKV_FC_TAIL_SCALED, false);
-    tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER_SCALED, false);
-    tqkv__plan_constant(d, TQKV_FC_HALVES, TQKV__ALL_POSITIONS);
+    for (size_t i = 0; i < sizeof absent; i++) tqkv__plan_constant(d, absent[i], 0);
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
     tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, true);
-    tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, false);
-    tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE, false);
-    tqkv__plan_constant(d, TQKV_FC_STRANDS, false);
     tqkv__plan_constant(d, TQKV_FC_LIST, true);
     d->memory[0] = TQKV__TABLE_BYTES;
     d->memory[1] = TQKV__MATRIX_QUERY_BYTES(head_dim) * matrices;
@@ -2704,32 +2688,24 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     d->n_simdgroups = TQKV__MATRIX_SIMDGROUPS;
 }
 
-static tqkv_result tqkv__add_scores(const tqkv_metal_index *from, tqkv_metal_buffer q, tqkv_metal_buffer scores,
-                                    tqkv_metal_plan *plan)
-{
-    tqkv__index_args args;
-    tqkv__index x;
-    tqkv_result r = tqkv__plan_index_open(from, &x);
-    if (r != TQKV_OK) return r;
-    if (x.a.key_dim != 64 && x.a.key_dim != 128)
-        return TQKV__REFUSE(UNSUPPORTED, "an index on a GPU has a head_dim of 64 or 128");
-    if (!x.a.call.n_queries) return TQKV_OK;
-    if (from->keys->shape.pages) {
-        const int64_t end = tqkv__index_end(&x, x.a.call.n_queries - 1);
-        if ((r = tqkv__check_pages(&x.a.keys, x.a.first, end, 0)) != TQKV_OK) return r;
-    }
-    if ((r = tqkv__plan_positions(&x.a.keys)) != TQKV_OK) return r;
-    if ((r = tqkv__check_strides(x.a.call.query_strides)) != TQKV_OK) return r;
-    tqkv__plan_index_args(&x, from, &args);
-    tqkv__plan_score(&x, &args, from, q, scores, tqkv__add_dispatch(plan));
-    return TQKV_OK;
-}
-
 TQKV_METAL_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, tqkv_metal_buffer q,
                                                         tqkv_metal_buffer scores, tqkv_metal_plan *plan)
 {
+    tqkv__index_args args;
+    tqkv__index x;
     if (!tqkv__open_plan(plan, "index_scores")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_scores(from, q, scores, plan));
+    tqkv_result r = tqkv__plan_index_open(from, &x);
+    if (r == TQKV_OK && x.a.key_dim != 64 && x.a.key_dim != 128)
+        r = TQKV__REFUSE(UNSUPPORTED, "an index on a GPU has a head_dim of 64 or 128");
+    if (r != TQKV_OK || !x.a.call.n_queries) return tqkv__close_plan(plan, r);
+    if (from->keys->shape.pages)
+        r = tqkv__check_pages(&x.a.keys, x.a.first, tqkv__index_end(&x, x.a.call.n_queries - 1), 0);
+    if (r == TQKV_OK) r = tqkv__plan_positions(&x.a.keys);
+    if (r == TQKV_OK) r = tqkv__check_strides(x.a.call.query_strides);
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
+    tqkv__plan_index_args(&x, from, &args);
+    tqkv__plan_score(&x, &args, from, q, scores, tqkv__add_dispatch(plan));
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
 /* How the resident blocks of a row are divided: one threadgroup up to 16384, or where many queries fill the GPU. Else
@@ -2741,11 +2717,22 @@ static bool tqkv__chooses_alone(int64_t n_blocks, int n_queries)
     return n_blocks <= 4 * TQKV__CHOOSE_BLOCKS || n_queries >= TQKV__CHOOSE_QUERIES;
 }
 
-static void tqkv__plan_chunks(int64_t n_blocks, int n_queries, tqkv__choose_args *args)
+static void tqkv__plan_choose_args(const tqkv__index *x, int k, tqkv__choose_args *args)
 {
-    const int64_t most = (int64_t)TQKV__CHOOSE_BLOCKS * TQKV__CHOOSE_CHUNKS, each = (n_blocks + most - 1) / most;
-    const bool alone = tqkv__chooses_alone(n_blocks, n_queries);
-    args->chunk = (int32_t)(alone ? n_blocks : each * TQKV__CHOOSE_BLOCKS);
+    const int from = (int)(x->a.first / x->call.block);
+    const int64_t n_blocks = x->blocks - from, most = (int64_t)TQKV__CHOOSE_BLOCKS * TQKV__CHOOSE_CHUNKS;
+    const bool alone = tqkv__chooses_alone(n_blocks, x->a.call.n_queries);
+    memset(args, 0, sizeof *args);
+    tqkv__plan_keys_seen(x, &args->seen, &args->seen_rest);
+    args->ratio = x->call.ratio;
+    args->end = (int32_t)x->a.call.end;
+    args->block = x->call.block;
+    args->n_blocks = (int32_t)x->blocks;
+    args->from = from;
+    args->k = k;
+    args->first = x->call.first;
+    args->newest = x->call.newest;
+    args->chunk = (int32_t)(alone ? n_blocks : (n_blocks + most - 1) / most * TQKV__CHOOSE_BLOCKS);
     args->n_chunks = (int32_t)(alone ? 1 : (n_blocks + args->chunk - 1) / args->chunk);
 }
 
@@ -2775,48 +2762,32 @@ static void tqkv__plan_choose(const tqkv__choose_args *args, size_t n_queries, c
     d->n_simdgroups = args->chunk / each < most ? args->chunk / each + 1 : most;
 }
 
-static tqkv_result tqkv__add_choice(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
-                                    tqkv_metal_buffer scratch, tqkv_metal_buffer list, tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
+                                                        tqkv_metal_buffer scratch, tqkv_metal_buffer list,
+                                                        tqkv_metal_plan *plan)
 {
     const tqkv_metal_buffer buffers[3] = {scores, scratch, list};
     tqkv__choose_args args;
     tqkv__index x;
     size_t size;
-    const tqkv_result r = tqkv__plan_index_open(from, &x);
-    if (r != TQKV_OK) return r;
+    if (!tqkv__open_plan(plan, "index_choose")) return TQKV__INVALID(TQKV__NO_PLAN);
+    tqkv_result r = tqkv__plan_index_open(from, &x);
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     const int n_queries = x.a.call.n_queries;
     if (!scratch.buffer) /* of the whole store, whose first and last block may be cut */
         plan->scratch_size = (size_t)n_queries * sizeof(uint32_t) *
                              tqkv__choose_words(tqkv__room(&x.a.keys) / x.call.block + 2, n_queries);
     if (k < 0 || !tqkv__array_size(n_queries, k, 1, sizeof(int32_t), &size))
-        return TQKV__INVALID("k is negative, or the list too large");
-    if (!n_queries) return TQKV_OK;
-    memset(&args, 0, sizeof args);
-    tqkv__plan_keys_seen(&x, &args.seen, &args.seen_rest);
-    args.from = (int32_t)(x.a.first / x.call.block);
-    tqkv__plan_chunks(x.blocks - args.from, n_queries, &args);
-    args.ratio = x.call.ratio;
-    args.end = (int32_t)x.a.call.end;
-    args.block = x.call.block;
-    args.n_blocks = (int32_t)x.blocks;
-    args.k = k;
-    args.first = x.call.first;
-    args.newest = x.call.newest;
+        r = TQKV__INVALID("k is negative, or the list too large");
+    if (r != TQKV_OK || !n_queries) return tqkv__close_plan(plan, r);
+    tqkv__plan_choose_args(&x, k, &args);
     for (int i = 0; i < (args.n_chunks > 1 ? 3 : 1); i++) {
         tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
         args.step = args.n_chunks > 1 ? i : TQKV__CHOOSE_ALONE;
         tqkv__plan_choose(&args, (size_t)n_queries, buffers, d);
         if (i) d->barrier = scratch.buffer;
     }
-    return TQKV_OK;
-}
-
-TQKV_METAL_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
-                                                        tqkv_metal_buffer scratch, tqkv_metal_buffer list,
-                                                        tqkv_metal_plan *plan)
-{
-    if (!tqkv__open_plan(plan, "index_choose")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_choice(from, scores, k, scratch, list, plan));
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
 /* >>plan-cache: appending to a cache and attending to it */

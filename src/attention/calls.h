@@ -80,18 +80,14 @@ static tqkv_result tqkv__cut_whole(const tqkv__attention *a, const void *q, void
     return r;
 }
 
-static tqkv_result tqkv__attend(const tqkv__attention *a, const void *q, void *out)
-{
-    tqkv__request request;
-    const tqkv_result r = tqkv__cut_whole(a, q, out, &request);
-    return r == TQKV_OK ? tqkv__run_job(&request, 1) : r;
-}
-
 TQKV_API tqkv_result tqkv_attend(const tqkv_attention *attention, const void *q, void *out)
 {
     tqkv__attention a;
-    const tqkv_result r = tqkv__attention_open(attention, &a);
-    return r == TQKV_OK && a.call.n_queries ? tqkv__attend(&a, q, out) : r;
+    tqkv__request request;
+    tqkv_result r = tqkv__attention_open(attention, &a);
+    if (r != TQKV_OK || !a.call.n_queries) return r;
+    r = tqkv__cut_whole(&a, q, out, &request);
+    return r == TQKV_OK ? tqkv__run_job(&request, 1) : r;
 }
 
 typedef struct tqkv__output {

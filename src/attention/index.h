@@ -238,8 +238,7 @@ TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, f
     tqkv__scoring job;
     tqkv_result r = tqkv__index_shape(index, &x);
     if (r == TQKV_OK) r = tqkv__stream_memory(index->keys, &x.a.keys);
-    if (r == TQKV_OK && !x.a.call.n_queries) return r;
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !x.a.call.n_queries) return r;
     if (!tqkv__floats_at(scores)) return TQKV__INVALID(TQKV__NO_SCORES);
     const tqkv__arrays arrays = {{scores}, {x.size}, 1, sizeof(float)};
     r = tqkv__check_attend(&x.a, q, &arrays);
@@ -372,8 +371,7 @@ TQKV_API tqkv_result tqkv_index_choose(const tqkv_index *index, const float *sco
     size_t list_size;
     tqkv_result r = tqkv__index_shape(index, &x);
     if (r == TQKV_OK && k < 0) r = TQKV__INVALID("k is negative");
-    if (r == TQKV_OK && !x.a.call.n_queries) return r;
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK || !x.a.call.n_queries) return r;
     if (!tqkv__floats_at(scores)) return TQKV__INVALID(TQKV__NO_SCORES);
     if (!tqkv__aligned_at(list, sizeof *list)) return TQKV__INVALID("list: NULL or not aligned as int32_t");
     if (!tqkv__array_size(x.a.call.n_queries, k, 1, sizeof *list, &list_size))

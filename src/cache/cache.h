@@ -39,6 +39,28 @@ struct tqkv_cache {
 
 enum { TQKV__APPENDED_ON_GPU = 512 }; /* tokens at once: memory for the newest halves does not grow there */
 
+/* The fields of a desc, and where a cache has them: those that a snapshot holds as numbers, with the number of their
+   field in its header; what it holds otherwise; then what it does not hold. */
+// clang-format off
+#define TQKV__CACHE_NUMBERS(row)                                                                                       \
+    row(head_dim,      keys.head_dim,     1, int)         row(value_dim,    values.head_dim,  2, int)                  \
+    row(tail_dim,      tail.head_dim,     3, int)         row(n_kv_heads,   keys.n_kv_heads,  4, int)                  \
+    row(n_heads,       attention.n_heads, 5, int)         row(capacity,     keys.capacity,    6, int)                  \
+    row(key_format,    keys.format,       7, tqkv_format) row(value_format, values.format,    8, tqkv_format)          \
+    row(tail_format,   tail.format,       9, tqkv_format) row(window,       attention.window, 12, int)                 \
+    row(calibrate,     calibrate,        15, int)         row(exact_first,  asked_first,      16, int)                 \
+    row(exact_last,    asked_last,       17, int)         row(pairs,        pairs,            22, tqkv_pairs)          \
+    row(rotary_dim,    keys.rotary_dim,  23, int)
+#define TQKV__CACHE_SHAPE(row)                                                                                         \
+    row(ring,         keys.ring,)          row(shared,     shared,)                                                    \
+    row(scale,        attention.scale,)    row(softcap,    attention.softcap,)
+#define TQKV__CACHE_USE(row)                                                                                           \
+    row(type,         keys.type,)          row(sinks,      attention.sinks,)     row(metal,    metal,)                 \
+    row(parallel,     attention.parallel,) row(allocator,  attention.allocator,)                                       \
+    row(matrix_group, matrix_group,)       row(non_causal, attention.non_causal,)                                      \
+    row(tag,          tag,)
+// clang-format on
+
 /* This is where a cache has store i, whether there is one or not. */
 #define TQKV__STORE_AT(c, i) \
     ((i) >= TQKV__RAW      ? &(c)->raw[(i)-TQKV__RAW] \
@@ -116,7 +138,6 @@ static tqkv_result tqkv__append_learning(tqkv_cache *c, struct tqkv__append *app
 static void tqkv__count_append(tqkv_cache *c, int n_tokens);
 static int tqkv__raw_queries(const tqkv_cache *c, int n_queries);
 static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int n_queries);
-static tqkv_result tqkv__attend_raw(const tqkv_cache *c, const void *q, int n_queries, void *out);
 
 /* Starts each array in memory on a cache line: attention to codes that straddle two takes a tenth longer. 63 bytes more
    than *end still have a size. */
@@ -166,50 +187,39 @@ static void tqkv__place_stores(tqkv_cache *c, int first, int end, const tqkv__ca
 
 static const tqkv__backend *tqkv__backend_of(const tqkv_metal *m) { return (const tqkv__backend *)(const void *)m; }
 
-static void tqkv__end_shape(const tqkv_cache_desc *desc, int i, tqkv_cache *c)
+/* Finds the shapes of what is kept besides; follows tqkv__cache_shapes. */
+static tqkv_result tqkv__end_shapes(tqkv_cache *c)
 {
-    const int side = tqkv__stream_kinds[i].side;
-    const bool last = tqkv__stream_kinds[i].end == TQKV__LAST_END;
-    const tqkv_store *stream = tqkv__store_of(c, side);
-    const int64_t room = tqkv__end_room(c->exact_last, desc->metal ? TQKV__APPENDED_ON_GPU : TQKV__TILE);
-    const bool halves = stream && side != TQKV__TAIL && stream->format != TQKV_F16;
-    const bool as_it_is = stream && !halves && !last && desc->ring;
-    tqkv_store *s = TQKV__STORE_AT(c, i);
-    if (!(last ? c->exact_last : c->exact_first) || (!halves && !as_it_is)) return;
-    *s = *stream;
-    if (halves) {
-        s->format = TQKV_F16;
-        s->rotation = TQKV_ROTATION_ON;
-    }
-    s->ring = last;
-    s->capacity = last ? (int)room : c->exact_first;
-}
-
-static tqkv_result tqkv__end_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
-{
-    const int first = desc->exact_first, last = desc->exact_last;
-    if (first < 0 || last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
-    c->exact_first = first < desc->capacity ? first : desc->capacity;
-    c->exact_last = last < desc->capacity ? last : desc->capacity;
+    const int capacity = c->keys.capacity;
+    if (c->asked_first < 0 || c->asked_last < 0) return TQKV__INVALID("exact_first or exact_last is negative");
+    c->exact_first = c->asked_first < capacity ? c->asked_first : capacity;
+    c->exact_last = c->asked_last < capacity ? c->asked_last : capacity;
     if (tqkv__end_room(c->exact_last, TQKV__APPENDED_ON_GPU) > INT_MAX) return TQKV__INVALID("exact_last is too large");
-    c->asked_first = first;
-    c->asked_last = last;
-    c->tag = desc->tag;
-    for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) tqkv__end_shape(desc, i, c);
+    const int64_t room = tqkv__end_room(c->exact_last, c->metal ? TQKV__APPENDED_ON_GPU : TQKV__TILE);
+    for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
+        const bool last = tqkv__stream_kinds[i].end == TQKV__LAST_END;
+        const tqkv_store *stream = tqkv__store_of(c, tqkv__stream_kinds[i].side);
+        tqkv_store *s = TQKV__STORE_AT(c, i);
+        if (!stream || !(last ? c->exact_last : c->exact_first)) continue;
+        const bool halves = tqkv__stream_kinds[i].side != TQKV__TAIL && stream->format != TQKV_F16;
+        if (!halves && (last || !c->keys.ring)) continue;
+        *s = *stream;
+        if (halves) s->format = TQKV_F16;
+        if (halves) s->rotation = TQKV_ROTATION_ON;
+        s->ring = last;
+        s->capacity = last ? (int)room : c->exact_first;
+    }
     return TQKV_OK;
 }
 
 static tqkv_result tqkv__cache_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
 {
-    c->keys.format = desc->key_format ? desc->key_format : TQKV_I8;
-    c->keys.head_dim = desc->head_dim;
-    c->keys.n_kv_heads = desc->n_kv_heads;
-    c->keys.capacity = desc->capacity;
-    c->keys.ring = desc->ring;
-    c->keys.type = desc->type;
-    c->keys.rotary_dim = desc->rotary_dim;
+#define TQKV__FIELD_TAKEN(field, member, ...) c->member = desc->field;
+    TQKV__CACHE_NUMBERS(TQKV__FIELD_TAKEN)
+    TQKV__CACHE_SHAPE(TQKV__FIELD_TAKEN)
+    TQKV__CACHE_USE(TQKV__FIELD_TAKEN)
+    if (!desc->key_format) c->keys.format = TQKV_I8;
     c->values = c->keys;
-    c->shared = desc->shared;
     if (!c->shared) c->values.format = desc->value_format ? desc->value_format : TQKV_TQ4;
     if (desc->value_dim) c->values.head_dim = desc->value_dim;
     if (desc->ring && desc->window > desc->capacity)
@@ -243,7 +253,7 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     memset(c, 0, sizeof *c);
     c->learnt_at = -1;
     tqkv_result r = tqkv__cache_shapes(desc, c);
-    if (r == TQKV_OK) r = tqkv__end_shapes(desc, c);
+    if (r == TQKV_OK) r = tqkv__end_shapes(c);
     if (r == TQKV_OK) r = tqkv__raw_shapes(desc, c);
     if (r != TQKV_OK) return r;
     c->keys.strides = desc->strides.k;
@@ -252,22 +262,12 @@ static tqkv_result tqkv__cache_resolve(const tqkv_cache_desc *desc, tqkv_cache *
     c->attention.output_strides = desc->strides.out;
     c->attention.query_type = c->attention.output_type = desc->type;
     tqkv__cache_attach(&c->attention, c);
-    c->attention.n_heads = desc->n_heads;
     c->attention.n_queries = 1;
-    c->attention.window = desc->window;
     c->attention.whole_window = true;
-    c->attention.scale = desc->scale;
-    c->attention.softcap = desc->softcap;
-    c->attention.sinks = desc->sinks;
-    c->attention.parallel = desc->parallel;
-    c->attention.allocator = desc->allocator;
-    c->attention.non_causal = desc->non_causal;
     r = tqkv__attention_shape(&c->attention, &resolved);
     if (r != TQKV_OK) return r;
     c->attention = resolved.call;
     if (desc->matrix_group < 0) return TQKV__INVALID("matrix_group is negative");
-    c->matrix_group = desc->matrix_group;
-    c->metal = desc->metal;
     if (c->metal && !tqkv__backend_of(c->metal)->has_kernels(c->keys.head_dim, c->values.head_dim, c->tail.head_dim))
         return TQKV__REFUSE(UNSUPPORTED, "metal: the GPU has no kernels for this head_dim, value_dim and tail_dim");
     c->memory = c->metal ? tqkv__backend_of(c->metal)->memory : c->attention.allocator;
@@ -612,30 +612,56 @@ TQKV_API tqkv_result tqkv_cache_view(const tqkv_cache *c, int n_queries, tqkv_at
     return r;
 }
 
-static tqkv_result tqkv__cache_attention(const tqkv_cache *c, int n_queries, tqkv__attention *a)
+/* Opens the attention of the queries at some positions to codes, or to what is raw, and its request. first: the
+   position of the first row of q and out */
+static tqkv_result tqkv__cut_queries(const tqkv_cache *c, bool raw, tqkv__range positions, int64_t first, const void *q,
+                                     void *out, tqkv__attention *a, tqkv__request *request)
 {
-    tqkv_attention attention = c->attention;
-    attention.n_queries = n_queries;
-    tqkv__count_ends(c, &attention);
-    tqkv_result r = tqkv__attention_streams(&attention, a);
-    a->first = c->first; /* after a truncation fewer positions than kv_len's default, or none */
+    const int n_queries = (int)(positions.to - positions.from);
+    tqkv_attention call = raw ? tqkv__raw_attention(c, positions.to, n_queries) : c->attention;
+    call.n_queries = n_queries;
+    if (!raw) tqkv__count_ends(c, &call);
+    tqkv_result r = tqkv__attention_streams(&call, a);
+    a->first = raw ? 0 : c->first; /* after a truncation fewer positions than kv_len's default, or none */
     a->matrix_group = c->matrix_group;
-    if (r == TQKV_OK) r = tqkv__check_newest(c, &a->call);
-    return r == TQKV_OK ? tqkv__attention_ends(a) : r;
+    if (r == TQKV_OK && !raw) r = tqkv__check_newest(c, &a->call);
+    if (r == TQKV_OK) r = tqkv__attention_ends(a);
+    if (r != TQKV_OK) return r;
+    const size_t row = (size_t)(positions.from - first) * (size_t)call.n_heads;
+    void *to = tqkv__output_at(a, out, row);
+    if (tqkv__in_cache(c, to, a->out_size)) return TQKV__INVALID("out overlaps the cache");
+    return tqkv__cut_whole(a, tqkv__query_at(a, q, row), to, request);
 }
 
-TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out)
+/* Checks the arrays of all queries: a request looks at its own alone. */
+static TQKV__NOINLINE tqkv_result tqkv__check_all_queries(const tqkv_cache *c, const void *q, int n_queries, void *out)
 {
     tqkv__attention a;
+    tqkv_attention call = c->attention;
+    call.n_queries = n_queries;
+    const tqkv_result r = tqkv__attention_shape(&call, &a);
+    return r == TQKV_OK ? tqkv__check_q_out(&a, q, out) : r;
+}
+
+/* Queries at positions that are read raw and the others have a request each. */
+TQKV_API tqkv_result tqkv_cache_attend(tqkv_cache *c, const void *q, int n_queries, void *out)
+{
+    tqkv__attention a[2];
+    tqkv__request requests[2];
     if (!c || n_queries < 0) return TQKV__INVALID("the cache is NULL or n_queries negative");
     if (n_queries == 0) return TQKV_OK;
-    if (c->raw_below) return tqkv__attend_raw(c, q, n_queries, out);
-    tqkv_result r = tqkv__cache_attention(c, n_queries, &a);
-    if (r == TQKV_OK && tqkv__in_cache(c, out, a.out_size)) r = TQKV__INVALID("out overlaps the cache");
+    const int n_raw = tqkv__raw_queries(c, n_queries);
+    const int64_t first = c->attention.end - n_queries;
+    const tqkv__range raw = {first, first + n_raw}, coded = {raw.to, c->attention.end};
+    const bool both = n_raw && n_raw < n_queries;
+    tqkv_result r = both ? tqkv__check_all_queries(c, q, n_queries, out) : TQKV_OK;
+    if (r == TQKV_OK && n_raw && !c->raw[0].codes) r = TQKV__REFUSE(OUT_OF_RANGE, TQKV__NO_RAW);
+    if (r == TQKV_OK && n_raw) r = tqkv__cut_queries(c, true, raw, first, q, out, &a[0], &requests[0]);
+    if (r == TQKV_OK && n_raw < n_queries)
+        r = tqkv__cut_queries(c, false, coded, first, q, out, &a[both], &requests[both]);
     if (r != TQKV_OK) return r;
-    if (!c->metal) return tqkv__attend(&a, q, out);
-    r = tqkv__check_q_out(&a, q, out);
-    return r == TQKV_OK ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out) : r;
+    return c->metal ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out)
+                    : tqkv__run_job(requests, both ? 2 : 1);
 }
 
 TQKV_API int64_t tqkv_cache_end(const tqkv_cache *c) { return c ? c->attention.end : 0; }

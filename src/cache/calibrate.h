@@ -31,13 +31,11 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     const tqkv_result r = tqkv__take_pairs(desc->pairs, desc->rotary_dim, desc->head_dim, &tied);
     if (r != TQKV_OK) return r;
     if (desc->calibrate < 0) return TQKV__INVALID("calibrate is negative");
-    c->pairs = desc->pairs;
     if (desc->calibrate == 0) return TQKV_OK;
     if (desc->calibrate < least) return TQKV__INVALID("calibrate: fewer than 16 positions");
     if (desc->capacity > 0 && desc->capacity < least) return TQKV__INVALID("calibrate: the capacity is less than 16");
     if (desc->ring && desc->calibrate > most)
         return TQKV__INVALID("calibrate: a ring learns from no more than a quarter of its capacity, or 16 positions");
-    c->calibrate = desc->calibrate;
     if (desc->key_center || desc->key_scale || desc->value_center || desc->value_scale) return TQKV_OK;
     c->learning = true;
     c->raw_below = INT64_MAX;
@@ -228,16 +226,6 @@ static void tqkv__append_raw(const tqkv_cache *c, const tqkv__append *append, in
     tqkv__run_encode_tasks(&job);
 }
 
-static void tqkv__take_learnt(const tqkv_cache *c, tqkv__append *append)
-{
-    tqkv__stream *const streams[2] = {&append->streams[0], &append->first[0]};
-    for (int i = 0; i < 2; i++) {
-        streams[i]->center = c->keys.center;
-        streams[i]->channel_scale = c->keys.channel_scale;
-        streams[i]->inverses = c->keys.channel_scale ? tqkv__channel_room(c, TQKV__KEYS, TQKV__INVERSES) : NULL;
-    }
-}
-
 /* Appends to a cache that learns: raw halves as far as it learns from them, then codes. A failure leaves the cache as
    it was. */
 static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
@@ -254,7 +242,12 @@ static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
     if (append->job.n_tokens) tqkv__append_raw(c, append, TQKV__TILE);
     c->raw_end = end - at < TQKV__TILE ? end : at + TQKV__TILE;
     if (c->attention.non_causal) tqkv__drop_raw(c); /* all queries see what is encoded */
-    tqkv__take_learnt(c, append);
+    tqkv__stream *const keys[2] = {&append->streams[TQKV__KEYS], &append->first[TQKV__KEYS]};
+    for (int i = 0; i < 2; i++) { /* for what is left */
+        keys[i]->center = c->keys.center;
+        keys[i]->channel_scale = c->keys.channel_scale;
+        keys[i]->inverses = tqkv__channel_room(c, TQKV__KEYS, TQKV__INVERSES);
+    }
     if (append->job.n_tokens) tqkv__append_rows(c, append);
     return TQKV_OK;
 }
@@ -308,58 +301,6 @@ static tqkv_attention tqkv__raw_attention(const tqkv_cache *c, int64_t end, int 
     a.kv_len = (int)end;
     a.n_queries = n_queries;
     return a;
-}
-
-/* A call of a cache that is cut at the position from which queries read codes. The second request has the other
-   queries. */
-typedef struct tqkv__cut_call {
-    tqkv__attention a[2];
-    tqkv__request requests[2];
-    int n_requests, n_raw;
-} tqkv__cut_call;
-
-static tqkv_result tqkv__cut_raw(const tqkv_cache *c, const void *q, int n_queries, void *out, tqkv__cut_call *cut)
-{
-    tqkv__attention *a = &cut->a[0];
-    const tqkv_attention raw = tqkv__raw_attention(c, c->attention.end - (n_queries - cut->n_raw), cut->n_raw);
-    tqkv_result r = tqkv__attention_streams(&raw, a);
-    if (r != TQKV_OK) return r;
-    a->first = 0;
-    if ((r = tqkv__attention_ends(a)) == TQKV_OK) r = tqkv__cut_whole(a, q, out, &cut->requests[cut->n_requests]);
-    cut->n_requests++;
-    return r;
-}
-
-static tqkv_result tqkv__cut_coded(const tqkv_cache *c, const void *q, int n_queries, void *out, tqkv__cut_call *cut)
-{
-    tqkv__attention *a = &cut->a[1];
-    tqkv_result r = tqkv__cache_attention(c, n_queries - cut->n_raw, a);
-    if (r != TQKV_OK) return r;
-    const size_t size = tqkv__type_size(a->call.output_type), skipped = (size_t)cut->n_raw;
-    const void *rest = (const uint8_t *)q + skipped * a->call.query_strides.token * tqkv__type_size(a->call.query_type);
-    uint8_t *to = (uint8_t *)out + skipped * a->call.output_strides.token * size;
-    r = tqkv__cut_whole(a, rest, to, &cut->requests[cut->n_requests]);
-    cut->n_requests++;
-    return r;
-}
-
-static TQKV__NOINLINE tqkv_result tqkv__attend_raw(const tqkv_cache *c, const void *q, int n_queries, void *out)
-{
-    tqkv__cut_call cut;
-    tqkv_attention whole = c->attention;
-    whole.n_queries = n_queries;
-    cut.n_requests = 0;
-    cut.n_raw = tqkv__raw_queries(c, n_queries);
-    /* A request looks at its own queries and stores alone. */
-    tqkv_result r = tqkv__attention_shape(&whole, &cut.a[0]);
-    if (r == TQKV_OK) r = tqkv__check_q_out(&cut.a[0], q, out);
-    if (r == TQKV_OK && tqkv__in_cache(c, out, cut.a[0].out_size)) r = TQKV__INVALID("out overlaps the cache");
-    if (r == TQKV_OK && cut.n_raw && !c->raw[0].codes) r = TQKV__REFUSE(OUT_OF_RANGE, TQKV__NO_RAW);
-    if (r == TQKV_OK && cut.n_raw) r = tqkv__cut_raw(c, q, n_queries, out, &cut);
-    if (r == TQKV_OK && cut.n_raw < n_queries) r = tqkv__cut_coded(c, q, n_queries, out, &cut);
-    if (r != TQKV_OK) return r;
-    return c->metal ? tqkv__backend_of(c->metal)->attend(c->metal, c, q, n_queries, out)
-                    : tqkv__run_job(cut.requests, cut.n_requests);
 }
 
 /* -- Presets -- */

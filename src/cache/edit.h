@@ -112,14 +112,6 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_remove(tqkv_cache *c, int64_t first, 
     return TQKV_OK;
 }
 
-/* Returns how many of the first positions are kept: those do not move. */
-static int tqkv__count_same(const int *kept, int n_kept)
-{
-    int n = 0;
-    while (n < n_kept && kept[n] == n) n++;
-    return n;
-}
-
 TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int *kept, int n_kept)
 {
     if (!c) return TQKV__INVALID("the cache is NULL");
@@ -131,7 +123,9 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
         if (kept[i] < 0 || kept[i] >= n) return TQKV__REFUSE(OUT_OF_RANGE, "kept: not one of the newest n positions");
         if (i && kept[i] <= kept[i - 1]) return TQKV__INVALID("kept: not ascending");
     }
-    const int64_t first = c->attention.end - n, same = first + tqkv__count_same(kept, n_kept);
+    const int64_t first = c->attention.end - n;
+    int64_t same = first; /* positions below do not move */
+    for (int i = 0; i < n_kept && kept[i] == i; i++) same++;
     if (n_kept < n && tqkv__takes_learnt(c, same) && c->raw_end == c->attention.end) tqkv__unlearn(c);
     if (n_kept < n) tqkv__begin_edit(c, same);
     const int64_t kept_from = tqkv__exact_kept(c);
@@ -149,28 +143,6 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     tqkv__follow_tail(c);
     return TQKV_OK;
 }
-
-/* The fields of a desc, and where a cache has them: those that a snapshot holds as numbers, with the number of their
-   field in its header; what it holds otherwise; then what it does not hold. */
-// clang-format off
-#define TQKV__CACHE_NUMBERS(row)                                                                                       \
-    row(head_dim,      keys.head_dim,     1, int)         row(value_dim,    values.head_dim,  2, int)                  \
-    row(tail_dim,      tail.head_dim,     3, int)         row(n_kv_heads,   keys.n_kv_heads,  4, int)                  \
-    row(n_heads,       attention.n_heads, 5, int)         row(capacity,     keys.capacity,    6, int)                  \
-    row(key_format,    keys.format,       7, tqkv_format) row(value_format, values.format,    8, tqkv_format)          \
-    row(tail_format,   tail.format,       9, tqkv_format) row(window,       attention.window, 12, int)                 \
-    row(calibrate,     calibrate,        15, int)         row(exact_first,  asked_first,      16, int)                 \
-    row(exact_last,    asked_last,       17, int)         row(pairs,        pairs,            22, tqkv_pairs)          \
-    row(rotary_dim,    keys.rotary_dim,  23, int)
-#define TQKV__CACHE_SHAPE(row)                                                                                         \
-    row(ring,         keys.ring,)          row(shared,     shared,)                                                    \
-    row(scale,        attention.scale,)    row(softcap,    attention.softcap,)
-#define TQKV__CACHE_USE(row)                                                                                           \
-    row(type,         keys.type,)          row(sinks,      attention.sinks,)     row(metal,    metal,)                 \
-    row(parallel,     attention.parallel,) row(allocator,  attention.allocator,)                                       \
-    row(matrix_group, matrix_group,)       row(non_causal, attention.non_causal,)                                      \
-    row(tag,          tag,)
-// clang-format on
 
 static tqkv_cache_desc tqkv__desc_of(const tqkv_cache *c)
 {

@@ -56,6 +56,8 @@ static void tqkv__plan_index_args(const tqkv__index *x, const tqkv_metal_index *
 static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args, const tqkv_metal_index *from,
                              tqkv_metal_buffer q, tqkv_metal_buffer scores, tqkv_metal_dispatch *d)
 {
+    static const uint8_t absent[] = {TQKV_FC_TAIL_SCALED, TQKV_FC_TAIL_CENTER_SCALED, TQKV_FC_HALVES,
+                                     TQKV_FC_SHORT_STORE, TQKV_FC_TAIL_ELSEWHERE,     TQKV_FC_STRANDS};
     const tqkv__attention *a = &x->a;
     const size_t n_queries = (size_t)a->call.n_queries, head_dim = (size_t)a->key_dim;
     const int columns = a->call.n_heads < TQKV__INDEX_COLUMNS ? a->call.n_heads : TQKV__INDEX_COLUMNS;
@@ -71,14 +73,9 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     tqkv__plan_key_constants(d, a, center, false);
     tqkv__plan_bind_key_scale(d, "keys' channel_scale", 8, from->keys, &a->keys, a->call.query_basis == TQKV_ORIGINAL,
                               center, TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED);
-    tqkv__plan_constant(d, TQKV_FC_TAIL_SCALED, false);
-    tqkv__plan_constant(d, TQKV_FC_TAIL_CENTER_SCALED, false);
-    tqkv__plan_constant(d, TQKV_FC_HALVES, TQKV__ALL_POSITIONS);
+    for (size_t i = 0; i < sizeof absent; i++) tqkv__plan_constant(d, absent[i], 0);
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
     tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, true);
-    tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, false);
-    tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE, false);
-    tqkv__plan_constant(d, TQKV_FC_STRANDS, false);
     tqkv__plan_constant(d, TQKV_FC_LIST, true);
     d->memory[0] = TQKV__TABLE_BYTES;
     d->memory[1] = TQKV__MATRIX_QUERY_BYTES(head_dim) * matrices;
@@ -89,32 +86,24 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     d->n_simdgroups = TQKV__MATRIX_SIMDGROUPS;
 }
 
-static tqkv_result tqkv__add_scores(const tqkv_metal_index *from, tqkv_metal_buffer q, tqkv_metal_buffer scores,
-                                    tqkv_metal_plan *plan)
-{
-    tqkv__index_args args;
-    tqkv__index x;
-    tqkv_result r = tqkv__plan_index_open(from, &x);
-    if (r != TQKV_OK) return r;
-    if (x.a.key_dim != 64 && x.a.key_dim != 128)
-        return TQKV__REFUSE(UNSUPPORTED, "an index on a GPU has a head_dim of 64 or 128");
-    if (!x.a.call.n_queries) return TQKV_OK;
-    if (from->keys->shape.pages) {
-        const int64_t end = tqkv__index_end(&x, x.a.call.n_queries - 1);
-        if ((r = tqkv__check_pages(&x.a.keys, x.a.first, end, 0)) != TQKV_OK) return r;
-    }
-    if ((r = tqkv__plan_positions(&x.a.keys)) != TQKV_OK) return r;
-    if ((r = tqkv__check_strides(x.a.call.query_strides)) != TQKV_OK) return r;
-    tqkv__plan_index_args(&x, from, &args);
-    tqkv__plan_score(&x, &args, from, q, scores, tqkv__add_dispatch(plan));
-    return TQKV_OK;
-}
-
 TQKV_METAL_API tqkv_result tqkv_metal_plan_index_scores(const tqkv_metal_index *from, tqkv_metal_buffer q,
                                                         tqkv_metal_buffer scores, tqkv_metal_plan *plan)
 {
+    tqkv__index_args args;
+    tqkv__index x;
     if (!tqkv__open_plan(plan, "index_scores")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_scores(from, q, scores, plan));
+    tqkv_result r = tqkv__plan_index_open(from, &x);
+    if (r == TQKV_OK && x.a.key_dim != 64 && x.a.key_dim != 128)
+        r = TQKV__REFUSE(UNSUPPORTED, "an index on a GPU has a head_dim of 64 or 128");
+    if (r != TQKV_OK || !x.a.call.n_queries) return tqkv__close_plan(plan, r);
+    if (from->keys->shape.pages)
+        r = tqkv__check_pages(&x.a.keys, x.a.first, tqkv__index_end(&x, x.a.call.n_queries - 1), 0);
+    if (r == TQKV_OK) r = tqkv__plan_positions(&x.a.keys);
+    if (r == TQKV_OK) r = tqkv__check_strides(x.a.call.query_strides);
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
+    tqkv__plan_index_args(&x, from, &args);
+    tqkv__plan_score(&x, &args, from, q, scores, tqkv__add_dispatch(plan));
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
 /* How the resident blocks of a row are divided: one threadgroup up to 16384, or where many queries fill the GPU. Else
@@ -126,11 +115,22 @@ static bool tqkv__chooses_alone(int64_t n_blocks, int n_queries)
     return n_blocks <= 4 * TQKV__CHOOSE_BLOCKS || n_queries >= TQKV__CHOOSE_QUERIES;
 }
 
-static void tqkv__plan_chunks(int64_t n_blocks, int n_queries, tqkv__choose_args *args)
+static void tqkv__plan_choose_args(const tqkv__index *x, int k, tqkv__choose_args *args)
 {
-    const int64_t most = (int64_t)TQKV__CHOOSE_BLOCKS * TQKV__CHOOSE_CHUNKS, each = (n_blocks + most - 1) / most;
-    const bool alone = tqkv__chooses_alone(n_blocks, n_queries);
-    args->chunk = (int32_t)(alone ? n_blocks : each * TQKV__CHOOSE_BLOCKS);
+    const int from = (int)(x->a.first / x->call.block);
+    const int64_t n_blocks = x->blocks - from, most = (int64_t)TQKV__CHOOSE_BLOCKS * TQKV__CHOOSE_CHUNKS;
+    const bool alone = tqkv__chooses_alone(n_blocks, x->a.call.n_queries);
+    memset(args, 0, sizeof *args);
+    tqkv__plan_keys_seen(x, &args->seen, &args->seen_rest);
+    args->ratio = x->call.ratio;
+    args->end = (int32_t)x->a.call.end;
+    args->block = x->call.block;
+    args->n_blocks = (int32_t)x->blocks;
+    args->from = from;
+    args->k = k;
+    args->first = x->call.first;
+    args->newest = x->call.newest;
+    args->chunk = (int32_t)(alone ? n_blocks : (n_blocks + most - 1) / most * TQKV__CHOOSE_BLOCKS);
     args->n_chunks = (int32_t)(alone ? 1 : (n_blocks + args->chunk - 1) / args->chunk);
 }
 
@@ -160,46 +160,30 @@ static void tqkv__plan_choose(const tqkv__choose_args *args, size_t n_queries, c
     d->n_simdgroups = args->chunk / each < most ? args->chunk / each + 1 : most;
 }
 
-static tqkv_result tqkv__add_choice(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
-                                    tqkv_metal_buffer scratch, tqkv_metal_buffer list, tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
+                                                        tqkv_metal_buffer scratch, tqkv_metal_buffer list,
+                                                        tqkv_metal_plan *plan)
 {
     const tqkv_metal_buffer buffers[3] = {scores, scratch, list};
     tqkv__choose_args args;
     tqkv__index x;
     size_t size;
-    const tqkv_result r = tqkv__plan_index_open(from, &x);
-    if (r != TQKV_OK) return r;
+    if (!tqkv__open_plan(plan, "index_choose")) return TQKV__INVALID(TQKV__NO_PLAN);
+    tqkv_result r = tqkv__plan_index_open(from, &x);
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     const int n_queries = x.a.call.n_queries;
     if (!scratch.buffer) /* of the whole store, whose first and last block may be cut */
         plan->scratch_size = (size_t)n_queries * sizeof(uint32_t) *
                              tqkv__choose_words(tqkv__room(&x.a.keys) / x.call.block + 2, n_queries);
     if (k < 0 || !tqkv__array_size(n_queries, k, 1, sizeof(int32_t), &size))
-        return TQKV__INVALID("k is negative, or the list too large");
-    if (!n_queries) return TQKV_OK;
-    memset(&args, 0, sizeof args);
-    tqkv__plan_keys_seen(&x, &args.seen, &args.seen_rest);
-    args.from = (int32_t)(x.a.first / x.call.block);
-    tqkv__plan_chunks(x.blocks - args.from, n_queries, &args);
-    args.ratio = x.call.ratio;
-    args.end = (int32_t)x.a.call.end;
-    args.block = x.call.block;
-    args.n_blocks = (int32_t)x.blocks;
-    args.k = k;
-    args.first = x.call.first;
-    args.newest = x.call.newest;
+        r = TQKV__INVALID("k is negative, or the list too large");
+    if (r != TQKV_OK || !n_queries) return tqkv__close_plan(plan, r);
+    tqkv__plan_choose_args(&x, k, &args);
     for (int i = 0; i < (args.n_chunks > 1 ? 3 : 1); i++) {
         tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
         args.step = args.n_chunks > 1 ? i : TQKV__CHOOSE_ALONE;
         tqkv__plan_choose(&args, (size_t)n_queries, buffers, d);
         if (i) d->barrier = scratch.buffer;
     }
-    return TQKV_OK;
-}
-
-TQKV_METAL_API tqkv_result tqkv_metal_plan_index_choose(const tqkv_metal_index *from, tqkv_metal_buffer scores, int k,
-                                                        tqkv_metal_buffer scratch, tqkv_metal_buffer list,
-                                                        tqkv_metal_plan *plan)
-{
-    if (!tqkv__open_plan(plan, "index_choose")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_choice(from, scores, k, scratch, list, plan));
+    return tqkv__close_plan(plan, TQKV_OK);
 }

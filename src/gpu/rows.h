@@ -188,6 +188,12 @@ static TQKV__NOINLINE void tqkv__plan_bind(tqkv_metal_dispatch *d, const char *n
     d->bindings[d->n_bindings++] = binding;
 }
 
+/* Binds what a row with NaN or infinity sets, if there is a buffer. */
+static void tqkv__plan_bind_flag(tqkv_metal_dispatch *d, int index, tqkv_metal_buffer not_finite)
+{
+    tqkv__plan_bind(d, "not_finite", index, not_finite, not_finite.buffer ? sizeof(uint32_t) : 0, true);
+}
+
 /* Binds rows of the caller's type, which the kernel learns from the constant. */
 static TQKV__NOINLINE void tqkv__plan_bind_rows(tqkv_metal_dispatch *d, const char *name, int index,
                                                 tqkv_metal_buffer at, int constant, tqkv_type type, size_t bytes,
@@ -428,7 +434,7 @@ static tqkv_result tqkv__add_encode(const tqkv_metal_store *const stores[2], con
     if (r != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, n > 1 ? TQKV_METAL_ENCODE_KV : TQKV_METAL_ENCODE, head_dim, other);
-    tqkv__plan_bind(d, "not_finite", 4 * n, not_finite, not_finite.buffer ? sizeof(uint32_t) : 0, true);
+    tqkv__plan_bind_flag(d, 4 * n, not_finite);
     d->grid[2] = (size_t)n;
     for (int i = 0; i < n && r == TQKV_OK; i++)
         r = tqkv__plan_stream(d, &rows[n - 1 + i], stores[i], sources[i], mapping, &s[i]);
@@ -446,62 +452,56 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_encode(const tqkv_metal_store *keys, 
     return tqkv__close_plan(plan, tqkv__add_encode(stores, sources, &mapping, not_finite, plan));
 }
 
-static tqkv_result tqkv__add_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
-                                   tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite, tqkv_metal_plan *plan)
-{
-    tqkv__stream s;
-    size_t bytes;
-    if (!store) return TQKV__INVALID("a store is NULL");
-    tqkv_result r = tqkv__stream_shape(&store->shape, &s);
-    if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim, 0);
-    if (r != TQKV_OK) return r;
-    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
-    tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
-    tqkv__plan_bind(d, "not_finite", 3, not_finite, not_finite.buffer ? sizeof(uint32_t) : 0, true);
-    r = tqkv__plan_extent(&s, n_tokens, &bytes);
-    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, s.capacity, n_tokens, 0, false);
-    if (r != TQKV_OK) return r;
-    tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
-    tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated);
-    tqkv__plan_encode_memory(d, 0, s.head_dim);
-    tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
-    tqkv__plan_bind(d, "scaled", 2, scaled,
-                    (size_t)n_tokens * (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float), true);
-    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_channels(d, "center", 4, store->center, &s, true));
-    tqkv__plan_constant(d, TQKV_FC_SCALED,
-                        tqkv__plan_bind_channels(d, "channel_scale", 5, store->channel_scale, &s, true));
-    return TQKV_OK;
-}
-
 TQKV_METAL_API tqkv_result tqkv_metal_plan_probe(const tqkv_metal_store *store, tqkv_metal_buffer src, int n_tokens,
                                                  tqkv_metal_buffer scaled, tqkv_metal_buffer not_finite,
                                                  tqkv_metal_plan *plan)
 {
+    tqkv__stream s;
+    size_t bytes;
     if (!tqkv__open_plan(plan, "probe")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_probe(store, src, n_tokens, scaled, not_finite, plan));
+    tqkv_result r = tqkv__stream_shape(store ? &store->shape : NULL, &s);
+    if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim, 0);
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+    tqkv__plan_begin(d, TQKV_METAL_PROBE, s.head_dim, s.head_dim);
+    tqkv__plan_bind_flag(d, 3, not_finite);
+    r = tqkv__plan_extent(&s, n_tokens, &bytes);
+    if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, s.capacity, n_tokens, 0, false);
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
+    tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
+    tqkv__plan_constant(d, TQKV_FC_ROTATED, s.rotated);
+    tqkv__plan_encode_memory(d, 0, s.head_dim);
+    tqkv__plan_bind_rows(d, "src", 1, src, TQKV_FC_TYPE, s.type, bytes, false);
+    tqkv__plan_bind(d, "scaled", 2, scaled, (size_t)n_tokens * tqkv__center_size(&s), true);
+    tqkv__plan_constant(d, TQKV_FC_CENTER, tqkv__plan_bind_channels(d, "center", 4, store->center, &s, true));
+    tqkv__plan_constant(d, TQKV_FC_SCALED,
+                        tqkv__plan_bind_channels(d, "channel_scale", 5, store->channel_scale, &s, true));
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
-static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t position, int n_positions, tqkv_basis basis,
-                                    tqkv_metal_buffer dst, tqkv_metal_plan *plan)
+TQKV_METAL_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
+                                                  tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan)
 {
     tqkv__stream s;
     size_t bytes;
+    if (!tqkv__open_plan(plan, "decode")) return TQKV__INVALID(TQKV__NO_PLAN);
     tqkv_result r = tqkv__plan_open(store, &s);
     if (r == TQKV_OK) r = tqkv__check_kernels(s.head_dim, s.head_dim, 0);
-    if (r != TQKV_OK) return r;
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     const int slot_list = s.capacity;
-    if ((r = tqkv__plan_positions(&s)) != TQKV_OK) return r;
-    if (n_positions < 0 || !tqkv__basis_known(basis))
-        return TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
-    if (n_positions > slot_list) return TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
-    if ((r = tqkv__check_positions(&s, n_positions, position, 0)) != TQKV_OK) return r;
-    if ((r = tqkv__plan_check_pages(&store->shape, position, n_positions, false)) != TQKV_OK) return r;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
-    r = tqkv__plan_extent(&s, n_positions, &bytes);
+    r = tqkv__plan_positions(&s);
+    if (r == TQKV_OK && (n_positions < 0 || !tqkv__basis_known(basis)))
+        r = TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
+    if (r == TQKV_OK && n_positions > slot_list) r = TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
+    if (r == TQKV_OK) r = tqkv__check_positions(&s, n_positions, position, 0);
+    if (r == TQKV_OK) r = tqkv__plan_check_pages(&store->shape, position, n_positions, false);
+    if (r == TQKV_OK) r = tqkv__plan_extent(&s, n_positions, &bytes);
     if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slot_list, n_positions, position, false);
-    if (r != TQKV_OK) return r;
-    if (!tqkv__rows_distinct(s.strides, n_positions, s.n_kv_heads, s.head_dim)) return TQKV__INVALID(TQKV__ROWS_SHARED);
+    if (r == TQKV_OK && !tqkv__rows_distinct(s.strides, n_positions, s.n_kv_heads, s.head_dim))
+        r = TQKV__INVALID(TQKV__ROWS_SHARED);
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
     tqkv__plan_constant(d, TQKV_FC_FORMAT, (int)s.format);
     tqkv__plan_constant(d, TQKV_FC_UNROTATE, s.rotated && basis == TQKV_ORIGINAL);
     tqkv__plan_bind_store(d, "codes", "norms", 1, store, &s, false);
@@ -515,40 +515,27 @@ static tqkv_result tqkv__add_decode(const tqkv_metal_store *store, int64_t posit
     tqkv__plan_constant(d, TQKV_FC_SCALED, scale && original);
     tqkv__plan_constant(d, TQKV_FC_CENTER_SCALED, scale && !original);
     d->memory[0] = TQKV__TABLE_BYTES;
-    return TQKV_OK;
-}
-
-TQKV_METAL_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store, int64_t position, int n_positions,
-                                                  tqkv_basis basis, tqkv_metal_buffer dst, tqkv_metal_plan *plan)
-{
-    if (!tqkv__open_plan(plan, "decode")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_decode(store, position, n_positions, basis, dst, plan));
-}
-
-static tqkv_result tqkv__add_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, tqkv_basis to,
-                                    tqkv_metal_plan *plan)
-{
-    size_t size;
-    const tqkv_result r = tqkv__check_kernels(head_dim, head_dim, 0);
-    if (r != TQKV_OK) return r;
-    if (!tqkv__basis_known(to)) return TQKV__INVALID("to: no tqkv_basis");
-    if (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size))
-        return TQKV__INVALID("n_rows is negative or too large");
-    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
-    tqkv__plan_begin(d, TQKV_METAL_ROTATE, head_dim, head_dim);
-    tqkv__plan_constant(d, TQKV_FC_UNROTATE, to == TQKV_ORIGINAL);
-    const tqkv__rotate_args args = {n_rows};
-    tqkv__plan_args(d, &args, sizeof args);
-    tqkv__plan_bind(d, "rows", 1, rows, size, true);
-    tqkv__plan_simdgroups(d, (size_t)n_rows * (size_t)TQKV__ROW_LANES(head_dim), TQKV__SIMD_WIDTH);
-    return TQKV_OK;
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
 TQKV_METAL_API tqkv_result tqkv_metal_plan_rotate(tqkv_metal_buffer rows, int n_rows, int head_dim, tqkv_basis to,
                                                   tqkv_metal_plan *plan)
 {
+    size_t size;
     if (!tqkv__open_plan(plan, "rotate")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_rotate(rows, n_rows, head_dim, to, plan));
+    tqkv_result r = tqkv__check_kernels(head_dim, head_dim, 0);
+    if (r == TQKV_OK && !tqkv__basis_known(to)) r = TQKV__INVALID("to: no tqkv_basis");
+    if (r == TQKV_OK && (n_rows < 0 || !tqkv__array_size(n_rows, head_dim, 1, sizeof(float), &size)))
+        r = TQKV__INVALID("n_rows is negative or too large");
+    if (r != TQKV_OK) return tqkv__close_plan(plan, r);
+    const tqkv__rotate_args args = {n_rows};
+    tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
+    tqkv__plan_begin(d, TQKV_METAL_ROTATE, head_dim, head_dim);
+    tqkv__plan_constant(d, TQKV_FC_UNROTATE, to == TQKV_ORIGINAL);
+    tqkv__plan_args(d, &args, sizeof args);
+    tqkv__plan_bind(d, "rows", 1, rows, size, true);
+    tqkv__plan_simdgroups(d, (size_t)n_rows * (size_t)TQKV__ROW_LANES(head_dim), TQKV__SIMD_WIDTH);
+    return tqkv__close_plan(plan, TQKV_OK);
 }
 
 /* How a cache tells which of its rows are new; zeros: all rows count. */
