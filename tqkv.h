@@ -2739,13 +2739,15 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
         if (slot >= 0)
             for (int i = 0; i < n_heads; i++) {
                 const int h = first + i;
-                rows[n].src = tqkv__source_row(s, tokens->src, (size_t)t, (size_t)h);
-                rows[n].center = tqkv__center_of(s, h);
-                rows[n].inverses = tqkv__of_head(s, inverses, i);
-                rows[n].codes = tqkv__codes_at(s, h, slot);
-                rows[n].norms = tqkv__norms_at(s, h, slot);
-                rows[n].factors = NULL;
-                rows[n].half = half ? tqkv__codes_at(halves, h, half_slot) : NULL;
+                const void *src = tqkv__source_row(s, tokens->src, (size_t)t, (size_t)h);
+                const tqkv__row row = {src,
+                                       tqkv__center_of(s, h),
+                                       tqkv__of_head(s, inverses, i),
+                                       tqkv__codes_at(s, h, slot),
+                                       tqkv__norms_at(s, h, slot),
+                                       NULL,
+                                       half ? tqkv__codes_at(halves, h, half_slot) : NULL};
+                rows[n] = row;
                 if (++n == batch) codec->encode_rows(s, q, rows, n);
                 n %= batch;
             }
@@ -6778,6 +6780,11 @@ static bool tqkv__same_bytes(const tqkv__stream *a, const tqkv__stream *b)
            a->rotated == b->rotated && a->block_scale == b->block_scale;
 }
 
+static bool tqkv__share_bytes(const tqkv__stream *a, const tqkv__stream *b)
+{
+    return tqkv__encoding_overlaps(a, b->codes, b->codes_size) || tqkv__encoding_overlaps(a, b->norms, b->norms_size);
+}
+
 /* Refuses streams that share bytes, but for keys and values that are one stream and for page tables over one pool.
    Finds whether keys and values are one. */
 static tqkv_result tqkv__check_streams(tqkv__attention *a)
@@ -6786,15 +6793,9 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
     const bool alike = tqkv__same_bytes(k, v), one_table = k->pages == v->pages && k->n_pages == v->n_pages;
     a->shared = alike && one_table && k->page_size == v->page_size && k->ring == v->ring && k->center == v->center &&
                 k->channel_scale == v->channel_scale;
-    for (int side = 0; side < 2 && a->call.tail; side++) {
-        const tqkv__stream *s = side ? v : k;
-        if (tqkv__encoding_overlaps(s, a->tail.codes, a->tail.codes_size) ||
-            tqkv__encoding_overlaps(s, a->tail.norms, a->tail.norms_size))
-            return TQKV__INVALID("tail: overlaps the keys or the values");
-    }
-    if (a->shared || (alike && k->pages && v->pages && !one_table)) return TQKV_OK;
-    if (!tqkv__encoding_overlaps(k, v->codes, v->codes_size) && !tqkv__encoding_overlaps(k, v->norms, v->norms_size))
-        return TQKV_OK;
+    if (a->call.tail && (tqkv__share_bytes(k, &a->tail) || tqkv__share_bytes(v, &a->tail)))
+        return TQKV__INVALID("tail: overlaps the keys or the values");
+    if (a->shared || (alike && k->pages && v->pages && !one_table) || !tqkv__share_bytes(k, v)) return TQKV_OK;
     return TQKV__INVALID("keys and values share bytes, but are not described in the same way");
 }
 
@@ -7655,23 +7656,15 @@ static void tqkv__add_before(tqkv__work *w, const tqkv__ranks *next)
     if (tile) tqkv__add_values(tile, w->item->n_rows, w->piece.out);
 }
 
-/* Ends the piece before a tile if it is another, or lies elsewhere. */
-static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
-{
-    const tqkv__tile *before = w->before;
-    const int n_rows = w->item->n_rows;
-    if (!before) return;
-    if (before->region.number == tile->region.number && before->position / TQKV__PIECE == tile->position / TQKV__PIECE)
-        return;
-    w->a->kernels->end_piece(n_rows, w->a->value_dim, &w->piece, &w->sums);
-}
-
 static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
 {
     const int n_rows = w->item->n_rows;
+    const tqkv__tile *before = w->before;
     tqkv__score_tile(tile, w->q, w->digits, n_rows);
     tqkv__add_before(w, tile->ranks);
-    tqkv__end_piece_before(w, tile);
+    if (before && (before->region.number != tile->region.number ||
+                   before->position / TQKV__PIECE != tile->position / TQKV__PIECE))
+        w->a->kernels->end_piece(n_rows, w->a->value_dim, &w->piece, &w->sums);
     w->a->kernels->softmax_tile(w->a, tile->spans, w->offsets, n_rows, tile->scores, w->piece.max, w->piece.sum,
                                 w->piece.out);
     w->before = tile;
@@ -8576,13 +8569,10 @@ static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tq
             float *row = values + i * to->head_dim;
             tqkv__read_row(from, kv_head, tqkv__slot(from, position + i), row);
             if (from->rotated && !to->rotated) codec->unrotate(row, to->head_dim);
-            rows[i].src = row;
-            rows[i].center = center;
-            rows[i].inverses = inverses;
-            rows[i].codes = tqkv__codes_at(to, kv_head, target);
-            rows[i].norms = tqkv__norms_at(to, kv_head, target);
-            rows[i].half = NULL;
-            rows[i].factors = NULL;
+            const tqkv__row encoded = {
+                row,  center, inverses, tqkv__codes_at(to, kv_head, target), tqkv__norms_at(to, kv_head, target),
+                NULL, NULL};
+            rows[i] = encoded;
         }
         codec->encode_rows(&decoded, q, rows, now);
     }
@@ -10062,28 +10052,6 @@ static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, cons
     tqkv__name_channels(c, i, kind, values != NULL);
 }
 
-static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values, size_t n)
-{
-    if ((uintptr_t)values % sizeof(float)) return TQKV__INVALID("a centre or a scale is not aligned as floats");
-    if (values && !tqkv__all_finite(values, n))
-        return TQKV__REFUSE(NOT_FINITE, "a centre or a scale holds NaN or infinity");
-    if (values && kind == TQKV__SCALES && !tqkv__scales_valid(values, n))
-        return TQKV__INVALID("a scale is not in [2^-32, 2^32]");
-    return TQKV_OK;
-}
-
-static tqkv_result tqkv__check_given(const tqkv_cache_desc *desc, const tqkv_cache *c)
-{
-    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
-    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
-    if (c->shared && (desc->value_center || desc->value_scale))
-        return TQKV__INVALID("value_center, value_scale: the values have those of the keys");
-    tqkv_result r = tqkv__check_channels(TQKV__CENTERS, desc->key_center, n_keys);
-    if (r == TQKV_OK) r = tqkv__check_channels(TQKV__SCALES, desc->key_scale, n_keys);
-    if (r == TQKV_OK) r = tqkv__check_channels(TQKV__CENTERS, desc->value_center, n_values);
-    return r == TQKV_OK ? tqkv__check_channels(TQKV__SCALES, desc->value_scale, n_values) : r;
-}
-
 static const float *tqkv__given(const tqkv_cache_desc *desc, const tqkv_cache *c, int i, tqkv__channels kind,
                                 size_t *stride)
 {
@@ -10092,6 +10060,24 @@ static const float *tqkv__given(const tqkv_cache_desc *desc, const tqkv_cache *c
     *stride = (size_t)(value ? c->values.head_dim : c->keys.head_dim + c->tail.head_dim);
     if (value) return kind == TQKV__CENTERS ? desc->value_center : desc->value_scale;
     return keys && i == TQKV__TAIL ? keys + c->keys.head_dim : keys;
+}
+
+static tqkv_result tqkv__check_given(const tqkv_cache_desc *desc, const tqkv_cache *c)
+{
+    if (c->shared && (desc->value_center || desc->value_scale))
+        return TQKV__INVALID("value_center, value_scale: the values have those of the keys");
+    for (int i = TQKV__KEYS; i <= TQKV__VALUES; i++)
+        for (int kind = TQKV__CENTERS; kind <= TQKV__SCALES; kind++) {
+            size_t stride;
+            const float *values = tqkv__given(desc, c, i, (tqkv__channels)kind, &stride);
+            const size_t n = (size_t)c->keys.n_kv_heads * stride;
+            if ((uintptr_t)values % sizeof(float)) return TQKV__INVALID("a centre or a scale is not aligned as floats");
+            if (values && !tqkv__all_finite(values, n))
+                return TQKV__REFUSE(NOT_FINITE, "a centre or a scale holds NaN or infinity");
+            if (values && kind == TQKV__SCALES && !tqkv__scales_valid(values, n))
+                return TQKV__INVALID("a scale is not in [2^-32, 2^32]");
+        }
+    return TQKV_OK;
 }
 
 /* Creates a cache that, if it learns, does so from at least as many positions as one that it is made of. */
@@ -10205,18 +10191,6 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
     return r;
 }
 
-static void tqkv__copy_newest(const tqkv_cache *c, int side, int64_t from, const tqkv_store *to)
-{
-    const tqkv_store *old = &c->ends[1][side];
-    const size_t size = 2 * (size_t)old->head_dim;
-    for (int h = 0; h < old->n_kv_heads; h++)
-        for (int64_t p = from; p < c->attention.end; p++) {
-            const size_t source = (size_t)h * (size_t)old->capacity + (size_t)(p % old->capacity);
-            const size_t target = (size_t)h * (size_t)to->capacity + (size_t)(p % to->capacity);
-            memcpy((uint8_t *)to->codes + target * size, (const uint8_t *)old->codes + source * size, size);
-        }
-}
-
 /* Gets memory for rings of `room` positions, or the cache's own, and NULL, where that is enough. */
 static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_store rings[2], void **memory, size_t *size)
 {
@@ -10255,8 +10229,11 @@ static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
     if (r != TQKV_OK) return r;
     if (from < c->attention.end + n_tokens - room) from = c->attention.end + n_tokens - room;
     for (int side = 0; side < 2; side++) {
-        if (!rings[side].head_dim) continue;
-        tqkv__copy_newest(c, side, from, &rings[side]);
+        tqkv__stream old, ring;
+        if (!rings[side].head_dim || tqkv__stream_open(&c->ends[1][side], &old) != TQKV_OK ||
+            tqkv__stream_open(&rings[side], &ring) != TQKV_OK)
+            continue;
+        tqkv__move_rows(&old, from, &ring, from, c->attention.end - from);
         c->ends[1][side] = rings[side];
     }
     if (c->grown) c->memory.free(c->memory.user, c->grown, c->grown_size);

@@ -1424,16 +1424,17 @@ static void tqkv__plan_key_constants(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_constant(d, TQKV_FC_TAIL_ROTATED, tail_center && a->tail.rotated && !rotate);
 }
 
-/* Binds scales of the channels of the keys or of their tail, which are of queries in the original basis or, beside
-   others, of the centre. The two constants say which. */
-static void tqkv__plan_bind_key_scale(tqkv_metal_dispatch *d, const char *name, int index, const tqkv_metal_store *keys,
-                                      const tqkv__stream *s, bool original, bool center, int scale_constant,
-                                      int center_constant)
+/* Binds scales of the channels of the keys, or of their tail, which are of queries in the original basis or, beside
+   others, of the centre. */
+static void tqkv__plan_bind_key_scale(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv_metal_store *store,
+                                      bool tail, int index, bool center)
 {
-    const bool used = s->head_dim > 0 && (original || center),
-               scaled = tqkv__plan_bind_channels(d, name, index, keys->channel_scale, s, used);
-    tqkv__plan_constant(d, scale_constant, scaled && original);
-    tqkv__plan_constant(d, center_constant, scaled && !original);
+    const tqkv__stream *s = tail ? &a->tail : &a->keys;
+    const bool original = a->call.query_basis == TQKV_ORIGINAL, used = s->head_dim > 0 && (original || center);
+    const bool scaled = tqkv__plan_bind_channels(d, tail ? "tail's channel_scale" : "keys' channel_scale", index,
+                                                 store->channel_scale, s, used);
+    tqkv__plan_constant(d, tail ? TQKV_FC_TAIL_SCALED : TQKV_FC_SCALED, scaled && original);
+    tqkv__plan_constant(d, tail ? TQKV_FC_TAIL_CENTER_SCALED : TQKV_FC_CENTER_SCALED, scaled && !original);
 }
 
 /* Names the constants that say which streams have a position in the same slot. */
@@ -1569,16 +1570,6 @@ TQKV_METAL_API bool tqkv_metal_plan_lanes(tqkv_metal_plan *plan)
     return true;
 }
 
-static void tqkv__plan_bind_key_scales(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv_metal_store *keys,
-                                       const tqkv_metal_store *tail, bool center, bool tail_center)
-{
-    const bool original = a->call.query_basis == TQKV_ORIGINAL;
-    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 17, keys, &a->keys, original, center, TQKV_FC_SCALED,
-                              TQKV_FC_CENTER_SCALED);
-    tqkv__plan_bind_key_scale(d, "tail's channel_scale", 18, tail, &a->tail, original, tail_center, TQKV_FC_TAIL_SCALED,
-                              TQKV_FC_TAIL_CENTER_SCALED);
-}
-
 static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                      const tqkv__split *split)
 {
@@ -1607,7 +1598,8 @@ static void tqkv__plan_attend_splits(tqkv_metal_dispatch *d, const tqkv__attenti
     tqkv__plan_bind(d, "arguments", TQKV__ITEMS_OF_ATTEND, b->of.tree, 0, false);
     tqkv__plan_bind_store(d, "tail's codes", "tail's norms", 13, tail, &a->tail, false);
     tqkv__plan_bind_channels(d, "tail's center", 15, tail->center, &a->tail, tail_center);
-    tqkv__plan_bind_key_scales(d, a, b->of.keys, tail, center, tail_center);
+    tqkv__plan_bind_key_scale(d, a, b->of.keys, false, 17, center);
+    tqkv__plan_bind_key_scale(d, a, tail, true, 18, tail_center);
     tqkv__plan_constant(d, TQKV_FC_HALVES, b->halves);
     tqkv__plan_constant(d, TQKV_FC_STRANDS, split->strands > 1);
     tqkv__plan_bind(d, "lists", 16, b->list_rows, tqkv__list_rows_size(a), false);
@@ -2673,8 +2665,7 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     const bool center = tqkv__plan_bind_channels(d, "keys' center", 6, from->keys->center, &a->keys, true);
     tqkv__plan_bind_pages(d, "keys' pages", 7, from->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_key_constants(d, a, center, false);
-    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 8, from->keys, &a->keys, a->call.query_basis == TQKV_ORIGINAL,
-                              center, TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED);
+    tqkv__plan_bind_key_scale(d, a, from->keys, false, 8, center);
     for (size_t i = 0; i < sizeof absent; i++) tqkv__plan_constant(d, absent[i], 0);
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
     tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, true);
@@ -2809,14 +2800,12 @@ static tqkv_metal_buffer tqkv__buffer_within(const tqkv__cache_plan *p, const vo
 static tqkv_metal_store tqkv__store_in_buffer(const tqkv__cache_plan *p, const tqkv_store *s)
 {
     tqkv_metal_store store;
+    memset(&store, 0, sizeof store);
     store.shape = *s;
     store.codes = tqkv__buffer_within(p, s->codes);
     store.norms = tqkv__buffer_within(p, s->norms);
-    memset(&store.center, 0, sizeof store.center);
-    memset(&store.channel_scale, 0, sizeof store.channel_scale);
     if (s->center) store.center = tqkv__buffer_within(p, s->center);
     if (s->channel_scale) store.channel_scale = tqkv__buffer_within(p, s->channel_scale);
-    memset(&store.pages, 0, sizeof store.pages);
     return store;
 }
 

@@ -144,6 +144,11 @@ static bool tqkv__same_bytes(const tqkv__stream *a, const tqkv__stream *b)
            a->rotated == b->rotated && a->block_scale == b->block_scale;
 }
 
+static bool tqkv__share_bytes(const tqkv__stream *a, const tqkv__stream *b)
+{
+    return tqkv__encoding_overlaps(a, b->codes, b->codes_size) || tqkv__encoding_overlaps(a, b->norms, b->norms_size);
+}
+
 /* Refuses streams that share bytes, but for keys and values that are one stream and for page tables over one pool.
    Finds whether keys and values are one. */
 static tqkv_result tqkv__check_streams(tqkv__attention *a)
@@ -152,15 +157,9 @@ static tqkv_result tqkv__check_streams(tqkv__attention *a)
     const bool alike = tqkv__same_bytes(k, v), one_table = k->pages == v->pages && k->n_pages == v->n_pages;
     a->shared = alike && one_table && k->page_size == v->page_size && k->ring == v->ring && k->center == v->center &&
                 k->channel_scale == v->channel_scale;
-    for (int side = 0; side < 2 && a->call.tail; side++) {
-        const tqkv__stream *s = side ? v : k;
-        if (tqkv__encoding_overlaps(s, a->tail.codes, a->tail.codes_size) ||
-            tqkv__encoding_overlaps(s, a->tail.norms, a->tail.norms_size))
-            return TQKV__INVALID("tail: overlaps the keys or the values");
-    }
-    if (a->shared || (alike && k->pages && v->pages && !one_table)) return TQKV_OK;
-    if (!tqkv__encoding_overlaps(k, v->codes, v->codes_size) && !tqkv__encoding_overlaps(k, v->norms, v->norms_size))
-        return TQKV_OK;
+    if (a->call.tail && (tqkv__share_bytes(k, &a->tail) || tqkv__share_bytes(v, &a->tail)))
+        return TQKV__INVALID("tail: overlaps the keys or the values");
+    if (a->shared || (alike && k->pages && v->pages && !one_table) || !tqkv__share_bytes(k, v)) return TQKV_OK;
     return TQKV__INVALID("keys and values share bytes, but are not described in the same way");
 }
 

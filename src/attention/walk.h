@@ -203,23 +203,15 @@ static void tqkv__add_before(tqkv__work *w, const tqkv__ranks *next)
     if (tile) tqkv__add_values(tile, w->item->n_rows, w->piece.out);
 }
 
-/* Ends the piece before a tile if it is another, or lies elsewhere. */
-static void tqkv__end_piece_before(const tqkv__work *w, const tqkv__tile *tile)
-{
-    const tqkv__tile *before = w->before;
-    const int n_rows = w->item->n_rows;
-    if (!before) return;
-    if (before->region.number == tile->region.number && before->position / TQKV__PIECE == tile->position / TQKV__PIECE)
-        return;
-    w->a->kernels->end_piece(n_rows, w->a->value_dim, &w->piece, &w->sums);
-}
-
 static void tqkv__attend_tile(tqkv__work *w, tqkv__tile *tile)
 {
     const int n_rows = w->item->n_rows;
+    const tqkv__tile *before = w->before;
     tqkv__score_tile(tile, w->q, w->digits, n_rows);
     tqkv__add_before(w, tile->ranks);
-    tqkv__end_piece_before(w, tile);
+    if (before && (before->region.number != tile->region.number ||
+                   before->position / TQKV__PIECE != tile->position / TQKV__PIECE))
+        w->a->kernels->end_piece(n_rows, w->a->value_dim, &w->piece, &w->sums);
     w->a->kernels->softmax_tile(w->a, tile->spans, w->offsets, n_rows, tile->scores, w->piece.max, w->piece.sum,
                                 w->piece.out);
     w->before = tile;

@@ -324,28 +324,6 @@ static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, cons
     tqkv__name_channels(c, i, kind, values != NULL);
 }
 
-static tqkv_result tqkv__check_channels(tqkv__channels kind, const float *values, size_t n)
-{
-    if ((uintptr_t)values % sizeof(float)) return TQKV__INVALID("a centre or a scale is not aligned as floats");
-    if (values && !tqkv__all_finite(values, n))
-        return TQKV__REFUSE(NOT_FINITE, "a centre or a scale holds NaN or infinity");
-    if (values && kind == TQKV__SCALES && !tqkv__scales_valid(values, n))
-        return TQKV__INVALID("a scale is not in [2^-32, 2^32]");
-    return TQKV_OK;
-}
-
-static tqkv_result tqkv__check_given(const tqkv_cache_desc *desc, const tqkv_cache *c)
-{
-    const size_t n_kv_heads = (size_t)c->keys.n_kv_heads, key_dim = (size_t)(c->keys.head_dim + c->tail.head_dim);
-    const size_t n_keys = n_kv_heads * key_dim, n_values = n_kv_heads * (size_t)c->values.head_dim;
-    if (c->shared && (desc->value_center || desc->value_scale))
-        return TQKV__INVALID("value_center, value_scale: the values have those of the keys");
-    tqkv_result r = tqkv__check_channels(TQKV__CENTERS, desc->key_center, n_keys);
-    if (r == TQKV_OK) r = tqkv__check_channels(TQKV__SCALES, desc->key_scale, n_keys);
-    if (r == TQKV_OK) r = tqkv__check_channels(TQKV__CENTERS, desc->value_center, n_values);
-    return r == TQKV_OK ? tqkv__check_channels(TQKV__SCALES, desc->value_scale, n_values) : r;
-}
-
 static const float *tqkv__given(const tqkv_cache_desc *desc, const tqkv_cache *c, int i, tqkv__channels kind,
                                 size_t *stride)
 {
@@ -354,6 +332,24 @@ static const float *tqkv__given(const tqkv_cache_desc *desc, const tqkv_cache *c
     *stride = (size_t)(value ? c->values.head_dim : c->keys.head_dim + c->tail.head_dim);
     if (value) return kind == TQKV__CENTERS ? desc->value_center : desc->value_scale;
     return keys && i == TQKV__TAIL ? keys + c->keys.head_dim : keys;
+}
+
+static tqkv_result tqkv__check_given(const tqkv_cache_desc *desc, const tqkv_cache *c)
+{
+    if (c->shared && (desc->value_center || desc->value_scale))
+        return TQKV__INVALID("value_center, value_scale: the values have those of the keys");
+    for (int i = TQKV__KEYS; i <= TQKV__VALUES; i++)
+        for (int kind = TQKV__CENTERS; kind <= TQKV__SCALES; kind++) {
+            size_t stride;
+            const float *values = tqkv__given(desc, c, i, (tqkv__channels)kind, &stride);
+            const size_t n = (size_t)c->keys.n_kv_heads * stride;
+            if ((uintptr_t)values % sizeof(float)) return TQKV__INVALID("a centre or a scale is not aligned as floats");
+            if (values && !tqkv__all_finite(values, n))
+                return TQKV__REFUSE(NOT_FINITE, "a centre or a scale holds NaN or infinity");
+            if (values && kind == TQKV__SCALES && !tqkv__scales_valid(values, n))
+                return TQKV__INVALID("a scale is not in [2^-32, 2^32]");
+        }
+    return TQKV_OK;
 }
 
 /* Creates a cache that, if it learns, does so from at least as many positions as one that it is made of. */
@@ -467,18 +463,6 @@ static tqkv_result tqkv__append_open(const tqkv_cache *c, int i, const void *k, 
     return r;
 }
 
-static void tqkv__copy_newest(const tqkv_cache *c, int side, int64_t from, const tqkv_store *to)
-{
-    const tqkv_store *old = &c->ends[1][side];
-    const size_t size = 2 * (size_t)old->head_dim;
-    for (int h = 0; h < old->n_kv_heads; h++)
-        for (int64_t p = from; p < c->attention.end; p++) {
-            const size_t source = (size_t)h * (size_t)old->capacity + (size_t)(p % old->capacity);
-            const size_t target = (size_t)h * (size_t)to->capacity + (size_t)(p % to->capacity);
-            memcpy((uint8_t *)to->codes + target * size, (const uint8_t *)old->codes + source * size, size);
-        }
-}
-
 /* Gets memory for rings of `room` positions, or the cache's own, and NULL, where that is enough. */
 static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_store rings[2], void **memory, size_t *size)
 {
@@ -517,8 +501,11 @@ static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
     if (r != TQKV_OK) return r;
     if (from < c->attention.end + n_tokens - room) from = c->attention.end + n_tokens - room;
     for (int side = 0; side < 2; side++) {
-        if (!rings[side].head_dim) continue;
-        tqkv__copy_newest(c, side, from, &rings[side]);
+        tqkv__stream old, ring;
+        if (!rings[side].head_dim || tqkv__stream_open(&c->ends[1][side], &old) != TQKV_OK ||
+            tqkv__stream_open(&rings[side], &ring) != TQKV_OK)
+            continue;
+        tqkv__move_rows(&old, from, &ring, from, c->attention.end - from);
         c->ends[1][side] = rings[side];
     }
     if (c->grown) c->memory.free(c->memory.user, c->grown, c->grown_size);

@@ -126,13 +126,10 @@ static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tq
             float *row = values + i * to->head_dim;
             tqkv__read_row(from, kv_head, tqkv__slot(from, position + i), row);
             if (from->rotated && !to->rotated) codec->unrotate(row, to->head_dim);
-            rows[i].src = row;
-            rows[i].center = center;
-            rows[i].inverses = inverses;
-            rows[i].codes = tqkv__codes_at(to, kv_head, target);
-            rows[i].norms = tqkv__norms_at(to, kv_head, target);
-            rows[i].half = NULL;
-            rows[i].factors = NULL;
+            const tqkv__row encoded = {
+                row,  center, inverses, tqkv__codes_at(to, kv_head, target), tqkv__norms_at(to, kv_head, target),
+                NULL, NULL};
+            rows[i] = encoded;
         }
         codec->encode_rows(&decoded, q, rows, now);
     }

@@ -80,13 +80,15 @@ static void tqkv__encode_heads(const tqkv__stream *s, const tqkv__quantiser *q, 
         if (slot >= 0)
             for (int i = 0; i < n_heads; i++) {
                 const int h = first + i;
-                rows[n].src = tqkv__source_row(s, tokens->src, (size_t)t, (size_t)h);
-                rows[n].center = tqkv__center_of(s, h);
-                rows[n].inverses = tqkv__of_head(s, inverses, i);
-                rows[n].codes = tqkv__codes_at(s, h, slot);
-                rows[n].norms = tqkv__norms_at(s, h, slot);
-                rows[n].factors = NULL;
-                rows[n].half = half ? tqkv__codes_at(halves, h, half_slot) : NULL;
+                const void *src = tqkv__source_row(s, tokens->src, (size_t)t, (size_t)h);
+                const tqkv__row row = {src,
+                                       tqkv__center_of(s, h),
+                                       tqkv__of_head(s, inverses, i),
+                                       tqkv__codes_at(s, h, slot),
+                                       tqkv__norms_at(s, h, slot),
+                                       NULL,
+                                       half ? tqkv__codes_at(halves, h, half_slot) : NULL};
+                rows[n] = row;
                 if (++n == batch) codec->encode_rows(s, q, rows, n);
                 n %= batch;
             }

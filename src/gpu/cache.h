@@ -17,14 +17,12 @@ static tqkv_metal_buffer tqkv__buffer_within(const tqkv__cache_plan *p, const vo
 static tqkv_metal_store tqkv__store_in_buffer(const tqkv__cache_plan *p, const tqkv_store *s)
 {
     tqkv_metal_store store;
+    memset(&store, 0, sizeof store);
     store.shape = *s;
     store.codes = tqkv__buffer_within(p, s->codes);
     store.norms = tqkv__buffer_within(p, s->norms);
-    memset(&store.center, 0, sizeof store.center);
-    memset(&store.channel_scale, 0, sizeof store.channel_scale);
     if (s->center) store.center = tqkv__buffer_within(p, s->center);
     if (s->channel_scale) store.channel_scale = tqkv__buffer_within(p, s->channel_scale);
-    memset(&store.pages, 0, sizeof store.pages);
     return store;
 }
 

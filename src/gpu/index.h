@@ -71,8 +71,7 @@ static void tqkv__plan_score(const tqkv__index *x, const tqkv__index_args *args,
     const bool center = tqkv__plan_bind_channels(d, "keys' center", 6, from->keys->center, &a->keys, true);
     tqkv__plan_bind_pages(d, "keys' pages", 7, from->keys->pages, &a->keys, TQKV_FC_PAGES);
     tqkv__plan_key_constants(d, a, center, false);
-    tqkv__plan_bind_key_scale(d, "keys' channel_scale", 8, from->keys, &a->keys, a->call.query_basis == TQKV_ORIGINAL,
-                              center, TQKV_FC_SCALED, TQKV_FC_CENTER_SCALED);
+    tqkv__plan_bind_key_scale(d, a, from->keys, false, 8, center);
     for (size_t i = 0; i < sizeof absent; i++) tqkv__plan_constant(d, absent[i], 0);
     tqkv__plan_constant(d, TQKV_FC_COLUMNS, columns);
     tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, true);
