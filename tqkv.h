@@ -82,6 +82,7 @@
      rotated queries keep their dot product. Attention sums rotated values and rotates the result back once a head.
      Attention: one-pass softmax with a running maximum (M. Milakov and N. Gimelshein, 2018).
 */
+
 #ifndef TQKV_H
 #define TQKV_H
 
@@ -1012,6 +1013,7 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_cache_attend(const tqkv_cache *c, tqk
                                                         const tqkv_metal_attention *some, tqkv_metal_buffer q,
                                                         int n_queries, tqkv_metal_buffer scratch, tqkv_metal_buffer out,
                                                         tqkv_metal_plan *plan);
+
 #endif /* TQKV_METAL */
 
 #ifdef __cplusplus
@@ -1317,6 +1319,7 @@ typedef struct tqkv__backend {
 #ifdef __cplusplus
 }
 #endif
+
 #endif
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__IMPLEMENTED)
@@ -4249,6 +4252,7 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
 static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(largest_of), TQKV__(invert),
                                           TQKV__(widen),       TQKV__(narrow_row), TQKV__(rotate),
                                           TQKV__(unrotate),    TQKV__(scale_row),  TQKV__(encode_rows)};
+
 #endif
 
 #endif /* TQKV__LANES */
@@ -5187,6 +5191,7 @@ static const tqkv__kernels TQKV__I(kernels) = {TQKV__I(round_query), TQKV__I(sco
 #undef TQKV__SUM_SIXTEENS
 #undef TQKV__TARGET
 #undef TQKV__WIDTH
+
 #endif
 
 #if defined(TQKV_IMPLEMENTATION) && !defined(TQKV__SETS)
@@ -5732,6 +5737,7 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 #define TQKV__WIDTH 16 /* vectors of the rotation in registers */
 #define TQKV__LANES 4
 #include "tqkv.h"
+
 #endif
 
 /* >>integer-avx512: what AVX-512 brings to >>k-rows, with the products of VNNI. A product wants one factor unsigned:

@@ -436,6 +436,7 @@ static inline bool tqkv__has_kernels(int head_dim, int value_dim, int tail_dim)
     return (wide || (head_dim == value_dim && TQKV__HAS_KERNELS(head_dim))) &&
            (!tail_dim || tail_dim == TQKV__TAIL_DIM(head_dim));
 }
+
 #endif
 
 #ifdef TQKV_IMPLEMENTATION
@@ -4603,4 +4604,5 @@ void tqkv_metal_destroy(tqkv_metal *m)
     pthread_mutex_destroy(&m->lock);
     free(m);
 }
+
 #endif /* __OBJC__ */

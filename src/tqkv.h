@@ -25,17 +25,11 @@ extern "C" {
 #endif
 
 #include "api/common.h"
-
 #include "api/cache.h"
-
 #include "api/store.h"
-
 #include "api/attention.h"
-
 #include "api/index.h"
-
 #include "api/isa.h"
-
 #include "api/metal.h"
 
 #ifdef TQKV_METAL
@@ -57,7 +51,6 @@ extern "C" {
 #define TQKV__SHARED
 
 #include "base/tables.h"
-
 #include "base/backend.h"
 #endif
 
@@ -65,21 +58,13 @@ extern "C" {
 #define TQKV__IMPLEMENTED
 
 #include "base/needs.h"
-
 #include "base/exact.h"
-
 #include "base/store.h"
-
 #include "vectors/set.h"
-
 #include "codec/rotate.h"
-
 #include "codec/codec.h"
-
 #include "codec/encode.h"
-
 #include "attention/attend.h"
-
 #include "attention/plain.h"
 
 #endif /* TQKV_IMPLEMENTATION, to be continued */
@@ -125,7 +110,6 @@ static inline __m128i tqkv__load_64(const uint8_t *p) { return _mm_loadl_epi64((
 static inline __m128i tqkv__load_128(const uint8_t *p) { return _mm_loadu_si128((const __m128i *)(const void *)p); }
 
 #include "vectors/avx2.h"
-
 #include "vectors/avx512.h"
 
 #elif defined(TQKV__NEON)
@@ -146,9 +130,7 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #endif
 
 #include "vectors/integer_avx512.h"
-
 #include "vectors/integer_avx2.h"
-
 #include "vectors/integer_neon.h"
 
 #undef TQKV__NESTED
@@ -158,19 +140,12 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #endif
 
 #include "vectors/isa.h"
-
 #include "attention/open.h"
-
 #include "attention/visible.h"
-
 #include "attention/tile.h"
-
 #include "attention/walk.h"
-
 #include "attention/gather.h"
-
 #include "attention/query.h"
-
 #include "attention/job.h"
 
 /* What is called once a token, or less often, is made small: the pragma is gcc's alone. */
@@ -181,21 +156,13 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #endif
 
 #include "codec/convert.h"
-
 #include "codec/measure.h"
-
 #include "codec/calibrate.h"
-
 #include "attention/calls.h"
-
 #include "attention/index.h"
-
 #include "cache/cache.h"
-
 #include "cache/calibrate.h"
-
 #include "cache/edit.h"
-
 #include "cache/snapshot.h"
 
 #ifdef TQKV__SMALL

@@ -61,7 +61,6 @@
 #ifndef TQKV__METAL_SIZES
 #define TQKV__METAL_SIZES
 #include "gpu/sizes.h"
-
 #include "gpu/numbers.h"
 #endif
 
@@ -71,43 +70,26 @@
 #define TQKV__LARGE_SCRATCH    "more scratch than a size_t can count"
 
 #include "gpu/rows.h"
-
 #include "gpu/split.h"
-
 #include "gpu/list.h"
-
 #include "gpu/attend.h"
-
 #include "gpu/shape.h"
-
 #include "gpu/calls.h"
-
 #include "gpu/batch.h"
-
 #include "gpu/index.h"
-
 #include "gpu/cache.h"
-
 #include "gpu/report.h"
 
 #endif /* TQKV_IMPLEMENTATION */
 
 #ifdef __OBJC__
 #include "metal/host.m"
-
 #include "metal/errors.m"
-
 #include "metal/pipelines.m"
-
 #include "metal/recording.m"
-
 #include "metal/memory.m"
-
 #include "metal/caches.m"
-
 #include "metal/waiting.m"
-
 #include "metal/self_test.m"
-
 #include "metal/context.m"
 #endif /* __OBJC__ */

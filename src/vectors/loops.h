@@ -4,18 +4,13 @@
 #ifdef TQKV__LANES
 
 #include "loops/begin.h"
-
 #include "loops/softmax.h"
 
 #ifdef TQKV__ENCODES
 #include "loops/widen.h"
-
 #include "loops/rotate.h"
-
 #include "loops/norms.h"
-
 #include "loops/search.h"
-
 #include "loops/quantise.h"
 #endif
 
@@ -24,7 +19,6 @@
 #ifdef TQKV__INTEGER_LANES
 
 #include "loops/halves.h"
-
 #include "loops/rows.h"
 
 #endif /* TQKV__INTEGER_LANES */
