@@ -3231,42 +3231,36 @@ static bool tqkv__span_has(const tqkv__span *span, int j)
     return j >= span->from && j < span->to && !(span->hidden >> j & 1);
 }
 
-static void tqkv__softmax_row(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores, float *max,
-                              float *sum, float *out)
-{
-    float largest = *max, lanes[16] = {0};
-    const float softcap = a->call.softcap;
-    const bool seen = span->to > span->from;
-    for (int j = 0; j < TQKV__TILE; j++) {
-        if (!seen || !tqkv__span_has(span, j)) {
-            scores[j] = seen ? -INFINITY : 0.0f;
-            continue;
-        }
-        if (softcap > 0.0f)
-            scores[j] =
-                tqkv__fma(tqkv__tanh(TQKV__AS_FLOAT(TQKV__AS_FLOAT(scores[j] + offset) / softcap)), softcap, 0.0f);
-        if (scores[j] > largest) largest = scores[j];
-    }
-    if (!seen) return;
-    if (largest > *max) {
-        const float shrink = tqkv__exp(TQKV__AS_FLOAT(*max - largest));
-        tqkv__scale(out, a->value_dim, shrink);
-        *sum = TQKV__AS_FLOAT(*sum * shrink);
-        *max = largest;
-    }
-    for (int j = 0; j < TQKV__TILE; j++) {
-        scores[j] = tqkv__exp(TQKV__AS_FLOAT(scores[j] - largest));
-        lanes[j % 16] = TQKV__AS_FLOAT(lanes[j % 16] + scores[j]);
-    }
-    *sum = TQKV__AS_FLOAT(*sum + tqkv__sum_16(lanes));
-}
-
-static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, const float *offsets,
+static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *span, const float *offsets,
                                       int n_rows, float *scores, float *max, float *sum, float *out)
 {
-    for (int row = 0; row < n_rows; row++)
-        tqkv__softmax_row(a, &spans[row], offsets[row], scores + row * TQKV__TILE, &max[row], &sum[row],
-                          out + (size_t)row * (size_t)a->value_dim);
+    const float softcap = a->call.softcap;
+    for (int row = 0; row < n_rows; row++, span++, scores += TQKV__TILE, max++, sum++, out += a->value_dim) {
+        float largest = *max, lanes[16] = {0};
+        const bool seen = span->to > span->from;
+        for (int j = 0; j < TQKV__TILE; j++) {
+            if (!seen || !tqkv__span_has(span, j)) {
+                scores[j] = seen ? -INFINITY : 0.0f;
+                continue;
+            }
+            const float capped =
+                softcap > 0.0f ? TQKV__AS_FLOAT(TQKV__AS_FLOAT(scores[j] + offsets[row]) / softcap) : 0.0f;
+            if (softcap > 0.0f) scores[j] = tqkv__fma(tqkv__tanh(capped), softcap, 0.0f);
+            if (scores[j] > largest) largest = scores[j];
+        }
+        if (!seen) continue;
+        if (largest > *max) {
+            const float shrink = tqkv__exp(TQKV__AS_FLOAT(*max - largest));
+            tqkv__scale(out, a->value_dim, shrink);
+            *sum = TQKV__AS_FLOAT(*sum * shrink);
+            *max = largest;
+        }
+        for (int j = 0; j < TQKV__TILE; j++) {
+            scores[j] = tqkv__exp(TQKV__AS_FLOAT(scores[j] - largest));
+            lanes[j % 16] = TQKV__AS_FLOAT(lanes[j % 16] + scores[j]);
+        }
+        *sum = TQKV__AS_FLOAT(*sum + tqkv__sum_16(lanes));
+    }
 }
 
 static void tqkv__add_floats(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
@@ -3479,7 +3473,7 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
         const TQKV__VECTOR factor = TQKV__(exp)(TQKV__(set1)(shrink[row]));
         float *sums = out + (size_t)row * (size_t)a->value_dim;
         for (int d = 0; d < a->value_dim; d += TQKV__LANES) TQKV__(store)(sums + d, TQKV__(load)(sums + d) * factor);
-        sum[row] *= TQKV__(first_lane)(factor);
+        sum[row] *= factor[0];
     }
     for (int row = 0; row < n_rows; row++)
         if (spans[row].to > spans[row].from) sum[row] += TQKV__(weigh)(scores + row * TQKV__TILE, max[row]);
@@ -3497,7 +3491,7 @@ TQKV__TARGET static void TQKV__(end_piece)(int n_rows, int value_dim, const tqkv
             TQKV__(store)(to + d, TQKV__(fma)(TQKV__(load)(to + d), factor, TQKV__(load)(added + d)));
             TQKV__(store)(added + d, zero);
         }
-        sums->sum[row] = TQKV__(first_lane)(TQKV__(fma)(TQKV__(set1)(sums->sum[row]), factor, sum));
+        sums->sum[row] = TQKV__(fma)(TQKV__(set1)(sums->sum[row]), factor, sum)[0];
         sums->max[row] = piece->max[row];
         piece->sum[row] = 0.0f;
     }
@@ -4045,8 +4039,8 @@ TQKV__OP void TQKV__(search_as)(const int bits, const tqkv__stream *s, const tqk
             square = TQKV__(choose)(share, best, c, square);
             best = TQKV__(choose)(share, best, share, best);
         }
-        factors[b] = TQKV__(first_lane)(factor);
-        squares[b] = TQKV__(first_lane)(square);
+        factors[b] = factor[0];
+        squares[b] = square[0];
     }
 }
 
@@ -5069,12 +5063,6 @@ static bool TQKV__I(are_few)(tqkv_format format, int n_rows)
                                                                                      : TQKV__LANES_ROWS_OF_BOOKS);
 }
 
-/* Returns the dimensions that few rows add straight from the codes: all, or whole passes of 32. */
-static int TQKV__I(fused_end)(const TQKV__S(panel) * a, int n_rows)
-{
-    return TQKV__ARE_PARTIAL(n_rows) ? a->dim : a->dim / 32 * 32;
-}
-
 TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const TQKV__I(product) *, int),
                                 const TQKV__S(panel) * panel, int end, TQKV__I(product) p, int n_rows)
 {
@@ -5131,7 +5119,8 @@ TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const 
     TQKV__ALIGNED int8_t tile[TQKV__CHUNK / 16 * PLANE];
     const int plane = panel->n / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES;
     const bool few = TQKV__I(are_few)(panel->format, n_rows);
-    const int end = few ? TQKV__I(fused_end)(panel, n_rows) : 0;
+    const int all = TQKV__ARE_PARTIAL(n_rows) ? panel->dim : panel->dim / 32 * 32; /* or whole passes of 32 */
+    const int end = few ? all : 0; /* of the dimensions that few rows add straight from the codes */
     if (few) TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, end, *p, n_rows);
     for (int d = end, left; d < panel->dim; d += left) {
         left = panel->dim - d < TQKV__CHUNK ? panel->dim - d : TQKV__CHUNK;
@@ -5254,7 +5243,6 @@ TQKV__OP __m256 tqkv__exp2_avx2(__m256 n)
 {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
-TQKV__OP float tqkv__first_lane_avx2(__m256 x) { return _mm256_cvtss_f32(x); }
 TQKV__OP float tqkv__largest_lane_avx2(__m256 x)
 {
     __m128 m = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -5415,7 +5403,6 @@ TQKV__OP __m512 tqkv__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b
 TQKV__OP __m512 tqkv__round_avx512(__m512 x) { return _mm512_roundscale_ps(x, 8); }
 #pragma GCC diagnostic pop
 TQKV__OP __m512 tqkv__exp2_avx512(__m512 n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n); }
-TQKV__OP float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
 TQKV__OP float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
 TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
 {
@@ -5590,7 +5577,6 @@ TQKV__OP float32x4_t tqkv__exp2_neon(float32x4_t n)
 {
     return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23));
 }
-TQKV__OP float tqkv__first_lane_neon(float32x4_t x) { return vgetq_lane_f32(x, 0); }
 TQKV__OP float tqkv__largest_lane_neon(float32x4_t x) { return vmaxvq_f32(x); }
 TQKV__OP float tqkv__sum_16_neon(const float32x4_t *x)
 {
@@ -9423,12 +9409,14 @@ static int tqkv__tile_rows(const tqkv__index *x)
     return rows < most ? rows : most;
 }
 
-static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float *scratch)
+/* Takes the queries of an item, and arranges them in scratch. */
+static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int number, float *scratch)
 {
     const tqkv__index *x = job->x;
-    const size_t each = (size_t)job->queries_each, rows = each * (size_t)x->a.call.n_heads;
+    const int n_heads = x->a.call.n_heads;
+    const size_t each = (size_t)job->queries_each, rows = each * (size_t)n_heads;
     tqkv__scored s;
-    s.first_query = item * job->queries_each;
+    s.first_query = number * job->queries_each;
     s.n_queries = x->a.call.n_queries - s.first_query;
     if (s.n_queries > job->queries_each) s.n_queries = job->queries_each;
     s.tile = scratch;
@@ -9438,20 +9426,14 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     s.totals = (double *)(void *)(s.q + rows * tqkv__query_floats(&x->a));
     s.weights = (float *)(void *)(s.totals + each);
     s.offsets = s.weights + rows;
-    return s;
-}
-
-static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
-{
-    const tqkv__attention *a = &job->x->a;
-    const int n_heads = a->call.n_heads;
-    const tqkv__item item = {0, s->first_query * n_heads, s->n_queries * n_heads};
-    s->digits = tqkv__arrange_queries(a, &item, job->q, s->q);
+    const tqkv__item item = {0, s.first_query * n_heads, s.n_queries * n_heads};
+    s.digits = tqkv__arrange_queries(&x->a, &item, job->q, s.q);
     for (int i = 0; i < item.n_rows; i++) {
         const size_t row = (size_t)item.first_row + (size_t)i;
-        s->weights[i] = job->x->call.weights ? job->x->call.weights[row] : 1.0f;
-        s->offsets[i] = (float)tqkv__center_score(a, 0, tqkv__query_at(a, job->q, row));
+        s.weights[i] = x->call.weights ? x->call.weights[row] : 1.0f;
+        s.offsets[i] = (float)tqkv__center_score(&x->a, 0, tqkv__query_at(&x->a, job->q, row));
     }
+    return s;
 }
 
 /* Finds sums[query][j]: the score of each key of the segment */
@@ -9508,7 +9490,6 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
     int64_t from = block * x->call.block, to = tqkv__index_end(x, s.first_query + s.n_queries - 1);
     if (to > from && to - from > n_blocks * x->call.block) to = from + n_blocks * x->call.block;
     if (from < x->a.first) from = x->a.first;
-    tqkv__arrange_scored(job, &s);
     for (int i = 0; i < s.n_queries; i++) {
         float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks + block;
         for (int64_t b = 0; b < n_blocks; b++) out[b] = -INFINITY;
@@ -11196,12 +11177,12 @@ static tqkv_result tqkv__read_header(tqkv__pipe *pipe, const char *magic, size_t
     return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
 }
 
-static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
+static uint32_t tqkv__streams_with(const tqkv_cache *c, tqkv__channels kind)
 {
     uint32_t bits = 0;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
-        if (s && (scales ? s->channel_scale : s->center)) bits |= 1u << i;
+        if (s && (kind == TQKV__SCALES ? s->channel_scale : s->center)) bits |= 1u << i;
     }
     return bits;
 }
@@ -11212,7 +11193,7 @@ static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
     uint32_t fields[TQKV__HEADER_FIELDS] = {TQKV__CODES_VERSION};
     TQKV__CACHE_NUMBERS(TQKV__FIELD_TO_HEADER)
     fields[11] = (c->keys.ring ? 1u : 0u) | (c->shared ? 2u : 0u) | (c->learning ? 4u : 0u) |
-                 tqkv__streams_with(c, false) << 8 | tqkv__streams_with(c, true) << 16;
+                 tqkv__streams_with(c, TQKV__CENTERS) << 8 | tqkv__streams_with(c, TQKV__SCALES) << 16;
     fields[13] = tqkv__bits(c->attention.scale);
     fields[14] = tqkv__bits(c->attention.softcap);
     fields[18] = (uint32_t)tqkv__range_of(c, TQKV__FIRST_KEYS).to;
@@ -11240,7 +11221,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write 
 /* What a header says. */
 typedef struct tqkv__header {
     tqkv_cache_desc desc;
-    uint32_t centers, scales; /* a bit a stream */
+    uint32_t has[2]; /* a bit a stream: TQKV__CENTERS, TQKV__SCALES */
     bool learning;
     int learn_from;    /* 0 unless it learns */
     int64_t raw_below; /* 0 while it does */
@@ -11275,7 +11256,7 @@ static bool tqkv__check_positions_of(const tqkv__header *h)
     if (h->exact_below > h->end || h->exact_below > d->exact_first || h->exact_below > d->capacity) return false;
     if (h->raw_below > (d->calibrate ? d->capacity : 0)) return false;
     if (!h->learning) return !h->learn_from;
-    return d->calibrate && !h->centers && !h->scales && !h->exact_below && !h->exact_from && !h->first &&
+    return d->calibrate && !h->has[0] && !h->has[1] && !h->exact_below && !h->exact_from && !h->first &&
            !h->raw_below && h->learn_from >= TQKV__LEAST_POSITIONS && h->learn_from <= d->calibrate &&
            h->learn_from <= d->capacity && h->learn_from <= INT_MAX / 4 && h->end < h->learn_from;
 }
@@ -11289,10 +11270,10 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
     if (!tqkv__parse_shape(fields, d)) return false;
     const uint32_t streams = 1u | (d->shared ? 0u : 2u) | (d->tail_dim ? 4u : 0u);
     d->tag = tqkv__get(header + 16, 8);
-    h->centers = fields[11] >> 8 & streams;
-    h->scales = fields[11] >> 16 & streams;
+    h->has[TQKV__CENTERS] = fields[11] >> 8 & streams;
+    h->has[TQKV__SCALES] = fields[11] >> 16 & streams;
     h->learning = fields[11] & 4;
-    if (fields[11] != ((fields[11] & 7) | h->centers << 8 | h->scales << 16)) return false;
+    if (fields[11] != ((fields[11] & 7) | h->has[TQKV__CENTERS] << 8 | h->has[TQKV__SCALES] << 16)) return false;
     h->exact_below = fields[18];
     h->raw_below = fields[19];
     h->learn_from = (int)fields[20];
@@ -11363,7 +11344,7 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
 
 /* Returns the bytes to read before the cache is created: none up to 1 MiB, then a sixteenth of the cache's size, or all
    that the header announces. So a file that was cut short cannot make load allocate much. */
-static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t scales)
+static size_t tqkv__wanted_ahead(const tqkv_cache *c, const uint32_t has[2])
 {
     size_t all = 0, announced = 0;
     for (int i = 0; i < TQKV__CACHE_STORES; i++) {
@@ -11374,22 +11355,18 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t
         const size_t center = i < TQKV__CACHE_STREAMS ? (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float) : 0;
         all += rows + TQKV__CHANNELS * center; /* there is always room for them */
         announced += rows / (size_t)s->capacity * (size_t)(range.to - range.from) + 8; /* and a hash */
-        if (centers >> i & 1) announced += center;
-        if (scales >> i & 1) announced += center;
+        announced += center * ((has[TQKV__CENTERS] >> i & 1) + (has[TQKV__SCALES] >> i & 1));
     }
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
-/* Takes centres and scales of the streams whose bits are set: before these are read, and with inverses after it. */
-static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
+/* Takes centres, or scales, of the streams whose bits are set: before these are read, and scales with inverses after
+   it. */
+static void tqkv__take_channels(tqkv_cache *c, tqkv__channels kind, uint32_t has)
 {
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        for (int k = 0; k < 2; k++) {
-            const tqkv__channels kind = k ? TQKV__SCALES : TQKV__CENTERS;
-            if ((k ? scales : centers) >> i & 1)
-                tqkv__cache_channels(c, i, kind, tqkv__channel_room(c, i, kind),
-                                     (size_t)TQKV__STORE_AT(c, i)->head_dim);
-        }
+        if (has >> i & 1)
+            tqkv__cache_channels(c, i, kind, tqkv__channel_room(c, i, kind), (size_t)TQKV__STORE_AT(c, i)->head_dim);
 }
 
 /* Creates a cache to read into. One that has learned needs no raw memory. */
@@ -11404,7 +11381,8 @@ static tqkv_result tqkv__create_found(const tqkv__header *found, tqkv_cache **ou
     tqkv__set_range(*out, found);
     (void)tqkv__count_channels(*out, TQKV__CACHE_STREAMS, &channels);
     for (size_t i = 0; i < TQKV__CHANNELS * channels; i++) (*out)->channels[i] = 1.0f; /* until they are read */
-    tqkv__take_channels(*out, found->centers, found->scales);
+    tqkv__take_channels(*out, TQKV__CENTERS, found->has[TQKV__CENTERS]);
+    tqkv__take_channels(*out, TQKV__SCALES, found->has[TQKV__SCALES]);
     if (found->learning && found->end) r = tqkv__get_raw(*out);
     if (r != TQKV_OK) tqkv_cache_destroy(*out);
     return r;
@@ -11437,7 +11415,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     ahead.memory = found.desc.allocator;
     if (!tqkv__resolve_allocator(&ahead.memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     tqkv__set_range(&checked, &found);
-    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.centers, found.scales));
+    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.has));
     if (r == TQKV_OK) r = tqkv__create_found(&found, &c);
     if (r != TQKV_OK) {
         tqkv__drop_held(&ahead);
@@ -11445,7 +11423,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     }
     r = tqkv__move_stores(&pipe, c);
     if (r == TQKV_OK) tqkv__follow_tail(c);
-    if (r == TQKV_OK) tqkv__take_channels(c, 0, found.scales);
+    if (r == TQKV_OK) tqkv__take_channels(c, TQKV__SCALES, found.has[TQKV__SCALES]);
     if (r == TQKV_OK) r = tqkv__check_same_given(desc, c);
     tqkv__drop_held(&ahead);
     if (r == TQKV_OK)

@@ -78,12 +78,14 @@ static int tqkv__tile_rows(const tqkv__index *x)
     return rows < most ? rows : most;
 }
 
-static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float *scratch)
+/* Takes the queries of an item, and arranges them in scratch. */
+static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int number, float *scratch)
 {
     const tqkv__index *x = job->x;
-    const size_t each = (size_t)job->queries_each, rows = each * (size_t)x->a.call.n_heads;
+    const int n_heads = x->a.call.n_heads;
+    const size_t each = (size_t)job->queries_each, rows = each * (size_t)n_heads;
     tqkv__scored s;
-    s.first_query = item * job->queries_each;
+    s.first_query = number * job->queries_each;
     s.n_queries = x->a.call.n_queries - s.first_query;
     if (s.n_queries > job->queries_each) s.n_queries = job->queries_each;
     s.tile = scratch;
@@ -93,20 +95,14 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int item, float 
     s.totals = (double *)(void *)(s.q + rows * tqkv__query_floats(&x->a));
     s.weights = (float *)(void *)(s.totals + each);
     s.offsets = s.weights + rows;
-    return s;
-}
-
-static void tqkv__arrange_scored(const tqkv__scoring *job, tqkv__scored *s)
-{
-    const tqkv__attention *a = &job->x->a;
-    const int n_heads = a->call.n_heads;
-    const tqkv__item item = {0, s->first_query * n_heads, s->n_queries * n_heads};
-    s->digits = tqkv__arrange_queries(a, &item, job->q, s->q);
+    const tqkv__item item = {0, s.first_query * n_heads, s.n_queries * n_heads};
+    s.digits = tqkv__arrange_queries(&x->a, &item, job->q, s.q);
     for (int i = 0; i < item.n_rows; i++) {
         const size_t row = (size_t)item.first_row + (size_t)i;
-        s->weights[i] = job->x->call.weights ? job->x->call.weights[row] : 1.0f;
-        s->offsets[i] = (float)tqkv__center_score(a, 0, tqkv__query_at(a, job->q, row));
+        s.weights[i] = x->call.weights ? x->call.weights[row] : 1.0f;
+        s.offsets[i] = (float)tqkv__center_score(&x->a, 0, tqkv__query_at(&x->a, job->q, row));
     }
+    return s;
 }
 
 /* Finds sums[query][j]: the score of each key of the segment */
@@ -163,7 +159,6 @@ static TQKV__NOINLINE void tqkv__score_unit(const tqkv__scoring *job, int unit, 
     int64_t from = block * x->call.block, to = tqkv__index_end(x, s.first_query + s.n_queries - 1);
     if (to > from && to - from > n_blocks * x->call.block) to = from + n_blocks * x->call.block;
     if (from < x->a.first) from = x->a.first;
-    tqkv__arrange_scored(job, &s);
     for (int i = 0; i < s.n_queries; i++) {
         float *out = job->scores + (int64_t)(s.first_query + i) * x->blocks + block;
         for (int64_t b = 0; b < n_blocks; b++) out[b] = -INFINITY;

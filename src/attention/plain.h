@@ -175,42 +175,36 @@ static bool tqkv__span_has(const tqkv__span *span, int j)
     return j >= span->from && j < span->to && !(span->hidden >> j & 1);
 }
 
-static void tqkv__softmax_row(const tqkv__attention *a, const tqkv__span *span, float offset, float *scores, float *max,
-                              float *sum, float *out)
-{
-    float largest = *max, lanes[16] = {0};
-    const float softcap = a->call.softcap;
-    const bool seen = span->to > span->from;
-    for (int j = 0; j < TQKV__TILE; j++) {
-        if (!seen || !tqkv__span_has(span, j)) {
-            scores[j] = seen ? -INFINITY : 0.0f;
-            continue;
-        }
-        if (softcap > 0.0f)
-            scores[j] =
-                tqkv__fma(tqkv__tanh(TQKV__AS_FLOAT(TQKV__AS_FLOAT(scores[j] + offset) / softcap)), softcap, 0.0f);
-        if (scores[j] > largest) largest = scores[j];
-    }
-    if (!seen) return;
-    if (largest > *max) {
-        const float shrink = tqkv__exp(TQKV__AS_FLOAT(*max - largest));
-        tqkv__scale(out, a->value_dim, shrink);
-        *sum = TQKV__AS_FLOAT(*sum * shrink);
-        *max = largest;
-    }
-    for (int j = 0; j < TQKV__TILE; j++) {
-        scores[j] = tqkv__exp(TQKV__AS_FLOAT(scores[j] - largest));
-        lanes[j % 16] = TQKV__AS_FLOAT(lanes[j % 16] + scores[j]);
-    }
-    *sum = TQKV__AS_FLOAT(*sum + tqkv__sum_16(lanes));
-}
-
-static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *spans, const float *offsets,
+static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span *span, const float *offsets,
                                       int n_rows, float *scores, float *max, float *sum, float *out)
 {
-    for (int row = 0; row < n_rows; row++)
-        tqkv__softmax_row(a, &spans[row], offsets[row], scores + row * TQKV__TILE, &max[row], &sum[row],
-                          out + (size_t)row * (size_t)a->value_dim);
+    const float softcap = a->call.softcap;
+    for (int row = 0; row < n_rows; row++, span++, scores += TQKV__TILE, max++, sum++, out += a->value_dim) {
+        float largest = *max, lanes[16] = {0};
+        const bool seen = span->to > span->from;
+        for (int j = 0; j < TQKV__TILE; j++) {
+            if (!seen || !tqkv__span_has(span, j)) {
+                scores[j] = seen ? -INFINITY : 0.0f;
+                continue;
+            }
+            const float capped =
+                softcap > 0.0f ? TQKV__AS_FLOAT(TQKV__AS_FLOAT(scores[j] + offsets[row]) / softcap) : 0.0f;
+            if (softcap > 0.0f) scores[j] = tqkv__fma(tqkv__tanh(capped), softcap, 0.0f);
+            if (scores[j] > largest) largest = scores[j];
+        }
+        if (!seen) continue;
+        if (largest > *max) {
+            const float shrink = tqkv__exp(TQKV__AS_FLOAT(*max - largest));
+            tqkv__scale(out, a->value_dim, shrink);
+            *sum = TQKV__AS_FLOAT(*sum * shrink);
+            *max = largest;
+        }
+        for (int j = 0; j < TQKV__TILE; j++) {
+            scores[j] = tqkv__exp(TQKV__AS_FLOAT(scores[j] - largest));
+            lanes[j % 16] = TQKV__AS_FLOAT(lanes[j % 16] + scores[j]);
+        }
+        *sum = TQKV__AS_FLOAT(*sum + tqkv__sum_16(lanes));
+    }
 }
 
 static void tqkv__add_floats(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,

@@ -198,12 +198,12 @@ static tqkv_result tqkv__read_header(tqkv__pipe *pipe, const char *magic, size_t
     return r == TQKV_OK ? tqkv__move_hash(pipe) : r;
 }
 
-static uint32_t tqkv__streams_with(const tqkv_cache *c, bool scales)
+static uint32_t tqkv__streams_with(const tqkv_cache *c, tqkv__channels kind)
 {
     uint32_t bits = 0;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
         const tqkv_store *s = tqkv__store_of(c, i);
-        if (s && (scales ? s->channel_scale : s->center)) bits |= 1u << i;
+        if (s && (kind == TQKV__SCALES ? s->channel_scale : s->center)) bits |= 1u << i;
     }
     return bits;
 }
@@ -214,7 +214,7 @@ static void tqkv__cache_header(const tqkv_cache *c, uint8_t *header)
     uint32_t fields[TQKV__HEADER_FIELDS] = {TQKV__CODES_VERSION};
     TQKV__CACHE_NUMBERS(TQKV__FIELD_TO_HEADER)
     fields[11] = (c->keys.ring ? 1u : 0u) | (c->shared ? 2u : 0u) | (c->learning ? 4u : 0u) |
-                 tqkv__streams_with(c, false) << 8 | tqkv__streams_with(c, true) << 16;
+                 tqkv__streams_with(c, TQKV__CENTERS) << 8 | tqkv__streams_with(c, TQKV__SCALES) << 16;
     fields[13] = tqkv__bits(c->attention.scale);
     fields[14] = tqkv__bits(c->attention.softcap);
     fields[18] = (uint32_t)tqkv__range_of(c, TQKV__FIRST_KEYS).to;
@@ -242,7 +242,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_save(const tqkv_cache *c, tqkv_write 
 /* What a header says. */
 typedef struct tqkv__header {
     tqkv_cache_desc desc;
-    uint32_t centers, scales; /* a bit a stream */
+    uint32_t has[2]; /* a bit a stream: TQKV__CENTERS, TQKV__SCALES */
     bool learning;
     int learn_from;    /* 0 unless it learns */
     int64_t raw_below; /* 0 while it does */
@@ -277,7 +277,7 @@ static bool tqkv__check_positions_of(const tqkv__header *h)
     if (h->exact_below > h->end || h->exact_below > d->exact_first || h->exact_below > d->capacity) return false;
     if (h->raw_below > (d->calibrate ? d->capacity : 0)) return false;
     if (!h->learning) return !h->learn_from;
-    return d->calibrate && !h->centers && !h->scales && !h->exact_below && !h->exact_from && !h->first &&
+    return d->calibrate && !h->has[0] && !h->has[1] && !h->exact_below && !h->exact_from && !h->first &&
            !h->raw_below && h->learn_from >= TQKV__LEAST_POSITIONS && h->learn_from <= d->calibrate &&
            h->learn_from <= d->capacity && h->learn_from <= INT_MAX / 4 && h->end < h->learn_from;
 }
@@ -291,10 +291,10 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
     if (!tqkv__parse_shape(fields, d)) return false;
     const uint32_t streams = 1u | (d->shared ? 0u : 2u) | (d->tail_dim ? 4u : 0u);
     d->tag = tqkv__get(header + 16, 8);
-    h->centers = fields[11] >> 8 & streams;
-    h->scales = fields[11] >> 16 & streams;
+    h->has[TQKV__CENTERS] = fields[11] >> 8 & streams;
+    h->has[TQKV__SCALES] = fields[11] >> 16 & streams;
     h->learning = fields[11] & 4;
-    if (fields[11] != ((fields[11] & 7) | h->centers << 8 | h->scales << 16)) return false;
+    if (fields[11] != ((fields[11] & 7) | h->has[TQKV__CENTERS] << 8 | h->has[TQKV__SCALES] << 16)) return false;
     h->exact_below = fields[18];
     h->raw_below = fields[19];
     h->learn_from = (int)fields[20];
@@ -365,7 +365,7 @@ static tqkv_result tqkv__hold(tqkv__read_ahead *a, size_t wanted)
 
 /* Returns the bytes to read before the cache is created: none up to 1 MiB, then a sixteenth of the cache's size, or all
    that the header announces. So a file that was cut short cannot make load allocate much. */
-static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t scales)
+static size_t tqkv__wanted_ahead(const tqkv_cache *c, const uint32_t has[2])
 {
     size_t all = 0, announced = 0;
     for (int i = 0; i < TQKV__CACHE_STORES; i++) {
@@ -376,22 +376,18 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, uint32_t centers, uint32_t
         const size_t center = i < TQKV__CACHE_STREAMS ? (size_t)s->n_kv_heads * (size_t)s->head_dim * sizeof(float) : 0;
         all += rows + TQKV__CHANNELS * center; /* there is always room for them */
         announced += rows / (size_t)s->capacity * (size_t)(range.to - range.from) + 8; /* and a hash */
-        if (centers >> i & 1) announced += center;
-        if (scales >> i & 1) announced += center;
+        announced += center * ((has[TQKV__CENTERS] >> i & 1) + (has[TQKV__SCALES] >> i & 1));
     }
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
-/* Takes centres and scales of the streams whose bits are set: before these are read, and with inverses after it. */
-static void tqkv__take_channels(tqkv_cache *c, uint32_t centers, uint32_t scales)
+/* Takes centres, or scales, of the streams whose bits are set: before these are read, and scales with inverses after
+   it. */
+static void tqkv__take_channels(tqkv_cache *c, tqkv__channels kind, uint32_t has)
 {
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
-        for (int k = 0; k < 2; k++) {
-            const tqkv__channels kind = k ? TQKV__SCALES : TQKV__CENTERS;
-            if ((k ? scales : centers) >> i & 1)
-                tqkv__cache_channels(c, i, kind, tqkv__channel_room(c, i, kind),
-                                     (size_t)TQKV__STORE_AT(c, i)->head_dim);
-        }
+        if (has >> i & 1)
+            tqkv__cache_channels(c, i, kind, tqkv__channel_room(c, i, kind), (size_t)TQKV__STORE_AT(c, i)->head_dim);
 }
 
 /* Creates a cache to read into. One that has learned needs no raw memory. */
@@ -406,7 +402,8 @@ static tqkv_result tqkv__create_found(const tqkv__header *found, tqkv_cache **ou
     tqkv__set_range(*out, found);
     (void)tqkv__count_channels(*out, TQKV__CACHE_STREAMS, &channels);
     for (size_t i = 0; i < TQKV__CHANNELS * channels; i++) (*out)->channels[i] = 1.0f; /* until they are read */
-    tqkv__take_channels(*out, found->centers, found->scales);
+    tqkv__take_channels(*out, TQKV__CENTERS, found->has[TQKV__CENTERS]);
+    tqkv__take_channels(*out, TQKV__SCALES, found->has[TQKV__SCALES]);
     if (found->learning && found->end) r = tqkv__get_raw(*out);
     if (r != TQKV_OK) tqkv_cache_destroy(*out);
     return r;
@@ -439,7 +436,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     ahead.memory = found.desc.allocator;
     if (!tqkv__resolve_allocator(&ahead.memory)) return TQKV__INVALID("allocator: one of alloc and free is missing");
     tqkv__set_range(&checked, &found);
-    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.centers, found.scales));
+    r = tqkv__hold(&ahead, tqkv__wanted_ahead(&checked, found.has));
     if (r == TQKV_OK) r = tqkv__create_found(&found, &c);
     if (r != TQKV_OK) {
         tqkv__drop_held(&ahead);
@@ -447,7 +444,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     }
     r = tqkv__move_stores(&pipe, c);
     if (r == TQKV_OK) tqkv__follow_tail(c);
-    if (r == TQKV_OK) tqkv__take_channels(c, 0, found.scales);
+    if (r == TQKV_OK) tqkv__take_channels(c, TQKV__SCALES, found.has[TQKV__SCALES]);
     if (r == TQKV_OK) r = tqkv__check_same_given(desc, c);
     tqkv__drop_held(&ahead);
     if (r == TQKV_OK)

@@ -20,7 +20,6 @@ TQKV__OP __m256 tqkv__exp2_avx2(__m256 n)
 {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
-TQKV__OP float tqkv__first_lane_avx2(__m256 x) { return _mm256_cvtss_f32(x); }
 TQKV__OP float tqkv__largest_lane_avx2(__m256 x)
 {
     __m128 m = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

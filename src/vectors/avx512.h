@@ -16,7 +16,6 @@ TQKV__OP __m512 tqkv__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b
 TQKV__OP __m512 tqkv__round_avx512(__m512 x) { return _mm512_roundscale_ps(x, 8); }
 #pragma GCC diagnostic pop
 TQKV__OP __m512 tqkv__exp2_avx512(__m512 n) { return _mm512_scalef_ps(_mm512_set1_ps(1.0f), n); }
-TQKV__OP float tqkv__first_lane_avx512(__m512 x) { return _mm512_cvtss_f32(x); }
 TQKV__OP float tqkv__largest_lane_avx512(__m512 x) { return _mm512_reduce_max_ps(x); }
 TQKV__OP float tqkv__sum_16_avx512(const __m512 *x)
 {

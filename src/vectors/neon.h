@@ -12,7 +12,6 @@ TQKV__OP float32x4_t tqkv__exp2_neon(float32x4_t n)
 {
     return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23));
 }
-TQKV__OP float tqkv__first_lane_neon(float32x4_t x) { return vgetq_lane_f32(x, 0); }
 TQKV__OP float tqkv__largest_lane_neon(float32x4_t x) { return vmaxvq_f32(x); }
 TQKV__OP float tqkv__sum_16_neon(const float32x4_t *x)
 {

@@ -590,12 +590,6 @@ static bool TQKV__I(are_few)(tqkv_format format, int n_rows)
                                                                                      : TQKV__LANES_ROWS_OF_BOOKS);
 }
 
-/* Returns the dimensions that few rows add straight from the codes: all, or whole passes of 32. */
-static int TQKV__I(fused_end)(const TQKV__S(panel) * a, int n_rows)
-{
-    return TQKV__ARE_PARTIAL(n_rows) ? a->dim : a->dim / 32 * 32;
-}
-
 TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const TQKV__I(product) *, int),
                                 const TQKV__S(panel) * panel, int end, TQKV__I(product) p, int n_rows)
 {
@@ -652,7 +646,8 @@ TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const 
     TQKV__ALIGNED int8_t tile[TQKV__CHUNK / 16 * PLANE];
     const int plane = panel->n / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES;
     const bool few = TQKV__I(are_few)(panel->format, n_rows);
-    const int end = few ? TQKV__I(fused_end)(panel, n_rows) : 0;
+    const int all = TQKV__ARE_PARTIAL(n_rows) ? panel->dim : panel->dim / 32 * 32; /* or whole passes of 32 */
+    const int end = few ? all : 0; /* of the dimensions that few rows add straight from the codes */
     if (few) TQKV__I(few_rows)(TQKV__I(loops_by_format)[panel->format].add, panel, end, *p, n_rows);
     for (int d = end, left; d < panel->dim; d += left) {
         left = panel->dim - d < TQKV__CHUNK ? panel->dim - d : TQKV__CHUNK;

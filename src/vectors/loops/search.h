@@ -119,8 +119,8 @@ TQKV__OP void TQKV__(search_as)(const int bits, const tqkv__stream *s, const tqk
             square = TQKV__(choose)(share, best, c, square);
             best = TQKV__(choose)(share, best, share, best);
         }
-        factors[b] = TQKV__(first_lane)(factor);
-        squares[b] = TQKV__(first_lane)(square);
+        factors[b] = factor[0];
+        squares[b] = square[0];
     }
 }
 

@@ -99,7 +99,7 @@ TQKV__TARGET static void TQKV__(softmax_tile)(const tqkv__attention *a, const tq
         const TQKV__VECTOR factor = TQKV__(exp)(TQKV__(set1)(shrink[row]));
         float *sums = out + (size_t)row * (size_t)a->value_dim;
         for (int d = 0; d < a->value_dim; d += TQKV__LANES) TQKV__(store)(sums + d, TQKV__(load)(sums + d) * factor);
-        sum[row] *= TQKV__(first_lane)(factor);
+        sum[row] *= factor[0];
     }
     for (int row = 0; row < n_rows; row++)
         if (spans[row].to > spans[row].from) sum[row] += TQKV__(weigh)(scores + row * TQKV__TILE, max[row]);
@@ -117,7 +117,7 @@ TQKV__TARGET static void TQKV__(end_piece)(int n_rows, int value_dim, const tqkv
             TQKV__(store)(to + d, TQKV__(fma)(TQKV__(load)(to + d), factor, TQKV__(load)(added + d)));
             TQKV__(store)(added + d, zero);
         }
-        sums->sum[row] = TQKV__(first_lane)(TQKV__(fma)(TQKV__(set1)(sums->sum[row]), factor, sum));
+        sums->sum[row] = TQKV__(fma)(TQKV__(set1)(sums->sum[row]), factor, sum)[0];
         sums->max[row] = piece->max[row];
         piece->sum[row] = 0.0f;
     }
