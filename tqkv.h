@@ -1563,16 +1563,17 @@ static float tqkv__sum_16(float *lanes)
 /* Rounds to the nearest integer, ties to even; |x| < 2^22 */
 static inline float tqkv__round(float x) { return TQKV__AS_FLOAT(tqkv__rounded(x + 12582912.0f) - 12582912.0f); }
 
-/* These are exp_terms, exp and tanh of the kernels, step by step. Tables hold the constants, because constants may be
-   wider than a float. */
+/* Of e^r - 1, from the highest term on. Tables hold constants, because these may be wider than a float. */
+static const float tqkv__series[7] = {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f};
+
+/* These are exp_terms, exp and tanh of the kernels, step by step. */
 static void tqkv__exp_terms(float x, float *power, float *tail)
 {
     static const float reduce[3] = {1.44269504f, -0.693359375f, 2.12194440e-4f};
-    static const float series[7] = {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f};
     const float n = tqkv__round(tqkv__rounded(x * reduce[0]));
     const float r = tqkv__fma(n, reduce[2], tqkv__fma(n, reduce[1], x));
-    float p = series[0];
-    for (int i = 1; i < 7; i++) p = tqkv__fma(p, r, series[i]);
+    float p = tqkv__series[0];
+    for (int i = 1; i < 7; i++) p = tqkv__fma(p, r, tqkv__series[i]);
     *tail = TQKV__AS_FLOAT(p * r);
     *power = tqkv__float((uint32_t)((int)n + 127) << 23);
 }
@@ -2111,7 +2112,6 @@ typedef struct tqkv__codec {
     void (*narrow)(tqkv_type type, const float *row, int n, void *dst);
     void (*rotate)(float *x, int head_dim);
     void (*unrotate)(float *y, int head_dim);
-    void (*scale_row)(const tqkv__stream *s, float *row, float *norms);
     void (*encode_rows)(const tqkv__stream *s, const struct tqkv__quantiser *q, const struct tqkv__row *rows,
                         int n_rows);
 } tqkv__codec;
@@ -2606,7 +2606,7 @@ static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, c
 
 static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__largest_bits, tqkv__invert,
                                                tqkv__widen_row,     tqkv__narrow_row,   tqkv__rotate_row,
-                                               tqkv__unrotate_row,  tqkv__scale_row,    tqkv__encode_rows};
+                                               tqkv__unrotate_row,  tqkv__encode_rows};
 
 static float tqkv__factor(const tqkv__stream *s, float norm)
 {
@@ -2933,7 +2933,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *
             float *row = scaled + (i * (size_t)s.n_kv_heads + h) * (size_t)s.head_dim;
             codec->widen(s.type, tqkv__source_row(&s, src, i, h), tqkv__center_of(&s, (int)h), inverses, s.head_dim,
                          row);
-            codec->scale_row(&s, row, norms);
+            tqkv__scale_row(&s, row, norms);
         }
     }
     tqkv__fp_restore(mode);
@@ -3381,12 +3381,9 @@ TQKV__OP void TQKV__(exp_terms)(TQKV__VECTOR x, TQKV__VECTOR *power, TQKV__VECTO
     const TQKV__VECTOR n = TQKV__(round)(x * TQKV__(set1)(1.44269504f));
     TQKV__VECTOR r = TQKV__(fma)(n, TQKV__(set1)(-0.693359375f), x); /* ln2 as a sum; n times the first is exact */
     r = TQKV__(fma)(n, TQKV__(set1)(2.12194440e-4f), r);
-    TQKV__VECTOR p = TQKV__(fma)(TQKV__(set1)(1.0f / 5040), r, TQKV__(set1)(1.0f / 720));
-    p = TQKV__(fma)(p, r, TQKV__(set1)(1.0f / 120));
-    p = TQKV__(fma)(p, r, TQKV__(set1)(1.0f / 24));
-    p = TQKV__(fma)(p, r, TQKV__(set1)(1.0f / 6));
-    p = TQKV__(fma)(p, r, TQKV__(set1)(0.5f));
-    p = TQKV__(fma)(p, r, TQKV__(set1)(1.0f));
+    TQKV__VECTOR p = TQKV__(set1)(tqkv__series[0]);
+    TQKV__UNROLL
+    for (int i = 1; i < 7; i++) p = TQKV__(fma)(p, r, TQKV__(set1)(tqkv__series[i]));
     *tail = p * r;
     *power = TQKV__(exp2)(n);
 }
@@ -3908,16 +3905,6 @@ TQKV__OP void TQKV__(norms)(const tqkv__stream *s, const float *y, float *norms,
                                          : tqkv__norm_tq(s, TQKV__(sum_of_squares)(y, s->norm_dim), &scales[b]);
 }
 
-TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, float *norms)
-{
-    float scales[TQKV_MAX_HEAD_DIM / 128];
-    if (s->rotated) TQKV__(rotate)(row, s->head_dim);
-    if (s->kind == TQKV__HALF) return;
-    TQKV__(norms)(s, row, norms, scales);
-    for (int d = 0; d < s->head_dim; d += TQKV__LANES)
-        TQKV__(store)(row + d, TQKV__(load)(row + d) * TQKV__(set1)(scales[d / s->norm_dim]));
-}
-
 /* >>k-search: the factors of a row's norms, by vectors: does what tqkv__search_block does. */
 
 /* The scaled values of a row. Magnitudes are enough: codebooks are symmetric, a value has the sign of its centroid, and
@@ -4245,7 +4232,7 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
 
 static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(largest_of), TQKV__(invert),
                                           TQKV__(widen),       TQKV__(narrow_row), TQKV__(rotate),
-                                          TQKV__(unrotate),    TQKV__(scale_row),  TQKV__(encode_rows)};
+                                          TQKV__(unrotate),    TQKV__(encode_rows)};
 
 #endif
 
@@ -5539,9 +5526,9 @@ static void tqkv__encode_rows_avx512(const tqkv__stream *s, const tqkv__quantise
     tqkv__encode_rows_by_avx2(wide ? tqkv__code_row_avx512 : tqkv__code_row_avx2, s, q, rows, n_rows);
 }
 
-static const tqkv__codec tqkv__codec_avx512 = {tqkv__rows_finite_avx2, tqkv__largest_of_avx2, tqkv__invert_avx2,
-                                               tqkv__widen_avx2,       tqkv__narrow_row_avx2, tqkv__rotate_avx2,
-                                               tqkv__unrotate_avx2,    tqkv__scale_row_avx2,  tqkv__encode_rows_avx512};
+static const tqkv__codec tqkv__codec_avx512 = {tqkv__rows_finite_avx2, tqkv__largest_of_avx2,   tqkv__invert_avx2,
+                                               tqkv__widen_avx2,       tqkv__narrow_row_avx2,   tqkv__rotate_avx2,
+                                               tqkv__unrotate_avx2,    tqkv__encode_rows_avx512};
 
 #define TQKV__(name) tqkv__##name##_avx512
 #define TQKV__LANES  16
@@ -8644,7 +8631,7 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
                                                : 127.5f; /* where the format saturates */
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     codec->widen(s->type, row->src, row->center, row->inverses, s->head_dim, x);
-    codec->scale_row(s, x, norms);
+    tqkv__scale_row(s, x, norms);
     for (int d = 0; d < s->head_dim; d++) {
         const double square = (double)x[d] * (double)x[d];
         m->second += square;
@@ -10001,7 +9988,7 @@ static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__ca
 }
 
 static void tqkv__learn_from(tqkv_cache *c, int n);
-static bool tqkv__raw_fits(const tqkv_cache *c);
+static bool tqkv__divide_raw(const tqkv_cache *c, tqkv__cache_memory *at);
 
 static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
 {
@@ -10071,7 +10058,7 @@ static tqkv_result tqkv__check_given(const tqkv_cache_desc *desc, const tqkv_cac
 static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_from, tqkv_cache **out)
 {
     tqkv_cache c;
-    tqkv__cache_memory at;
+    tqkv__cache_memory at, raw;
     size_t stride;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
@@ -10081,7 +10068,8 @@ static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_from, tqk
     if (r != TQKV_OK) return r;
     if (c.learning && learn_from > c.learn_from) tqkv__learn_from(&c, learn_from);
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
-    if (!tqkv__divide_memory(&c, sinks_size, &at) || !tqkv__raw_fits(&c)) return TQKV__INVALID(TQKV__LARGE_CACHE);
+    if (!tqkv__divide_memory(&c, sinks_size, &at) || !tqkv__divide_raw(&c, &raw))
+        return TQKV__INVALID(TQKV__LARGE_CACHE);
     c.size = at.size + 63;
     void *memory = c.memory.alloc(c.memory.user, c.size);
     if (!memory) return TQKV_OUT_OF_MEMORY;
@@ -10433,16 +10421,11 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     return TQKV_OK;
 }
 
+/* Finds where what is raw lies in memory of its own; false if that has no size. */
 static bool tqkv__divide_raw(const tqkv_cache *c, tqkv__cache_memory *at)
 {
     at->size = 0;
-    return tqkv__reserve_stores(c, TQKV__RAW, TQKV__CACHE_STORES, at);
-}
-
-static bool tqkv__raw_fits(const tqkv_cache *c)
-{
-    tqkv__cache_memory at;
-    return c->metal || !c->learning || tqkv__divide_raw(c, &at);
+    return c->metal || !c->learning || tqkv__reserve_stores(c, TQKV__RAW, TQKV__CACHE_STORES, at);
 }
 
 /* Gets memory for what is raw, unless there is some. On a GPU there always is. */
@@ -11395,7 +11378,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
     tqkv__header found;
     uint8_t header[TQKV__HEADER_SIZE];
-    tqkv__cache_memory at;
+    tqkv__cache_memory at, raw;
     tqkv_cache *c, checked;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
@@ -11407,7 +11390,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     if (tqkv__get(header + 24, 4) != TQKV__CODES_VERSION)
         return TQKV__REFUSE(CORRUPT, tqkv__get(header + 24, 4) > TQKV__CODES_VERSION ? TQKV__NEWER : TQKV__OLDER);
     if (!tqkv__parse_header(header, &found) || tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK ||
-        !tqkv__divide_memory(&checked, 0, &at) || !tqkv__raw_fits(&checked))
+        !tqkv__divide_memory(&checked, 0, &at) || !tqkv__divide_raw(&checked, &raw))
         return TQKV__REFUSE(CORRUPT, "the snapshot's header is one that no cache writes");
     if ((r = tqkv__check_match(desc, &found.desc)) != TQKV_OK) return r;
     found.desc.type = desc->type;

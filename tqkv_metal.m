@@ -712,18 +712,6 @@ static TQKV__NOINLINE void tqkv__plan_bind_pages(tqkv_metal_dispatch *d, const c
     tqkv__plan_constant(d, constant, s->n_pages > 0);
 }
 
-/* Checks the entries of positions [first, first + n), as far as the processor knows them. */
-static tqkv_result tqkv__plan_check_pages(const tqkv_store *shape, int64_t first, int n, bool written)
-{
-    tqkv__stream table;
-    memset(&table, 0, sizeof table);
-    table.pages = shape->pages;
-    table.page_size = shape->page_size;
-    table.capacity = shape->capacity;
-    const tqkv_result r = tqkv__check_pages(&table, first, first + n, written ? -1 : 0);
-    return r == TQKV_OK && written ? tqkv__check_written(&table, n, first) : r;
-}
-
 /* Returns the buffer `bytes` further on. An offset that would wrap becomes one beyond the end of any buffer. */
 static tqkv_metal_buffer tqkv__buffer_after(tqkv_metal_buffer at, size_t bytes)
 {
@@ -816,9 +804,9 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
     size_t all, kept;
     const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slot_list = s->capacity, n_tokens = mapping->n_tokens;
     tqkv_result r = tqkv__plan_extent(s, n_tokens, &all);
-    if (r == TQKV_OK) r = tqkv__plan_positions(s);
     if (r == TQKV_OK) r = tqkv__check_positions(s, n_tokens, mapping->position, -1);
-    if (r == TQKV_OK) r = tqkv__plan_check_pages(&store->shape, mapping->position, n_tokens, true);
+    if (r == TQKV_OK) r = tqkv__check_written(s, n_tokens, mapping->position);
+    if (r == TQKV_OK) r = tqkv__plan_positions(s);
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
     r = tqkv__plan_extent(s, n_tokens - skipped, &kept);
@@ -937,12 +925,11 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store,
     const int slot_list = s.capacity;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
-    r = tqkv__plan_positions(&s);
-    if (r == TQKV_OK && (n_positions < 0 || !tqkv__basis_known(basis)))
+    if (n_positions < 0 || !tqkv__basis_known(basis))
         r = TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
     if (r == TQKV_OK && n_positions > slot_list) r = TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
     if (r == TQKV_OK) r = tqkv__check_positions(&s, n_positions, position, 0);
-    if (r == TQKV_OK) r = tqkv__plan_check_pages(&store->shape, position, n_positions, false);
+    if (r == TQKV_OK) r = tqkv__plan_positions(&s);
     if (r == TQKV_OK) r = tqkv__plan_extent(&s, n_positions, &bytes);
     if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slot_list, n_positions, position, false);
     if (r == TQKV_OK && !tqkv__rows_distinct(s.strides, n_positions, s.n_kv_heads, s.head_dim))
@@ -2154,9 +2141,6 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_atten
     return tqkv__close_plan(plan, tqkv__add_attention(from, first, count, &b, plan));
 }
 
-/* Whether one of two stores has an array of channels alone: the numbers are in buffers, and are not compared. */
-static bool tqkv__channels_differ(tqkv_metal_buffer a, tqkv_metal_buffer b) { return !a.buffer != !b.buffer; }
-
 /* Adds the kernel that finishes a slice or, with another attention, adds it to that one's. */
 static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_metal_attention *src,
                                    tqkv_metal_buffer src_out, tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
@@ -2168,8 +2152,9 @@ static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_
     if (r == TQKV_OK && src) r = tqkv__plan_shape(src, &call, &other);
     if (r == TQKV_OK && src) r = tqkv__check_slices_match(&a, &other);
     if (r != TQKV_OK) return r;
-    if (src && (tqkv__channels_differ(from->values->channel_scale, src->values->channel_scale) ||
-                tqkv__channels_differ(from->values->center, src->values->center)))
+    /* The numbers are in buffers, and are not compared. */
+    if (src && (!from->values->channel_scale.buffer != !src->values->channel_scale.buffer ||
+                !from->values->center.buffer != !src->values->center.buffer))
         return TQKV__INVALID("slices of values with and without a scale of their channels, or a centre");
     b->of = *from;
     if (src) memset(&b->of.sinks, 0, sizeof b->of.sinks); /* which finish reads */

@@ -141,16 +141,17 @@ static float tqkv__sum_16(float *lanes)
 /* Rounds to the nearest integer, ties to even; |x| < 2^22 */
 static inline float tqkv__round(float x) { return TQKV__AS_FLOAT(tqkv__rounded(x + 12582912.0f) - 12582912.0f); }
 
-/* These are exp_terms, exp and tanh of the kernels, step by step. Tables hold the constants, because constants may be
-   wider than a float. */
+/* Of e^r - 1, from the highest term on. Tables hold constants, because these may be wider than a float. */
+static const float tqkv__series[7] = {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f};
+
+/* These are exp_terms, exp and tanh of the kernels, step by step. */
 static void tqkv__exp_terms(float x, float *power, float *tail)
 {
     static const float reduce[3] = {1.44269504f, -0.693359375f, 2.12194440e-4f};
-    static const float series[7] = {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f};
     const float n = tqkv__round(tqkv__rounded(x * reduce[0]));
     const float r = tqkv__fma(n, reduce[2], tqkv__fma(n, reduce[1], x));
-    float p = series[0];
-    for (int i = 1; i < 7; i++) p = tqkv__fma(p, r, series[i]);
+    float p = tqkv__series[0];
+    for (int i = 1; i < 7; i++) p = tqkv__fma(p, r, tqkv__series[i]);
     *tail = TQKV__AS_FLOAT(p * r);
     *power = tqkv__float((uint32_t)((int)n + 127) << 23);
 }

@@ -286,7 +286,7 @@ static bool tqkv__divide_memory(const tqkv_cache *c, size_t sinks_size, tqkv__ca
 }
 
 static void tqkv__learn_from(tqkv_cache *c, int n);
-static bool tqkv__raw_fits(const tqkv_cache *c);
+static bool tqkv__divide_raw(const tqkv_cache *c, tqkv__cache_memory *at);
 
 static float *tqkv__channel_room(const tqkv_cache *c, int i, tqkv__channels kind)
 {
@@ -356,7 +356,7 @@ static tqkv_result tqkv__check_given(const tqkv_cache_desc *desc, const tqkv_cac
 static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_from, tqkv_cache **out)
 {
     tqkv_cache c;
-    tqkv__cache_memory at;
+    tqkv__cache_memory at, raw;
     size_t stride;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
@@ -366,7 +366,8 @@ static tqkv_result tqkv__create(const tqkv_cache_desc *desc, int learn_from, tqk
     if (r != TQKV_OK) return r;
     if (c.learning && learn_from > c.learn_from) tqkv__learn_from(&c, learn_from);
     const size_t sinks_size = desc->sinks ? (size_t)c.attention.n_heads * sizeof(float) : 0;
-    if (!tqkv__divide_memory(&c, sinks_size, &at) || !tqkv__raw_fits(&c)) return TQKV__INVALID(TQKV__LARGE_CACHE);
+    if (!tqkv__divide_memory(&c, sinks_size, &at) || !tqkv__divide_raw(&c, &raw))
+        return TQKV__INVALID(TQKV__LARGE_CACHE);
     c.size = at.size + 63;
     void *memory = c.memory.alloc(c.memory.user, c.size);
     if (!memory) return TQKV_OUT_OF_MEMORY;

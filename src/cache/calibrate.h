@@ -50,16 +50,11 @@ static tqkv_result tqkv__raw_shapes(const tqkv_cache_desc *desc, tqkv_cache *c)
     return TQKV_OK;
 }
 
+/* Finds where what is raw lies in memory of its own; false if that has no size. */
 static bool tqkv__divide_raw(const tqkv_cache *c, tqkv__cache_memory *at)
 {
     at->size = 0;
-    return tqkv__reserve_stores(c, TQKV__RAW, TQKV__CACHE_STORES, at);
-}
-
-static bool tqkv__raw_fits(const tqkv_cache *c)
-{
-    tqkv__cache_memory at;
-    return c->metal || !c->learning || tqkv__divide_raw(c, &at);
+    return c->metal || !c->learning || tqkv__reserve_stores(c, TQKV__RAW, TQKV__CACHE_STORES, at);
 }
 
 /* Gets memory for what is raw, unless there is some. On a GPU there always is. */

@@ -416,7 +416,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     tqkv__read_ahead ahead = {read, user, {NULL, NULL, NULL}, NULL, 0, 0, 0};
     tqkv__header found;
     uint8_t header[TQKV__HEADER_SIZE];
-    tqkv__cache_memory at;
+    tqkv__cache_memory at, raw;
     tqkv_cache *c, checked;
     if (!out) return TQKV__INVALID("out is NULL");
     *out = NULL;
@@ -428,7 +428,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     if (tqkv__get(header + 24, 4) != TQKV__CODES_VERSION)
         return TQKV__REFUSE(CORRUPT, tqkv__get(header + 24, 4) > TQKV__CODES_VERSION ? TQKV__NEWER : TQKV__OLDER);
     if (!tqkv__parse_header(header, &found) || tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK ||
-        !tqkv__divide_memory(&checked, 0, &at) || !tqkv__raw_fits(&checked))
+        !tqkv__divide_memory(&checked, 0, &at) || !tqkv__divide_raw(&checked, &raw))
         return TQKV__REFUSE(CORRUPT, "the snapshot's header is one that no cache writes");
     if ((r = tqkv__check_match(desc, &found.desc)) != TQKV_OK) return r;
     found.desc.type = desc->type;

@@ -315,7 +315,7 @@ static void tqkv__encode_rows(const tqkv__stream *s, const tqkv__quantiser *q, c
 
 static const tqkv__codec tqkv__codec_scalar = {tqkv__values_finite, tqkv__largest_bits, tqkv__invert,
                                                tqkv__widen_row,     tqkv__narrow_row,   tqkv__rotate_row,
-                                               tqkv__unrotate_row,  tqkv__scale_row,    tqkv__encode_rows};
+                                               tqkv__unrotate_row,  tqkv__encode_rows};
 
 static float tqkv__factor(const tqkv__stream *s, float norm)
 {

@@ -271,7 +271,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_probe(const tqkv_store *store, const void *
             float *row = scaled + (i * (size_t)s.n_kv_heads + h) * (size_t)s.head_dim;
             codec->widen(s.type, tqkv__source_row(&s, src, i, h), tqkv__center_of(&s, (int)h), inverses, s.head_dim,
                          row);
-            codec->scale_row(&s, row, norms);
+            tqkv__scale_row(&s, row, norms);
         }
     }
     tqkv__fp_restore(mode);

@@ -15,7 +15,7 @@ static TQKV__NOINLINE void tqkv__add_moments(const tqkv__stream *s, int kv_head,
                                                : 127.5f; /* where the format saturates */
     const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     codec->widen(s->type, row->src, row->center, row->inverses, s->head_dim, x);
-    codec->scale_row(s, x, norms);
+    tqkv__scale_row(s, x, norms);
     for (int d = 0; d < s->head_dim; d++) {
         const double square = (double)x[d] * (double)x[d];
         m->second += square;

@@ -113,9 +113,6 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_atten
     return tqkv__close_plan(plan, tqkv__add_attention(from, first, count, &b, plan));
 }
 
-/* Whether one of two stores has an array of channels alone: the numbers are in buffers, and are not compared. */
-static bool tqkv__channels_differ(tqkv_metal_buffer a, tqkv_metal_buffer b) { return !a.buffer != !b.buffer; }
-
 /* Adds the kernel that finishes a slice or, with another attention, adds it to that one's. */
 static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_metal_attention *src,
                                    tqkv_metal_buffer src_out, tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
@@ -127,8 +124,9 @@ static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_
     if (r == TQKV_OK && src) r = tqkv__plan_shape(src, &call, &other);
     if (r == TQKV_OK && src) r = tqkv__check_slices_match(&a, &other);
     if (r != TQKV_OK) return r;
-    if (src && (tqkv__channels_differ(from->values->channel_scale, src->values->channel_scale) ||
-                tqkv__channels_differ(from->values->center, src->values->center)))
+    /* The numbers are in buffers, and are not compared. */
+    if (src && (!from->values->channel_scale.buffer != !src->values->channel_scale.buffer ||
+                !from->values->center.buffer != !src->values->center.buffer))
         return TQKV__INVALID("slices of values with and without a scale of their channels, or a centre");
     b->of = *from;
     if (src) memset(&b->of.sinks, 0, sizeof b->of.sinks); /* which finish reads */

@@ -266,18 +266,6 @@ static TQKV__NOINLINE void tqkv__plan_bind_pages(tqkv_metal_dispatch *d, const c
     tqkv__plan_constant(d, constant, s->n_pages > 0);
 }
 
-/* Checks the entries of positions [first, first + n), as far as the processor knows them. */
-static tqkv_result tqkv__plan_check_pages(const tqkv_store *shape, int64_t first, int n, bool written)
-{
-    tqkv__stream table;
-    memset(&table, 0, sizeof table);
-    table.pages = shape->pages;
-    table.page_size = shape->page_size;
-    table.capacity = shape->capacity;
-    const tqkv_result r = tqkv__check_pages(&table, first, first + n, written ? -1 : 0);
-    return r == TQKV_OK && written ? tqkv__check_written(&table, n, first) : r;
-}
-
 /* Returns the buffer `bytes` further on. An offset that would wrap becomes one beyond the end of any buffer. */
 static tqkv_metal_buffer tqkv__buffer_after(tqkv_metal_buffer at, size_t bytes)
 {
@@ -370,9 +358,9 @@ static tqkv_result tqkv__plan_stream(tqkv_metal_dispatch *d, const tqkv__encode_
     size_t all, kept;
     const int index = d->n_arguments ? TQKV__SECOND_ARGS : 0, slot_list = s->capacity, n_tokens = mapping->n_tokens;
     tqkv_result r = tqkv__plan_extent(s, n_tokens, &all);
-    if (r == TQKV_OK) r = tqkv__plan_positions(s);
     if (r == TQKV_OK) r = tqkv__check_positions(s, n_tokens, mapping->position, -1);
-    if (r == TQKV_OK) r = tqkv__plan_check_pages(&store->shape, mapping->position, n_tokens, true);
+    if (r == TQKV_OK) r = tqkv__check_written(s, n_tokens, mapping->position);
+    if (r == TQKV_OK) r = tqkv__plan_positions(s);
     if (r != TQKV_OK) return r;
     const int skipped = tqkv__first_kept(s, n_tokens);
     r = tqkv__plan_extent(s, n_tokens - skipped, &kept);
@@ -491,12 +479,11 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_decode(const tqkv_metal_store *store,
     const int slot_list = s.capacity;
     tqkv_metal_dispatch *d = tqkv__add_dispatch(plan);
     tqkv__plan_begin(d, TQKV_METAL_DECODE, s.head_dim, s.head_dim);
-    r = tqkv__plan_positions(&s);
-    if (r == TQKV_OK && (n_positions < 0 || !tqkv__basis_known(basis)))
+    if (n_positions < 0 || !tqkv__basis_known(basis))
         r = TQKV__INVALID("n_positions is negative, or basis no tqkv_basis");
     if (r == TQKV_OK && n_positions > slot_list) r = TQKV__REFUSE(OUT_OF_RANGE, "n_positions is above the capacity");
     if (r == TQKV_OK) r = tqkv__check_positions(&s, n_positions, position, 0);
-    if (r == TQKV_OK) r = tqkv__plan_check_pages(&store->shape, position, n_positions, false);
+    if (r == TQKV_OK) r = tqkv__plan_positions(&s);
     if (r == TQKV_OK) r = tqkv__plan_extent(&s, n_positions, &bytes);
     if (r == TQKV_OK) r = tqkv__plan_rows(d, &s, slot_list, n_positions, position, false);
     if (r == TQKV_OK && !tqkv__rows_distinct(s.strides, n_positions, s.n_kv_heads, s.head_dim))

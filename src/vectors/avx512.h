@@ -152,9 +152,9 @@ static void tqkv__encode_rows_avx512(const tqkv__stream *s, const tqkv__quantise
     tqkv__encode_rows_by_avx2(wide ? tqkv__code_row_avx512 : tqkv__code_row_avx2, s, q, rows, n_rows);
 }
 
-static const tqkv__codec tqkv__codec_avx512 = {tqkv__rows_finite_avx2, tqkv__largest_of_avx2, tqkv__invert_avx2,
-                                               tqkv__widen_avx2,       tqkv__narrow_row_avx2, tqkv__rotate_avx2,
-                                               tqkv__unrotate_avx2,    tqkv__scale_row_avx2,  tqkv__encode_rows_avx512};
+static const tqkv__codec tqkv__codec_avx512 = {tqkv__rows_finite_avx2, tqkv__largest_of_avx2,   tqkv__invert_avx2,
+                                               tqkv__widen_avx2,       tqkv__narrow_row_avx2,   tqkv__rotate_avx2,
+                                               tqkv__unrotate_avx2,    tqkv__encode_rows_avx512};
 
 #define TQKV__(name) tqkv__##name##_avx512
 #define TQKV__LANES  16

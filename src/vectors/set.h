@@ -13,7 +13,6 @@ typedef struct tqkv__codec {
     void (*narrow)(tqkv_type type, const float *row, int n, void *dst);
     void (*rotate)(float *x, int head_dim);
     void (*unrotate)(float *y, int head_dim);
-    void (*scale_row)(const tqkv__stream *s, float *row, float *norms);
     void (*encode_rows)(const tqkv__stream *s, const struct tqkv__quantiser *q, const struct tqkv__row *rows,
                         int n_rows);
 } tqkv__codec;

@@ -62,13 +62,3 @@ TQKV__OP void TQKV__(norms)(const tqkv__stream *s, const float *y, float *norms,
         norms[b] = s->kind == TQKV__GRID ? tqkv__norm_i8(TQKV__(largest_size)(y, s->norm_dim), &scales[b])
                                          : tqkv__norm_tq(s, TQKV__(sum_of_squares)(y, s->norm_dim), &scales[b]);
 }
-
-TQKV__TARGET static void TQKV__(scale_row)(const tqkv__stream *s, float *row, float *norms)
-{
-    float scales[TQKV_MAX_HEAD_DIM / 128];
-    if (s->rotated) TQKV__(rotate)(row, s->head_dim);
-    if (s->kind == TQKV__HALF) return;
-    TQKV__(norms)(s, row, norms, scales);
-    for (int d = 0; d < s->head_dim; d += TQKV__LANES)
-        TQKV__(store)(row + d, TQKV__(load)(row + d) * TQKV__(set1)(scales[d / s->norm_dim]));
-}

@@ -187,4 +187,4 @@ TQKV__TARGET static void TQKV__(encode_rows)(const tqkv__stream *s, const tqkv__
 
 static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(largest_of), TQKV__(invert),
                                           TQKV__(widen),       TQKV__(narrow_row), TQKV__(rotate),
-                                          TQKV__(unrotate),    TQKV__(scale_row),  TQKV__(encode_rows)};
+                                          TQKV__(unrotate),    TQKV__(encode_rows)};

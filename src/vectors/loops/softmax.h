@@ -7,12 +7,9 @@ TQKV__OP void TQKV__(exp_terms)(TQKV__VECTOR x, TQKV__VECTOR *power, TQKV__VECTO
     const TQKV__VECTOR n = TQKV__(round)(x * TQKV__(set1)(1.44269504f));
     TQKV__VECTOR r = TQKV__(fma)(n, TQKV__(set1)(-0.693359375f), x); /* ln2 as a sum; n times the first is exact */
     r = TQKV__(fma)(n, TQKV__(set1)(2.12194440e-4f), r);
-    TQKV__VECTOR p = TQKV__(fma)(TQKV__(set1)(1.0f / 5040), r, TQKV__(set1)(1.0f / 720));
-    p = TQKV__(fma)(p, r, TQKV__(set1)(1.0f / 120));
-    p = TQKV__(fma)(p, r, TQKV__(set1)(1.0f / 24));
-    p = TQKV__(fma)(p, r, TQKV__(set1)(1.0f / 6));
-    p = TQKV__(fma)(p, r, TQKV__(set1)(0.5f));
-    p = TQKV__(fma)(p, r, TQKV__(set1)(1.0f));
+    TQKV__VECTOR p = TQKV__(set1)(tqkv__series[0]);
+    TQKV__UNROLL
+    for (int i = 1; i < 7; i++) p = TQKV__(fma)(p, r, TQKV__(set1)(tqkv__series[i]));
     *tail = p * r;
     *power = TQKV__(exp2)(n);
 }
