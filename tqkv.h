@@ -1411,7 +1411,8 @@ typedef char tqkv__compiled_with_fshort_enums_or_fpack_struct
 #define TQKV__COLD     __attribute__((cold))        /* for size: calls that are rare beside appending and attending */
 #define TQKV__ALIGNED  __attribute__((aligned(64))) /* a vector that crosses cache lines is loaded twice */
 #define TQKV__INLINE   inline __attribute__((always_inline))
-#define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a step of a loop, in the current instruction set */
+#define TQKV__OP       TQKV__TARGET static TQKV__INLINE   /* a step of a loop, in the current instruction set */
+#define TQKV__LOOP     TQKV__TARGET static TQKV__NOINLINE /* a loop there, which is called */
 #ifdef __clang__
 #define TQKV__UNROLL _Pragma("clang loop unroll(full)")
 #define TQKV__ROLLED _Pragma("clang loop unroll(disable)")
@@ -3786,7 +3787,7 @@ TQKV__OP TQKV__(column) TQKV__(column_at)(int head_dim, int n, float *rows, int 
 
 /* Ends the rotation of rows of head_dim = m * n, m > 1, with the matrix across the subrows: of a few rows, because the
    signs take as long as one. The last of an odd number of columns is mixed twice. rows: [n_rows][head_dim] */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_rows)(int head_dim, float *rows, int n_rows)
+TQKV__LOOP void TQKV__(mix_rows)(int head_dim, float *rows, int n_rows)
 {
     const tqkv__size *size = tqkv__size_of(head_dim);
     const int m = size->order, n = size->subrow;
@@ -3804,8 +3805,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_rows)(int head_dim, float *ro
 }
 
 /* Rotates: out = R(in)/sqrt(D), after flipping signs if asked, but for mix_rows; floats in and out may be the same. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip,
-                                                         float *out)
+TQKV__LOOP void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip, float *out)
 {
     const bool whole = !TQKV__HAS_MATRIX(head_dim);
     int h = tqkv__size_of(head_dim)->subrow; /* 4 to 64, or all of the row */
@@ -4032,8 +4032,8 @@ TQKV__OP void TQKV__(search_as)(const int bits, const tqkv__stream *s, const tqk
 }
 
 /* Scales a row, y to v: [head_dim]. Its scales become the factors of the search. scales, squares: [norms_per_row] */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(search_row)(const tqkv__stream *s, const tqkv__quantiser *q,
-                                                           const float *y, float *v, float *scales, float *squares)
+TQKV__LOOP void TQKV__(search_row)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y, float *v,
+                                   float *scales, float *squares)
 {
     TQKV__(sizes) t;
     TQKV__(open_sizes)(s, y, scales, v, &t);
@@ -4099,8 +4099,7 @@ TQKV__OP void TQKV__(quantise_256)(const tqkv__quantiser *q, const float *y, int
     }
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_large)(const tqkv__quantiser *q, const float *y, int n,
-                                                               float scale, uint8_t *codes)
+TQKV__LOOP void TQKV__(quantise_large)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
     for (int d = 0; d < n; d += 256) TQKV__(quantise_256)(q, y + d, n - d < 256 ? n - d : 256, scale, codes + d);
 }
@@ -4177,8 +4176,8 @@ TQKV__TARGET static const void *TQKV__(open_row)(const tqkv__stream *s, const tq
     return row;
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(code_row)(const tqkv__stream *s, const tqkv__quantiser *q,
-                                                         const float *y, float *scales, float *squares, uint8_t *codes)
+TQKV__LOOP void TQKV__(code_row)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y, float *scales,
+                                 float *squares, uint8_t *codes)
 {
     TQKV__ALIGNED float scaled[TQKV_MAX_HEAD_DIM];
     if (s->n_factors > 1) {
@@ -4191,9 +4190,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(code_row)(const tqkv__stream *s, 
 }
 
 /* Takes a few rows through each step: steps of one row depend on each other, rows do not. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(encode_rows_by)(tqkv__code_row *code_row, const tqkv__stream *s,
-                                                               const tqkv__quantiser *q, const tqkv__row *rows,
-                                                               int n_rows)
+TQKV__LOOP void TQKV__(encode_rows_by)(tqkv__code_row *code_row, const tqkv__stream *s, const tqkv__quantiser *q,
+                                       const tqkv__row *rows, int n_rows)
 {
     enum { buffer = 1536, most_norms = buffer / 32 }; /* 6 KiB: a fraction of an L1 cache, and of the stack */
     TQKV__ALIGNED float rotated[buffer];
@@ -4259,8 +4257,8 @@ static const tqkv__codec TQKV__(codec) = {TQKV__(rows_finite), TQKV__(largest_of
 #define TQKV__DECODED_FLOATS 4096
 
 /* Decodes n rows of TQ8. keys: see tqkv__norm_of_key; to: [n][head_dim] */
-TQKV__OP void TQKV__S(decode_floats)(const tqkv__stream *s, const uint8_t *codes, const float *norms, int n, bool keys,
-                                     float *to)
+TQKV__OP void TQKV__(decode_floats)(const tqkv__stream *s, const uint8_t *codes, const float *norms, int n, bool keys,
+                                    float *to)
 {
     for (int d = 0, end = s->norm_dim; d < n * s->head_dim; end += s->norm_dim, norms++) {
         const float factor = tqkv__factor(s, keys ? tqkv__norm_of_key(*norms) : *norms);
@@ -4275,9 +4273,9 @@ TQKV__OP void TQKV__S(decode_floats)(const tqkv__stream *s, const uint8_t *codes
 /* Finds scores[row][j] (+)= query[row] . key j over the dimensions [begin, end), for four keys, which are halves or
    floats; rows and halves are constants. ahead: bytes to the keys that are read next, whose lines are prefetched one by
    one, or 0 */
-TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, int begin, int end,
-                                         const uint8_t *const *keys, ptrdiff_t ahead, const float *q, bool add,
-                                         float *scores)
+TQKV__OP void TQKV__(score_four_halves)(const int rows, const bool halves, int dim, int begin, int end,
+                                        const uint8_t *const *keys, ptrdiff_t ahead, const float *q, bool add,
+                                        float *scores)
 {
     enum { ALL = 16 / TQKV__INTEGER_LANES, NOW = TQKV__INTEGER_LANES == 4 ? 2 : 1 };
     TQKV__VECTOR sums[TQKV__HALF_KEY_ROWS][4][ALL];
@@ -4315,8 +4313,8 @@ TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int 
 }
 
 /* Does the same for n keys, `stride` bytes apart; past the end the last one again. */
-TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
-                                       int n, ptrdiff_t ahead, const float *q, bool add, float *scores)
+TQKV__OP void TQKV__(score_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
+                                      int n, ptrdiff_t ahead, const float *q, bool add, float *scores)
 {
     for (int j = 0; j < n; j += 4) {
         const uint8_t *keys[4];
@@ -4324,33 +4322,32 @@ TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int di
         for (int i = 0; i < 4; i++) keys[i] = codes + (size_t)(j + i < n ? j + i : n - 1) * stride;
         for (int d = 0; d < dim; d += TQKV__MOST_PRODUCTS) {
             const int end = dim - d < TQKV__MOST_PRODUCTS ? dim : d + TQKV__MOST_PRODUCTS;
-            TQKV__S(score_four_halves)(rows, halves, dim, d, end, keys, ahead, q, add || d > 0, scores + j);
+            TQKV__(score_four_halves)(rows, halves, dim, d, end, keys, ahead, q, add || d > 0, scores + j);
         }
     }
 }
 
-TQKV__OP void TQKV__S(score_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
-                                 ptrdiff_t ahead, const float *q, int n_rows, bool add, float *scores)
+TQKV__OP void TQKV__(score_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n, ptrdiff_t ahead,
+                                const float *q, int n_rows, bool add, float *scores)
 {
     for (int left = n_rows, now; left > 0; left -= now, q += now * dim, scores += now * TQKV__TILE) {
         now = TQKV__ROWS_OF(left, TQKV__HALF_KEY_ROWS);
-        TQKV__WITH_ROWS(now, TQKV__HALF_KEY_ROWS, TQKV__S(score_half_rows), halves, dim, codes, stride, n, ahead, q,
-                        add, scores);
+        TQKV__WITH_ROWS(now, TQKV__HALF_KEY_ROWS, TQKV__(score_half_rows), halves, dim, codes, stride, n, ahead, q, add,
+                        scores);
         ahead = 0;
     }
 }
 
 /* keys: [n][dim] */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_decoded)(const float *keys, int dim, int n, const float *q,
-                                                               int n_rows, bool add, float *scores)
+TQKV__LOOP void TQKV__(score_decoded)(const float *keys, int dim, int n, const float *q, int n_rows, bool add,
+                                      float *scores)
 {
-    TQKV__S(score_all)
+    TQKV__(score_all)
     (false, dim, (const uint8_t *)(const void *)keys, (size_t)dim * sizeof *keys, n, 0, q, n_rows, add, scores);
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream *s, int kv_head,
-                                                              const tqkv__segment *segment, const float *q, int n_rows,
-                                                              bool add, float *scores)
+TQKV__LOOP void TQKV__(score_floats)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q,
+                                     int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float keys[TQKV__DECODED_FLOATS];
     const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
@@ -4358,23 +4355,23 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream
     const int dim = s->head_dim, n = segment->n, fit = TQKV__DECODED_FLOATS / dim / 4 * 4, most = fit > 16 ? 16 : fit;
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
     if (s->kind == TQKV__HALF) {
-        TQKV__S(score_all)(true, dim, codes, s->row_bytes, n, ahead, q, n_rows, add, scores);
+        TQKV__(score_all)(true, dim, codes, s->row_bytes, n, ahead, q, n_rows, add, scores);
         return;
     }
     for (int j = 0; j < n; j += most) {
         const int now = n - j < most ? n - j : most;
         tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
-        TQKV__S(decode_floats)
+        TQKV__(decode_floats)
         (s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, true, keys);
-        TQKV__S(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
+        TQKV__(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
     }
 }
 
 /* Adds: out[row][d] += weights[row][j] * value j, for `width` vectors of dimensions; rows, width and halves are
    constants. */
-TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const bool halves, int dim,
-                                        const uint8_t *codes, size_t stride, int n, ptrdiff_t ahead,
-                                        const float *weights, float *out)
+TQKV__OP void TQKV__(add_half_vectors)(const int rows, const int width, const bool halves, int dim,
+                                       const uint8_t *codes, size_t stride, int n, ptrdiff_t ahead,
+                                       const float *weights, float *out)
 {
     TQKV__VECTOR sums[TQKV__HALF_ROWS][8];
     TQKV__UNROLL
@@ -4400,8 +4397,8 @@ TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const b
 }
 
 /* Does the same for all dimensions, 32 or, for few rows on wide vectors, 64 at a time. */
-TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
-                                     int n, ptrdiff_t ahead, const float *weights, float *out)
+TQKV__OP void TQKV__(add_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
+                                    int n, ptrdiff_t ahead, const float *weights, float *out)
 {
     const int sixteen = 16 / TQKV__INTEGER_LANES, most = TQKV__INTEGER_LANES == 16 ? 4 : 2;
     const int bytes = halves ? 2 : 4; /* of a value */
@@ -4409,35 +4406,33 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim,
     int d = 0;
     for (; wide && d + 16 * most <= dim; d += 16 * most) {
         const uint8_t *from = codes + bytes * d;
-        TQKV__S(add_half_vectors)(rows, most * sixteen, halves, dim, from, stride, n, ahead, weights, out + d);
+        TQKV__(add_half_vectors)(rows, most * sixteen, halves, dim, from, stride, n, ahead, weights, out + d);
     }
     for (; d < dim; d += 16) {
         const uint8_t *from = codes + bytes * d;
-        TQKV__S(add_half_vectors)(rows, sixteen, halves, dim, from, stride, n, ahead, weights, out + d);
+        TQKV__(add_half_vectors)(rows, sixteen, halves, dim, from, stride, n, ahead, weights, out + d);
     }
 }
 
-TQKV__OP void TQKV__S(add_to_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
-                                  ptrdiff_t ahead, const float *weights, int n_rows, float *out)
+TQKV__OP void TQKV__(add_to_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
+                                 ptrdiff_t ahead, const float *weights, int n_rows, float *out)
 {
     for (int left = n_rows, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * dim) {
         now = TQKV__ROWS_OF(left, TQKV__HALF_ROWS);
-        TQKV__WITH_ROWS(now, TQKV__HALF_ROWS, TQKV__S(add_half_rows), halves, dim, codes, stride, n, ahead, weights,
+        TQKV__WITH_ROWS(now, TQKV__HALF_ROWS, TQKV__(add_half_rows), halves, dim, codes, stride, n, ahead, weights,
                         out);
         ahead = 0;
     }
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_decoded)(const float *values, int dim, int n, const float *weights,
-                                                             int n_rows, float *out)
+TQKV__LOOP void TQKV__(add_decoded)(const float *values, int dim, int n, const float *weights, int n_rows, float *out)
 {
-    TQKV__S(add_to_all)
+    TQKV__(add_to_all)
     (false, dim, (const uint8_t *)(const void *)values, (size_t)dim * sizeof *values, n, 0, weights, n_rows, out);
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *s, int kv_head,
-                                                            const tqkv__segment *segment, const float *weights,
-                                                            int n_rows, float *out)
+TQKV__LOOP void TQKV__(add_floats)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                   const float *weights, int n_rows, float *out)
 {
     TQKV__ALIGNED float values[TQKV__DECODED_FLOATS];
     const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
@@ -4445,22 +4440,22 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
     const int dim = s->head_dim, n = segment->n, most = TQKV__DECODED_FLOATS / dim;
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
     if (s->kind == TQKV__HALF) {
-        TQKV__S(add_to_all)(true, dim, codes, s->row_bytes, n, ahead, weights, n_rows, out);
+        TQKV__(add_to_all)(true, dim, codes, s->row_bytes, n, ahead, weights, n_rows, out);
         return;
     }
     for (int j = 0; j < n; j += most) {
         const int now = n - j < most ? n - j : most;
         tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
-        TQKV__S(decode_floats)
+        TQKV__(decode_floats)
         (s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, false, values);
-        TQKV__S(add_decoded)(values, dim, now, weights + j, n_rows, out);
+        TQKV__(add_decoded)(values, dim, now, weights + j, n_rows, out);
     }
 }
 #endif
 
 /* >>k-rows: the loops of >>integer. A vector of codes is bytes: 16 dimensions, in their order, of each of
    TQKV__POSITIONS positions. A lane of 32 bits adds up TQKV__PRODUCTS products, either of words or of bytes; bytes are
-   multiplied with the high and with the low byte of an integer. What a set brings, as TQKV__S(name) if it has nothing
+   multiplied with the high and with the low byte of an integer. What a set brings, as TQKV__(name) if it has nothing
    to do with products, else as TQKV__I(name):
 
      open, look_up        the codes of up to 64 dimensions; sixteen k of them, plus TQKV__CODE_OFFSET, as a vector
@@ -4497,7 +4492,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
 #ifndef TQKV__DECODED /* true: another set of the same name has what does not depend on products */
 
 /* The codes of a panel of a tile. Rows from `whole` on lie at `rest`: loops take 16 of them at a time. */
-typedef struct TQKV__S(panel) {
+typedef struct TQKV__(panel) {
     const uint8_t *fields[2], *rest[2]; /* main ones, upper ones */
     size_t stride;
     const uint8_t *next; /* the rows that will be read next, or NULL */
@@ -4505,10 +4500,10 @@ typedef struct TQKV__S(panel) {
     const int8_t *centroids;
     tqkv_format format;
     int n, whole, dim;
-} TQKV__S(panel);
+} TQKV__(panel);
 
 /* Copies the last rows of a tile, less than 16. room: [16][row_bytes] */
-static void TQKV__S(copy_rest)(const tqkv__stream *s, const uint8_t *row, int n, uint8_t *room)
+static void TQKV__(copy_rest)(const tqkv__stream *s, const uint8_t *row, int n, uint8_t *room)
 {
     const size_t whole = (size_t)(n / 16 * 16), size = (size_t)(n % 16) * s->row_bytes;
     if (!size) return;
@@ -4517,73 +4512,73 @@ static void TQKV__S(copy_rest)(const tqkv__stream *s, const uint8_t *row, int n,
 }
 
 /* Opens the panel of the dimensions from `first` on; row: of the tile's first position */
-static TQKV__S(panel) TQKV__S(open_panel)(const tqkv__stream *s, const uint8_t *row, const tqkv__segment *segment,
-                                          int first, const uint8_t *room)
+static TQKV__(panel) TQKV__(open_panel)(const tqkv__stream *s, const uint8_t *row, const tqkv__segment *segment,
+                                        int first, const uint8_t *room)
 {
     const int main_at = first * s->main_bits / 8, upper_at = (s->head_dim * s->main_bits + first * s->upper_bits) / 8;
-    const TQKV__S(panel) panel = {{row + main_at, row + upper_at},
-                                  {room + main_at, room + upper_at},
-                                  s->row_bytes,
-                                  segment->ahead ? row + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes : NULL,
-                                  first,
-                                  s->centroids,
-                                  s->format == TQKV_TQ5_BYTES ? TQKV_TQ6_BYTES : s->format,
-                                  (segment->n + 15) / 16 * 16,
-                                  segment->n / 16 * 16,
-                                  s->panel_dim};
+    const TQKV__(panel) panel = {{row + main_at, row + upper_at},
+                                 {room + main_at, room + upper_at},
+                                 s->row_bytes,
+                                 segment->ahead ? row + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes : NULL,
+                                 first,
+                                 s->centroids,
+                                 s->format == TQKV_TQ5_BYTES ? TQKV_TQ6_BYTES : s->format,
+                                 (segment->n + 15) / 16 * 16,
+                                 segment->n / 16 * 16,
+                                 s->panel_dim};
     return panel;
 }
 
-typedef struct TQKV__S(cursor) {
+typedef struct TQKV__(cursor) {
     const uint8_t *fields[2];
-} TQKV__S(cursor);
+} TQKV__(cursor);
 
 /* Returns where the positions from j on are, up to 16, from the panel's dimension d on. */
-TQKV__OP TQKV__S(cursor) TQKV__S(cursor_at)(const tqkv_format format, const TQKV__S(panel) * a, int j, int d)
+TQKV__OP TQKV__(cursor) TQKV__(cursor_at)(const tqkv_format format, const TQKV__(panel) * a, int j, int d)
 {
     const uint8_t *const *fields = j < a->whole ? a->fields : a->rest;
     const size_t at = (size_t)(j < a->whole ? j : j - a->whole) * a->stride;
-    const TQKV__S(cursor) cursor = {
+    const TQKV__(cursor) cursor = {
         {fields[0] + at + d * TQKV__MAIN_BITS(format) / 8, fields[1] + at + d * TQKV__UPPER_BITS(format) / 8}};
     return cursor;
 }
 
 /* What a pass asks for of the rows that will be read next, with each `step` bytes of this tile's */
-typedef struct TQKV__S(request) {
+typedef struct TQKV__(request) {
     const uint8_t *next; /* or NULL */
     size_t step, size;
-} TQKV__S(request);
+} TQKV__(request);
 
 /* Opens the share of a pass over the dimensions [d, d + dims): prefetches are spread, because many at once wait for
    each other. */
-TQKV__OP TQKV__S(request)
-    TQKV__S(open_request)(const tqkv_format format, const TQKV__S(panel) * a, int positions, int j, int d, int dims)
+TQKV__OP TQKV__(request)
+    TQKV__(open_request)(const tqkv_format format, const TQKV__(panel) * a, int positions, int j, int d, int dims)
 {
     const int bits = TQKV__MAIN_BITS(format) + TQKV__UPPER_BITS(format); /* of a dimension of the next rows */
-    TQKV__S(request) request = {NULL, (size_t)positions * a->stride, (size_t)(positions * dims * bits / 8)};
+    TQKV__(request) request = {NULL, (size_t)positions * a->stride, (size_t)(positions * dims * bits / 8)};
     if (a->next) request.next = a->next + (size_t)j * a->stride + positions * (a->first + d) * bits / 8;
     return request;
 }
 
-TQKV__OP void TQKV__S(ask)(TQKV__S(request) * request)
+TQKV__OP void TQKV__(ask)(TQKV__(request) * request)
 {
     if (!request->next) return;
     tqkv__prefetch(TQKV__L2, request->next, request->size);
     request->next += request->step;
 }
 
-TQKV__OP void TQKV__S(move)(const TQKV__S(panel) * a, int positions, TQKV__S(cursor) * cursor)
+TQKV__OP void TQKV__(move)(const TQKV__(panel) * a, int positions, TQKV__(cursor) * cursor)
 {
     cursor->fields[0] += (size_t)positions * a->stride;
     cursor->fields[1] += (size_t)positions * a->stride;
 }
 
-TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
+TQKV__OP uint32_t TQKV__(largest_bits)(const float *x, int n)
 {
     TQKV__(codes) largest;
     memset(&largest, 0, sizeof largest);
     for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
-    return TQKV__S(largest_code)(largest);
+    return TQKV__(largest_code)(largest);
 }
 #endif
 
@@ -4597,17 +4592,17 @@ TQKV__OP int32_t TQKV__I(round_floats)(const float *x, int n, uint32_t largest, 
     if (!(scale > 0.0f)) memset(to, 0, (size_t)n * sizeof(int16_t));
     if (!(scale > 0.0f)) return 0;
     for (int i = 0; i < n; i += TQKV__INTEGER_LANES) {
-        const TQKV__(codes) rounded = TQKV__S(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale));
+        const TQKV__(codes) rounded = TQKV__(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale));
         TQKV__I(store_integers)(to, i, n, rounded);
-        if (TQKV__CODE_OFFSET) sum = TQKV__S(add_codes)(sum, rounded);
+        if (TQKV__CODE_OFFSET) sum = TQKV__(add_codes)(sum, rounded);
     }
-    return TQKV__CODE_OFFSET ? -TQKV__CODE_OFFSET * TQKV__S(sum_codes)(sum) : 0;
+    return TQKV__CODE_OFFSET ? -TQKV__CODE_OFFSET * TQKV__(sum_codes)(sum) : 0;
 }
 
 TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float *query, float *to)
 {
     const int dim = s->panel_dim;
-    const uint32_t largest = TQKV__S(largest_bits)(query, s->head_dim);
+    const uint32_t largest = TQKV__(largest_bits)(query, s->head_dim);
     int16_t *integers = (int16_t *)(void *)to;
     int32_t *offset = (int32_t *)(void *)(to + TQKV__QUERY_OFFSET(s->head_dim));
     for (int d = 0; d < s->head_dim; d += dim) *offset++ = TQKV__I(round_floats)(query + d, dim, largest, integers + d);
@@ -4615,8 +4610,8 @@ TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float
 }
 
 /* Rounds the weights of a row times the norms of a panel. Weights from n on are another row's. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights,
-                                                               const float *factors, int n, float *to)
+TQKV__LOOP void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights, const float *factors, int n,
+                                       float *to)
 {
     TQKV__ALIGNED float x[TQKV__TILE];
     enum { VECTORS = TQKV__TILE / TQKV__INTEGER_LANES };
@@ -4635,14 +4630,14 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(round_weights)(const tqkv__strea
         scaled[i] = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
         largest_of = TQKV__(larger_bits)(largest_of, scaled[i]);
     }
-    const uint32_t largest = TQKV__S(largest_code)(largest_of);
+    const uint32_t largest = TQKV__(largest_code)(largest_of);
     const float scale = tqkv__integer_scale(largest);
     TQKV__UNROLL
     for (int i = 0; i < VECTORS; i++) {
-        rounded[i] = TQKV__S(round_codes)(scaled[i] * TQKV__(set1)(scale));
-        if (TQKV__CODE_OFFSET) sum = TQKV__S(add_codes)(sum, rounded[i]);
+        rounded[i] = TQKV__(round_codes)(scaled[i] * TQKV__(set1)(scale));
+        if (TQKV__CODE_OFFSET) sum = TQKV__(add_codes)(sum, rounded[i]);
     }
-    int32_t offset = TQKV__CODE_OFFSET ? -TQKV__CODE_OFFSET * TQKV__S(sum_codes)(sum) : 0;
+    int32_t offset = TQKV__CODE_OFFSET ? -TQKV__CODE_OFFSET * TQKV__(sum_codes)(sum) : 0;
     if (scale > 0.0f) {
         TQKV__UNROLL
         for (int i = 0; i < VECTORS; i++) TQKV__I(store_integers)(to, i * TQKV__INTEGER_LANES, TQKV__TILE, rounded[i]);
@@ -4684,7 +4679,7 @@ TQKV__OP TQKV__VECTOR TQKV__I(sum_of_row)(const TQKV__I(product) * p, int r, TQK
 {
     int32_t offset;
     memcpy(&offset, p->offsets + r * p->row_floats, sizeof offset);
-    return TQKV__S(to_floats)(TQKV__CODE_OFFSET ? TQKV__S(add_codes)(sum, TQKV__S(set_codes)(offset)) : sum);
+    return TQKV__(to_floats)(TQKV__CODE_OFFSET ? TQKV__(add_codes)(sum, TQKV__(set_codes)(offset)) : sum);
 }
 
 TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV__(codes) sum)
@@ -4703,22 +4698,22 @@ TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV
 
 #ifndef TQKV__DECODED
 /* Looks up n positions from `first` on, in units. room: [units][left / 16][TQKV__BYTES] */
-TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a, const bool keys, int d, int left,
-                              int first, int n, int8_t *room)
+TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(panel) * a, const bool keys, int d, int left,
+                             int first, int n, int8_t *room)
 {
-    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
-    TQKV__S(request) request = TQKV__S(open_request)(format, a, TQKV__POSITIONS, first, d, left);
+    const TQKV__(chunk) chunk = TQKV__(open_chunk)(format, left, a->centroids);
+    TQKV__(request) request = TQKV__(open_request)(format, a, TQKV__POSITIONS, first, d, left);
     for (int j = first; j < first + n; j += TQKV__INTEGER_LANES) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
+        TQKV__(cursor) cursor = TQKV__(cursor_at)(format, a, j, d);
         TQKV__ROLLED
-        for (int v = 0; v < 4; v++, TQKV__S(move)(a, keys ? 1 : TQKV__POSITIONS, &cursor)) {
-            const TQKV__S(raw) raw =
-                TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], (keys ? 4 : 1) * a->stride);
-            TQKV__S(ask)(&request);
+        for (int v = 0; v < 4; v++, TQKV__(move)(a, keys ? 1 : TQKV__POSITIONS, &cursor)) {
+            const TQKV__(raw) raw =
+                TQKV__(open)(format, &chunk, cursor.fields[0], cursor.fields[1], (keys ? 4 : 1) * a->stride);
+            TQKV__(ask)(&request);
             TQKV__UNROLL
             for (int k = 0; k < 4; k++) {
                 if (k && 16 * k >= left) continue;
-                const TQKV__(codes) x = TQKV__S(look_up)(format, k, &chunk, &raw);
+                const TQKV__(codes) x = TQKV__(look_up)(format, k, &chunk, &raw);
                 memcpy(room + k * TQKV__BYTES, &x, sizeof x);
             }
             room += left / 16 * TQKV__BYTES;
@@ -4730,16 +4725,16 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
 #define TQKV__DECODED_APART(format, kind, book) \
     ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (book) <= 6 && (format) != TQKV_TQ5_BYTES))
 #define TQKV__DECODER(unused, format, name, kind, main, upper, book, plain) \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__S(decode_##format)(const TQKV__S(panel) * panel, bool keys, int d, \
-                                                                     int left, int first, int n, int8_t *room) \
+    TQKV__LOOP void TQKV__(decode_##format)(const TQKV__(panel) * panel, bool keys, int d, int left, int first, int n, \
+                                            int8_t *room) \
     { \
-        const TQKV__S(panel) a = *panel; \
-        if (TQKV__DECODED_APART(format, kind, book)) TQKV__S(decode)(format, &a, keys, d, left, first, n, room); \
+        const TQKV__(panel) a = *panel; \
+        if (TQKV__DECODED_APART(format, kind, book)) TQKV__(decode)(format, &a, keys, d, left, first, n, room); \
     }
 TQKV__FORMATS(TQKV__DECODER, )
-#define TQKV__DECODER_OF(unused, format, ...) TQKV__S(decode_##format),
-static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int, int, int,
-                                         int8_t *) = {NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
+#define TQKV__DECODER_OF(unused, format, ...) TQKV__(decode_##format),
+static void (*const TQKV__(decoders)[])(const TQKV__(panel) *, bool, int, int, int, int,
+                                        int8_t *) = {NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
 #endif
 
 /* -- Scores of few rows -- */
@@ -4748,14 +4743,14 @@ static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int,
 #define TQKV__KEPT(rows) (TQKV__INTEGER_LANES == 16 && (rows) > 2 ? 2 : 4)
 
 /* Adds the products of a unit of positions with the dimensions of a pass. format and rows are constants. */
-TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const TQKV__S(chunk) * chunk,
-                                const TQKV__S(raw) * raw, int left, TQKV__I(row) (*q)[4], TQKV__I(sum) * sums)
+TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const TQKV__(chunk) * chunk,
+                                const TQKV__(raw) * raw, int left, TQKV__I(row) (*q)[4], TQKV__I(sum) * sums)
 {
     const int kept = TQKV__KEPT(rows);
     TQKV__UNROLL
     for (int k = 0; k < kept; k++) {
         if (k && 16 * k >= left) continue;
-        const TQKV__(codes) x = TQKV__S(look_up)(format, k, chunk, raw);
+        const TQKV__(codes) x = TQKV__(look_up)(format, k, chunk, raw);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(sums[r], x, q[r][k]);
     }
@@ -4763,51 +4758,51 @@ TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const 
 
 /* Adds the products of a pass from d on: sums[row][u] for each unit. Four units are LANES positions; lane
    i of unit v has position v + 4 i. */
-TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
+TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__(panel) * a, int d,
                                    const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
 {
     const int kept = TQKV__KEPT(rows), left = a->dim - d < 16 * kept ? a->dim - d : 16 * kept;
-    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    const TQKV__(chunk) chunk = TQKV__(open_chunk)(format, left, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
-    TQKV__S(request) request = TQKV__S(open_request)(format, a, TQKV__POSITIONS, 0, d, left);
+    TQKV__(request) request = TQKV__(open_request)(format, a, TQKV__POSITIONS, 0, d, left);
     TQKV__UNROLL
     for (int i = 0; i < rows * kept; i++) {
         const int r = i / kept, k = i % kept;
         q[r][k] = TQKV__I(load_row)(p->rows + (size_t)(r * p->row_floats) * sizeof(float), a->dim, d + 16 * k);
     }
     for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
+        TQKV__(cursor) cursor = TQKV__(cursor_at)(format, a, j, d);
         TQKV__ROLLED
-        for (int v = 0; v < 4; v++, u++, TQKV__S(move)(a, 1, &cursor)) {
-            const TQKV__S(raw) raw = TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
+        for (int v = 0; v < 4; v++, u++, TQKV__(move)(a, 1, &cursor)) {
+            const TQKV__(raw) raw = TQKV__(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
             TQKV__I(sum) now[TQKV__FEW_ROWS];
-            TQKV__S(ask)(&request);
+            TQKV__(ask)(&request);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) now[r] = TQKV__I(no_sum)();
             TQKV__I(dot_unit)(format, rows, &chunk, &raw, left, q, now);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) {
                 const TQKV__(codes) whole = TQKV__I(whole)(now[r]);
-                sums[r][u] = d ? TQKV__S(add_codes)(sums[r][u], whole) : whole;
+                sums[r][u] = d ? TQKV__(add_codes)(sums[r][u], whole) : whole;
             }
         }
     }
 }
 
 /* results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(finish_scores)(const TQKV__I(product) * p, int rows, int n,
-                                                               TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
+TQKV__LOOP void TQKV__I(finish_scores)(const TQKV__I(product) * p, int rows, int n,
+                                       TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
 {
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < n; j += TQKV__INTEGER_LANES)
-            TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / TQKV__POSITIONS));
+            TQKV__I(add_scores)(p, r, j, TQKV__(sum_four_codes)(sums[r] + j / TQKV__POSITIONS));
 }
 
-TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel, int end,
+TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, const TQKV__(panel) * panel, int end,
                                   const TQKV__I(product) * p)
 {
     TQKV__(codes) sums[TQKV__FEW_ROWS][TQKV__MOST_UNITS];
-    const TQKV__S(panel) a = *panel; /* sums lie elsewhere */
+    const TQKV__(panel) a = *panel; /* sums lie elsewhere */
     for (int d = 0; d < end; d += 16 * TQKV__KEPT(rows)) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
     TQKV__I(finish_scores)(p, rows, a.n, sums);
 }
@@ -4815,13 +4810,13 @@ TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, cons
 /* -- Scores of many rows: a lane is a position. -- */
 
 /* Turns two vectors of lanes of positions from j on. tile: [dim / TQKV__PRODUCTS][2][TQKV__LANE_BYTES] */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_keys)(const TQKV__S(panel) * a, int j, int8_t *tile)
+TQKV__LOOP void TQKV__I(turn_keys)(const TQKV__(panel) * a, int j, int8_t *tile)
 {
     TQKV__ALIGNED int8_t room[2 * TQKV__INTEGER_LANES * TQKV__CHUNK];
     const int n = a->n - j > TQKV__INTEGER_LANES ? 2 : 1; /* vectors */
     for (int d = 0; d < a->dim; d += TQKV__CHUNK) {
         const int left = a->dim - d < TQKV__CHUNK ? a->dim - d : TQKV__CHUNK, sixteens = left / 16;
-        TQKV__S(decoders)[a->format](a, true, d, left, j, n * TQKV__INTEGER_LANES, room);
+        TQKV__(decoders)[a->format](a, true, d, left, j, n * TQKV__INTEGER_LANES, room);
         for (int k = 0; k < sixteens; k++, tile += 2 * TQKV__KEY_LANES * TQKV__LANE_BYTES)
             for (int lanes = 0; lanes < n; lanes++) {
                 TQKV__(codes) x[4];
@@ -4860,8 +4855,7 @@ TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p
         TQKV__I(add_scores)(p, i / 2, j + i % 2 * TQKV__INTEGER_LANES, TQKV__I(whole_lanes)(sums[i / 2][i % 2]));
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p, int dim, int j, const int8_t *tile,
-                                                             int n_rows)
+TQKV__LOOP void TQKV__I(score_lanes)(TQKV__I(product) p, int dim, int j, const int8_t *tile, int n_rows)
 {
     for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
         rows = TQKV__ROWS_OF(left, TQKV__MANY_ROWS);
@@ -4891,25 +4885,25 @@ TQKV__OP void TQKV__I(add_sums_of)(const TQKV__I(product) * p, int rows, int vec
 }
 
 /* The same for all loops of few rows, whose code would be half as long again with it */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors, int n,
-                                                          int d, const TQKV__(codes) * sums)
+TQKV__LOOP void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors, int n, int d,
+                                  const TQKV__(codes) * sums)
 {
     TQKV__I(add_sums_of)(p, rows, vectors, n, d, sums);
 }
 
 /* Adds the products of TQKV__PRODUCTS positions, from the cursor or from lanes in tile. */
 TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, const int sixteens, int left,
-                                     const TQKV__S(panel) * a, const TQKV__S(chunk) * chunk,
-                                     const TQKV__S(cursor) * cursor, const int8_t *tile, const TQKV__I(repeated) * y,
+                                     const TQKV__(panel) * a, const TQKV__(chunk) * chunk,
+                                     const TQKV__(cursor) * cursor, const int8_t *tile, const TQKV__I(repeated) * y,
                                      TQKV__I(sum) (*sums)[4 * TQKV__DIM_LANES])
 {
-    TQKV__S(raw) raw[TQKV__UNITS];
+    TQKV__(raw) raw[TQKV__UNITS];
     const ptrdiff_t plane = (ptrdiff_t)(a->n / TQKV__PRODUCTS) * (TQKV__DIM_LANES * TQKV__LANE_BYTES);
     TQKV__UNROLL
     for (int i = 0; i < TQKV__UNITS; i++) {
         if (format == TQKV__READY) break;
         const size_t at = (size_t)(i * TQKV__POSITIONS) * a->stride;
-        raw[i] = TQKV__S(open)(format, chunk, cursor->fields[0] + at, cursor->fields[1] + at, a->stride);
+        raw[i] = TQKV__(open)(format, chunk, cursor->fields[0] + at, cursor->fields[1] + at, a->stride);
     }
     TQKV__UNROLL
     for (int k = 0; k < sixteens; k++) {
@@ -4920,7 +4914,7 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
             memcpy(lanes, tile + k * plane, sizeof lanes);
         } else {
             TQKV__UNROLL
-            for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, chunk, &raw[i]);
+            for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__(look_up)(format, k, chunk, &raw[i]);
             TQKV__I(value_lanes)(x, lanes);
         }
         TQKV__UNROLL
@@ -4933,28 +4927,28 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
 
 /* Adds: results[row][d] += (sum_j rows[row][d] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
    on, straight from the codes or from lanes in tile. format, rows and sixteens are constants. */
-TQKV__OP void TQKV__I(add_chunk)(const int rows, const tqkv_format format, const int sixteens, const TQKV__S(panel) * a,
+TQKV__OP void TQKV__I(add_chunk)(const int rows, const tqkv_format format, const int sixteens, const TQKV__(panel) * a,
                                  int d, const TQKV__I(product) * p, const int8_t *tile)
 {
     const int all = sixteens * TQKV__DIM_LANES, step = format == TQKV__READY ? a->n : 16;
     const int left = TQKV__ARE_PARTIAL(rows) && a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens;
-    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
-    TQKV__S(request) request = TQKV__S(open_request)(format, a, TQKV__PRODUCTS, 0, d, left);
+    const TQKV__(chunk) chunk = TQKV__(open_chunk)(format, left, a->centroids);
+    TQKV__(request) request = TQKV__(open_request)(format, a, TQKV__PRODUCTS, 0, d, left);
     TQKV__I(sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
     const int8_t *w = p->rows;
     TQKV__UNROLL
     for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_sum)();
     for (int first = 0; first < a->n; first += step) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, first, d);
+        TQKV__(cursor) cursor = TQKV__(cursor_at)(format, a, first, d);
         TQKV__ROLLED
         for (int j = first; j < first + step; j += TQKV__PRODUCTS, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
             TQKV__I(repeated) y[TQKV__FEW_ROWS];
-            if (format != TQKV__READY) TQKV__S(ask)(&request);
+            if (format != TQKV__READY) TQKV__(ask)(&request);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++)
                 y[r] = TQKV__I(repeat)(w + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
             TQKV__I(add_positions)(format, rows, sixteens, left, a, &chunk, &cursor, tile, y, sums);
-            TQKV__S(move)(a, TQKV__PRODUCTS, &cursor);
+            TQKV__(move)(a, TQKV__PRODUCTS, &cursor);
         }
     }
     TQKV__(codes) whole[TQKV__FEW_ROWS * 4 * TQKV__DIM_LANES];
@@ -4966,21 +4960,21 @@ TQKV__OP void TQKV__I(add_chunk)(const int rows, const tqkv_format format, const
         TQKV__I(add_sums)(p, rows, all, left / 16 * TQKV__DIM_LANES, d, whole);
 }
 
-TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel, int end,
+TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__(panel) * panel, int end,
                                 const TQKV__I(product) * p)
 {
-    TQKV__S(panel) a = *panel; /* results lie elsewhere */
+    TQKV__(panel) a = *panel; /* results lie elsewhere */
     a.dim = end;
     for (int d = 0; d < end; d += 16 * TQKV__SIXTEENS(rows))
         TQKV__I(add_chunk)(rows, format, TQKV__SIXTEENS(rows), &a, d, p, NULL);
 }
 
 /* Finds the lanes of the dimensions [d, d + left) for all positions. tile: as add_chunk has it */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_values)(const TQKV__S(panel) * a, int d, int left, int8_t *tile)
+TQKV__LOOP void TQKV__I(turn_values)(const TQKV__(panel) * a, int d, int left, int8_t *tile)
 {
     TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__CHUNK];
     const int sixteens = left / 16, units = a->n / TQKV__POSITIONS;
-    TQKV__S(decoders)[a->format](a, false, d, left, 0, a->n, room);
+    TQKV__(decoders)[a->format](a, false, d, left, 0, a->n, room);
     for (int k = 0; k < sixteens; k++)
         for (int u = 0; u < units; u += TQKV__UNITS, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
             TQKV__(codes) x[TQKV__UNITS];
@@ -4993,10 +4987,10 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_values)(const TQKV__S(panel
         }
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) * panel, TQKV__I(product) p, int d,
-                                                           bool whole, const int8_t *tile, int n_rows)
+TQKV__LOOP void TQKV__I(add_lanes)(const TQKV__(panel) * panel, TQKV__I(product) p, int d, bool whole,
+                                   const int8_t *tile, int n_rows)
 {
-    const TQKV__S(panel) a = *panel;
+    const TQKV__(panel) a = *panel;
     for (int rows; n_rows > 0; n_rows -= rows, TQKV__I(advance)(&p, rows)) {
         rows = TQKV__ROWS_OF(n_rows, TQKV__FEW_ROWS);
         if (whole)
@@ -5010,21 +5004,19 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) 
 /* -- The loops of each format, for one and two rows -- */
 
 typedef struct TQKV__I(loops) {
-    void (*score)(const TQKV__S(panel) *, int end, const TQKV__I(product) *, int rows);
-    void (*add)(const TQKV__S(panel) *, int end, const TQKV__I(product) *, int rows);
+    void (*score)(const TQKV__(panel) *, int end, const TQKV__I(product) *, int rows);
+    void (*add)(const TQKV__(panel) *, int end, const TQKV__I(product) *, int rows);
 } TQKV__I(loops);
 
 /* Whether a format has such loops: I8 and packed codes, of 6 bits where these gain 15%. */
 #define TQKV__FEW_LOOPS(kind, main, book) \
     ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (main) < 8 && (book) < (TQKV__INTEGER_LANES == 16 ? 7 : 6)))
 #define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain) \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a, int end, \
-                                                                    const TQKV__I(product) * p, int rows) \
+    TQKV__LOOP void TQKV__I(score_##format)(const TQKV__(panel) * a, int end, const TQKV__I(product) * p, int rows) \
     { \
         if (TQKV__FEW_LOOPS(kind, main, book)) TQKV__BY_ROWS(score_rows, format, kind, book); \
     } \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a, int end, \
-                                                                  const TQKV__I(product) * p, int rows) \
+    TQKV__LOOP void TQKV__I(add_##format)(const TQKV__(panel) * a, int end, const TQKV__I(product) * p, int rows) \
     { \
         if (TQKV__FEW_LOOPS(kind, main, book)) TQKV__BY_ROWS(add_rows, format, kind, book); \
     }
@@ -5050,8 +5042,8 @@ static bool TQKV__I(are_few)(tqkv_format format, int n_rows)
                                                                                      : TQKV__LANES_ROWS_OF_BOOKS);
 }
 
-TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const TQKV__I(product) *, int),
-                                const TQKV__S(panel) * panel, int end, TQKV__I(product) p, int n_rows)
+TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__(panel) *, int, const TQKV__I(product) *, int),
+                                const TQKV__(panel) * panel, int end, TQKV__I(product) p, int n_rows)
 {
     for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
         rows = TQKV__ROWS_OF(left, TQKV__FEW_ROWS);
@@ -5061,7 +5053,7 @@ TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const 
 
 /* -- A tile -- */
 
-TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
+TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__(panel) * panel, const TQKV__I(product) * p, int n_rows)
 {
     TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
     if (TQKV__I(are_few)(panel->format, n_rows)) {
@@ -5081,13 +5073,13 @@ TQKV__TARGET static void TQKV__I(score_tile)(const tqkv__stream *s, int kv_head,
     TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
     const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
     if (tqkv__in_floats(s)) {
-        TQKV__S(score_floats)(s, kv_head, segment, q, n_rows, add, scores);
+        TQKV__(score_floats)(s, kv_head, segment, q, n_rows, add, scores);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
-    TQKV__S(copy_rest)(s, row, segment->n, room);
+    TQKV__(copy_rest)(s, row, segment->n, room);
     for (int d = 0, b = 0; d < s->head_dim; d += s->panel_dim, b++) {
-        const TQKV__S(panel) panel = TQKV__S(open_panel)(s, row, segment, d, room);
+        const TQKV__(panel) panel = TQKV__(open_panel)(s, row, segment, d, room);
         const TQKV__I(product) p = {(const int8_t *)(q) + 2 * d,
                                     q + TQKV__QUERY_UNIT(s->head_dim),
                                     q + TQKV__QUERY_OFFSET(s->head_dim) + b,
@@ -5100,7 +5092,7 @@ TQKV__TARGET static void TQKV__I(score_tile)(const tqkv__stream *s, int kv_head,
     }
 }
 
-TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
+TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__(panel) * panel, const TQKV__I(product) * p, int n_rows)
 {
     enum { STEP = 16 * TQKV__MANY_SIXTEENS, PLANE = TQKV__TILE / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES };
     TQKV__ALIGNED int8_t tile[TQKV__CHUNK / 16 * PLANE];
@@ -5124,13 +5116,13 @@ TQKV__TARGET static void TQKV__I(value_tile)(const tqkv__stream *s, int kv_head,
     TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
     const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
     if (tqkv__in_floats(s)) {
-        TQKV__S(add_floats)(s, kv_head, segment, weights, n_rows, out);
+        TQKV__(add_floats)(s, kv_head, segment, weights, n_rows, out);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, false, factors);
-    TQKV__S(copy_rest)(s, row, segment->n, room);
+    TQKV__(copy_rest)(s, row, segment->n, room);
     for (int d = 0, b = 0; d < s->head_dim; d += s->panel_dim, b++) {
-        const TQKV__S(panel) panel = TQKV__S(open_panel)(s, row, segment, d, room);
+        const TQKV__(panel) panel = TQKV__(open_panel)(s, row, segment, d, room);
         const TQKV__I(product) p = {(const int8_t *)(scaled),
                                     scaled + TQKV__WEIGHTS_UNIT,
                                     scaled + TQKV__WEIGHTS_OFFSET,
@@ -5163,7 +5155,6 @@ static const tqkv__kernels TQKV__I(kernels) = {TQKV__I(round_query), TQKV__I(sco
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
 #undef TQKV__PRODUCTS
-#undef TQKV__S
 #undef TQKV__SUM_SIXTEENS
 #undef TQKV__TARGET
 #undef TQKV__WIDTH
@@ -5447,7 +5438,7 @@ typedef struct tqkv__book_avx512 {
 } tqkv__book_avx512;
 
 /* large is a constant: a table of 32, not 16 */
-TQKV__OP __m512 tqkv__look_up_avx512(const bool large, const __m512 *table, __m512i index)
+TQKV__OP __m512 tqkv__look_up_in_avx512(const bool large, const __m512 *table, __m512i index)
 {
     return large ? _mm512_permutex2var_ps(table[0], index, table[1]) : _mm512_permutexvar_ps(index, table[0]);
 }
@@ -5460,7 +5451,7 @@ TQKV__OP __m512i tqkv__count_avx512(const bool large, const tqkv__book_avx512 *b
     const __m512i w = _mm512_add_epi32(_mm512_castps_si512(size * _mm512_set1_ps(factor)), _mm512_loadu_si512(less));
     const __m512 cell = _mm512_min_ps(size * _mm512_set1_ps(factor * book->slope), book->top);
     const __m512i count = _mm512_permutexvar_epi8(_mm512_cvttps_epi32(cell), book->n_below);
-    const __m512 bound = tqkv__look_up_avx512(large, book->bounds, count);
+    const __m512 bound = tqkv__look_up_in_avx512(large, book->bounds, count);
     const __mmask16 above = _mm512_cmp_ps_mask(bound, _mm512_castsi512_ps(w), _CMP_LE_OQ);
     return _mm512_mask_sub_epi32(count, above, count, _mm512_set1_epi32(-1));
 }
@@ -5476,7 +5467,7 @@ TQKV__OP void tqkv__search_avx512(const bool large, const tqkv__stream *s, const
         __m512 products = _mm512_setzero_ps(), squares = products;
         for (int d = 0; d < n; d += 16) {
             const __m512i count = tqkv__count_avx512(large, book, sizes + d, less + d, s->factors[f]);
-            const __m512 c = tqkv__look_up_avx512(large, book->centroids, count);
+            const __m512 c = tqkv__look_up_in_avx512(large, book->centroids, count);
             products += tqkv__rounded_avx512(_mm512_loadu_ps(sizes + d) * c);
             squares += tqkv__rounded_avx512(c * c);
         }
@@ -5722,25 +5713,25 @@ TQKV__OP void tqkv__store_words_neon(uint8_t *p, uint32x4_t words)
 
 /* Codes of four positions, in 16 bytes of each: up to two vectors of main fields and one of upper ones. Codes of a byte
    are loaded where they are looked up, from `at`. */
-typedef struct tqkv__i_raw_avx512 {
+typedef struct tqkv__raw_avx512 {
     __m512i main[2], upper;
     const uint8_t *at;
     size_t stride;
-} tqkv__i_raw_avx512;
-typedef struct tqkv__i_chunk_avx512 {
+} tqkv__raw_avx512;
+typedef struct tqkv__chunk_avx512 {
     __mmask16 main[2], upper;
     __m512i book;
-} tqkv__i_chunk_avx512;
+} tqkv__chunk_avx512;
 typedef struct tqkv__i_bytes_avx512 {
     __m512i high, low;
 } tqkv__i_sum_avx512, tqkv__i_row_avx512, tqkv__i_repeated_avx512;
 typedef __m512i tqkv__i_lanes_avx512;
 
 TQKV__OP uint64_t tqkv__i_lowest_avx512(int bits) { return ((uint64_t)1 << bits) - 1; }
-TQKV__OP tqkv__i_chunk_avx512 tqkv__i_open_chunk_avx512(const tqkv_format format, int left, const int8_t *centroids)
+TQKV__OP tqkv__chunk_avx512 tqkv__open_chunk_avx512(const tqkv_format format, int left, const int8_t *centroids)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    tqkv__i_chunk_avx512 chunk;
+    tqkv__chunk_avx512 chunk;
     if (left > 64) left = 64;
     const uint64_t bytes = main < 8 ? tqkv__i_lowest_avx512(left * main / 8) : 0;
     chunk.main[0] = (__mmask16)bytes;
@@ -5768,11 +5759,11 @@ TQKV__OP __m512i tqkv__i_order_avx512(const int bits, __m512i x)
                                              0x0d0c090805040100); /* of 2 bits */
     return _mm512_shuffle_epi8(x, halves);
 }
-TQKV__OP tqkv__i_raw_avx512 tqkv__i_open_avx512(const tqkv_format format, const tqkv__i_chunk_avx512 *chunk,
-                                                const uint8_t *p, const uint8_t *upper, size_t stride)
+TQKV__OP tqkv__raw_avx512 tqkv__open_avx512(const tqkv_format format, const tqkv__chunk_avx512 *chunk, const uint8_t *p,
+                                            const uint8_t *upper, size_t stride)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    tqkv__i_raw_avx512 raw;
+    tqkv__raw_avx512 raw;
     raw.at = p;
     raw.stride = stride;
     TQKV__UNROLL
@@ -5790,8 +5781,8 @@ TQKV__OP __m512i tqkv__i_take_avx512(const int bits, const int low, const int si
     return _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), x);
 }
 /* Bits above a code find its copy in the table. */
-TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const int k, const tqkv__i_chunk_avx512 *chunk,
-                                        const tqkv__i_raw_avx512 *raw)
+TQKV__OP __m512i tqkv__look_up_avx512(const tqkv_format format, const int k, const tqkv__chunk_avx512 *chunk,
+                                      const tqkv__raw_avx512 *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
     const __m512i x =
@@ -5867,28 +5858,27 @@ TQKV__OP void tqkv__i_value_lanes_avx512(const __m512i *x, __m512i *lanes)
     lanes[0] = _mm512_permutexvar_epi8(at, x[0]);
 }
 /* Adds up the lanes of four vectors in each quarter: lane i of it is vector i's. */
-TQKV__OP __m512i tqkv__i_sum_four_codes_avx512(const __m512i *x)
+TQKV__OP __m512i tqkv__sum_four_codes_avx512(const __m512i *x)
 {
     const __m512i a = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
     const __m512i b = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
     return _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
 }
-TQKV__OP __m512 tqkv__i_to_floats_avx512(__m512i x) { return _mm512_cvtepi32_ps(x); }
-TQKV__OP __m512i tqkv__i_round_codes_avx512(__m512 x) { return _mm512_cvtps_epi32(x); }
+TQKV__OP __m512 tqkv__to_floats_avx512(__m512i x) { return _mm512_cvtepi32_ps(x); }
+TQKV__OP __m512i tqkv__round_codes_avx512(__m512 x) { return _mm512_cvtps_epi32(x); }
 TQKV__OP void tqkv__i_store_integers_avx512(void *to, int i, int n, __m512i x)
 {
     const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
     _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + i), _mm512_cvtepi32_epi8(high));
     _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + n + i), _mm512_cvtepi32_epi8(x));
 }
-TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
-TQKV__OP __m512i tqkv__i_add_codes_avx512(__m512i x, __m512i y) { return _mm512_add_epi32(x, y); }
-TQKV__OP __m512i tqkv__i_set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
-TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_epi32(x); }
+TQKV__OP uint32_t tqkv__largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
+TQKV__OP __m512i tqkv__add_codes_avx512(__m512i x, __m512i y) { return _mm512_add_epi32(x, y); }
+TQKV__OP __m512i tqkv__set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
+TQKV__OP int32_t tqkv__sum_codes_avx512(__m512i x) { return _mm512_reduce_add_epi32(x); }
 
 #define TQKV__(name)        tqkv__##name##_avx512
 #define TQKV__I(name)       tqkv__i_##name##_avx512
-#define TQKV__S(name)       tqkv__i_##name##_avx512
 #define TQKV__INTEGER_LANES 16
 #define TQKV__PRODUCTS      4
 #define TQKV__CODE_OFFSET   128
@@ -5905,16 +5895,16 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 
-typedef struct tqkv__i_raw_avx2 {
+typedef struct tqkv__raw_avx2 {
     __m256i main[2], upper;
     const uint8_t *at;
     size_t stride;
-} tqkv__i_raw_avx2;
-typedef struct tqkv__i_chunk_avx2 {
+} tqkv__raw_avx2;
+typedef struct tqkv__chunk_avx2 {
     __m128i main[2], upper;
     int unfilled;
     __m256i books[4];
-} tqkv__i_chunk_avx2;
+} tqkv__chunk_avx2;
 /* The halves of 16 words, twice */
 typedef struct tqkv__i_row_avx2 {
     __m256i first, last;
@@ -5925,10 +5915,10 @@ TQKV__OP __m128i tqkv__i_lanes_left_avx2(int bytes)
 {
     return _mm_cmpgt_epi32(_mm_set1_epi32(bytes), _mm_set_epi32(12, 8, 4, 0));
 }
-TQKV__OP tqkv__i_chunk_avx2 tqkv__i_open_chunk_avx2(const tqkv_format format, int left, const int8_t *centroids)
+TQKV__OP tqkv__chunk_avx2 tqkv__open_chunk_avx2(const tqkv_format format, int left, const int8_t *centroids)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
-    tqkv__i_chunk_avx2 chunk;
+    tqkv__chunk_avx2 chunk;
     if (left > 64) left = 64;
     TQKV__UNROLL
     for (int i = 0; i < 2; i++) chunk.main[i] = tqkv__i_lanes_left_avx2(left * main / 8 - 16 * i);
@@ -5953,11 +5943,11 @@ TQKV__OP __m256i tqkv__i_load_bits_avx2(int unfilled, const uint8_t *p, size_t s
     const __m256i x = _mm256_set_m128i(tqkv__load_64(p + stride - unfilled), tqkv__load_64(p - unfilled));
     return _mm256_srl_epi64(x, _mm_cvtsi32_si128(8 * unfilled));
 }
-TQKV__OP tqkv__i_raw_avx2 tqkv__i_open_avx2(const tqkv_format format, const tqkv__i_chunk_avx2 *chunk, const uint8_t *p,
-                                            const uint8_t *upper, size_t stride)
+TQKV__OP tqkv__raw_avx2 tqkv__open_avx2(const tqkv_format format, const tqkv__chunk_avx2 *chunk, const uint8_t *p,
+                                        const uint8_t *upper, size_t stride)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    tqkv__i_raw_avx2 raw;
+    tqkv__raw_avx2 raw;
     raw.at = p;
     raw.stride = stride;
     TQKV__UNROLL
@@ -5997,8 +5987,8 @@ TQKV__OP __m256i tqkv__i_centroids_avx2(const int bits, const __m256i *books, __
         _mm256_blendv_epi8(_mm256_shuffle_epi8(books[2], index), _mm256_shuffle_epi8(books[3], index), fifth);
     return _mm256_blendv_epi8(low, high, sixth);
 }
-TQKV__OP __m256i tqkv__i_look_up_avx2(const tqkv_format format, const int k, const tqkv__i_chunk_avx2 *chunk,
-                                      const tqkv__i_raw_avx2 *raw)
+TQKV__OP __m256i tqkv__look_up_avx2(const tqkv_format format, const int k, const tqkv__chunk_avx2 *chunk,
+                                    const tqkv__raw_avx2 *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
     __m256i x, upper = _mm256_setzero_si256();
@@ -6069,27 +6059,27 @@ TQKV__OP void tqkv__i_value_lanes_avx2(const __m256i *x, __m256i *lanes)
     lanes[0] = _mm256_shuffle_epi8(fours, at);
     lanes[1] = _mm256_shuffle_epi8(fours, _mm256_add_epi8(at, _mm256_set1_epi16(8)));
 }
-TQKV__OP __m256i tqkv__i_sum_four_codes_avx2(const __m256i *x)
+TQKV__OP __m256i tqkv__sum_four_codes_avx2(const __m256i *x)
 {
     return _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
 }
-TQKV__OP __m256 tqkv__i_to_floats_avx2(__m256i x) { return _mm256_cvtepi32_ps(x); }
-TQKV__OP __m256i tqkv__i_round_codes_avx2(__m256 x) { return _mm256_cvtps_epi32(x); }
+TQKV__OP __m256 tqkv__to_floats_avx2(__m256i x) { return _mm256_cvtepi32_ps(x); }
+TQKV__OP __m256i tqkv__round_codes_avx2(__m256 x) { return _mm256_cvtps_epi32(x); }
 TQKV__OP void tqkv__i_store_integers_avx2(void *to, int i, int n, __m256i x)
 {
     (void)n;
     _mm_storeu_si128((__m128i *)(void *)((int16_t *)to + i),
                      _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
 }
-TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
+TQKV__OP uint32_t tqkv__largest_code_avx2(__m256i x)
 {
     __m128i m = _mm_max_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4e));
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(m, _mm_shuffle_epi32(m, 0xb1)));
 }
-TQKV__OP __m256i tqkv__i_add_codes_avx2(__m256i x, __m256i y) { return _mm256_add_epi32(x, y); }
-TQKV__OP __m256i tqkv__i_set_codes_avx2(int32_t x) { return _mm256_set1_epi32(x); }
-TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
+TQKV__OP __m256i tqkv__add_codes_avx2(__m256i x, __m256i y) { return _mm256_add_epi32(x, y); }
+TQKV__OP __m256i tqkv__set_codes_avx2(int32_t x) { return _mm256_set1_epi32(x); }
+TQKV__OP int32_t tqkv__sum_codes_avx2(__m256i x)
 {
     const __m128i m = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     const __m128i two = _mm_add_epi32(m, _mm_shuffle_epi32(m, 0x4e));
@@ -6098,7 +6088,6 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
 
 #define TQKV__(name)        tqkv__##name##_avx2
 #define TQKV__I(name)       tqkv__i_##name##_avx2
-#define TQKV__S(name)       tqkv__i_##name##_avx2
 #define TQKV__INTEGER_LANES 8
 #define TQKV__PRODUCTS      2
 #define TQKV__CODE_OFFSET   128
@@ -6118,20 +6107,20 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
 #define TQKV__TARGET
 
 /* Codes are looked up where they lie. */
-typedef struct tqkv__i_raw_neon {
+typedef struct tqkv__raw_neon {
     const uint8_t *at, *upper;
-} tqkv__i_raw_neon;
-typedef struct tqkv__i_chunk_neon {
+} tqkv__raw_neon;
+typedef struct tqkv__chunk_neon {
     uint32x4_t books[4];
-} tqkv__i_chunk_neon;
+} tqkv__chunk_neon;
 typedef struct tqkv__i_row_neon {
     int16x8_t first, last;
 } tqkv__i_row_neon;
 typedef uint32x4_t tqkv__i_sum_neon, tqkv__i_lanes_neon, tqkv__i_repeated_neon;
 
-TQKV__OP tqkv__i_chunk_neon tqkv__i_open_chunk_neon(const tqkv_format format, int left, const int8_t *centroids)
+TQKV__OP tqkv__chunk_neon tqkv__open_chunk_neon(const tqkv_format format, int left, const int8_t *centroids)
 {
-    tqkv__i_chunk_neon chunk;
+    tqkv__chunk_neon chunk;
     (void)left;
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
@@ -6139,10 +6128,10 @@ TQKV__OP tqkv__i_chunk_neon tqkv__i_open_chunk_neon(const tqkv_format format, in
             chunk.books[i] = vreinterpretq_u32_s8(vld1q_s8(centroids + 16 * i));
     return chunk;
 }
-TQKV__OP tqkv__i_raw_neon tqkv__i_open_neon(const tqkv_format format, const tqkv__i_chunk_neon *chunk, const uint8_t *p,
-                                            const uint8_t *upper, size_t stride)
+TQKV__OP tqkv__raw_neon tqkv__open_neon(const tqkv_format format, const tqkv__chunk_neon *chunk, const uint8_t *p,
+                                        const uint8_t *upper, size_t stride)
 {
-    const tqkv__i_raw_neon raw = {p, upper};
+    const tqkv__raw_neon raw = {p, upper};
     (void)format, (void)chunk, (void)stride; /* of one position */
     return raw;
 }
@@ -6162,8 +6151,8 @@ TQKV__OP uint8x16_t tqkv__i_field_neon(const int bits, const int to, const uint8
     const uint8x16_t spread = vqtbl1q_u8(vcombine_u8(vcreate_u8(bytes), vdup_n_u8(0)), vld1q_u8(at));
     return vshlq_u8(spread, vld1q_s8(shift));
 }
-TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const int k, const tqkv__i_chunk_neon *chunk,
-                                         const tqkv__i_raw_neon *raw)
+TQKV__OP uint32x4_t tqkv__look_up_neon(const tqkv_format format, const int k, const tqkv__chunk_neon *chunk,
+                                       const tqkv__raw_neon *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
     uint8x16_t index = tqkv__i_field_neon(main, 0, raw->at + 2 * k * main), found;
@@ -6249,25 +6238,24 @@ TQKV__OP void tqkv__i_value_lanes_neon(const uint32x4_t *x, uint32x4_t *lanes)
     lanes[2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
     lanes[3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
 }
-TQKV__OP uint32x4_t tqkv__i_sum_four_codes_neon(const uint32x4_t *x)
+TQKV__OP uint32x4_t tqkv__sum_four_codes_neon(const uint32x4_t *x)
 {
     return vpaddq_u32(vpaddq_u32(x[0], x[1]), vpaddq_u32(x[2], x[3]));
 }
-TQKV__OP float32x4_t tqkv__i_to_floats_neon(uint32x4_t x) { return vcvtq_f32_s32(vreinterpretq_s32_u32(x)); }
-TQKV__OP uint32x4_t tqkv__i_round_codes_neon(float32x4_t x) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(x)); }
+TQKV__OP float32x4_t tqkv__to_floats_neon(uint32x4_t x) { return vcvtq_f32_s32(vreinterpretq_s32_u32(x)); }
+TQKV__OP uint32x4_t tqkv__round_codes_neon(float32x4_t x) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(x)); }
 TQKV__OP void tqkv__i_store_integers_neon(void *to, int i, int n, uint32x4_t x)
 {
     (void)n;
     vst1_s16((int16_t *)to + i, vmovn_s32(vreinterpretq_s32_u32(x)));
 }
-TQKV__OP uint32x4_t tqkv__i_add_codes_neon(uint32x4_t x, uint32x4_t y) { return vaddq_u32(x, y); }
-TQKV__OP uint32x4_t tqkv__i_set_codes_neon(int32_t x) { return vdupq_n_u32((uint32_t)x); }
-TQKV__OP int32_t tqkv__i_sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
-TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); }
+TQKV__OP uint32x4_t tqkv__add_codes_neon(uint32x4_t x, uint32x4_t y) { return vaddq_u32(x, y); }
+TQKV__OP uint32x4_t tqkv__set_codes_neon(int32_t x) { return vdupq_n_u32((uint32_t)x); }
+TQKV__OP int32_t tqkv__sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
+TQKV__OP uint32_t tqkv__largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); }
 
 #define TQKV__(name)        tqkv__##name##_neon
 #define TQKV__I(name)       tqkv__i_##name##_neon
-#define TQKV__S(name)       tqkv__i_##name##_neon
 #define TQKV__INTEGER_LANES 4
 #define TQKV__PRODUCTS      2
 #define TQKV__CODE_OFFSET   0
@@ -6359,7 +6347,6 @@ TQKV__OP void tqkv__i_value_lanes_dotprod(const uint32x4_t *units, uint32x4_t *x
 
 #define TQKV__(name)        tqkv__##name##_neon
 #define TQKV__I(name)       tqkv__i_##name##_dotprod
-#define TQKV__S(name)       tqkv__i_##name##_neon
 #define TQKV__INTEGER_LANES 4
 #define TQKV__PRODUCTS      4
 #define TQKV__DECODED       1
@@ -6445,7 +6432,6 @@ TQKV__OP void tqkv__i_value_lanes_i8mm(const uint32x4_t *units, tqkv__i_lanes_i8
 
 #define TQKV__(name)        tqkv__##name##_neon
 #define TQKV__I(name)       tqkv__i_##name##_i8mm
-#define TQKV__S(name)       tqkv__i_##name##_neon
 #define TQKV__INTEGER_LANES 4
 #define TQKV__PRODUCTS      8
 #define TQKV__DECODED       1

@@ -84,7 +84,8 @@ typedef char tqkv__compiled_with_fshort_enums_or_fpack_struct
 #define TQKV__COLD     __attribute__((cold))        /* for size: calls that are rare beside appending and attending */
 #define TQKV__ALIGNED  __attribute__((aligned(64))) /* a vector that crosses cache lines is loaded twice */
 #define TQKV__INLINE   inline __attribute__((always_inline))
-#define TQKV__OP       TQKV__TARGET static TQKV__INLINE /* a step of a loop, in the current instruction set */
+#define TQKV__OP       TQKV__TARGET static TQKV__INLINE   /* a step of a loop, in the current instruction set */
+#define TQKV__LOOP     TQKV__TARGET static TQKV__NOINLINE /* a loop there, which is called */
 #ifdef __clang__
 #define TQKV__UNROLL _Pragma("clang loop unroll(full)")
 #define TQKV__ROLLED _Pragma("clang loop unroll(disable)")

@@ -73,7 +73,7 @@ typedef struct tqkv__book_avx512 {
 } tqkv__book_avx512;
 
 /* large is a constant: a table of 32, not 16 */
-TQKV__OP __m512 tqkv__look_up_avx512(const bool large, const __m512 *table, __m512i index)
+TQKV__OP __m512 tqkv__look_up_in_avx512(const bool large, const __m512 *table, __m512i index)
 {
     return large ? _mm512_permutex2var_ps(table[0], index, table[1]) : _mm512_permutexvar_ps(index, table[0]);
 }
@@ -86,7 +86,7 @@ TQKV__OP __m512i tqkv__count_avx512(const bool large, const tqkv__book_avx512 *b
     const __m512i w = _mm512_add_epi32(_mm512_castps_si512(size * _mm512_set1_ps(factor)), _mm512_loadu_si512(less));
     const __m512 cell = _mm512_min_ps(size * _mm512_set1_ps(factor * book->slope), book->top);
     const __m512i count = _mm512_permutexvar_epi8(_mm512_cvttps_epi32(cell), book->n_below);
-    const __m512 bound = tqkv__look_up_avx512(large, book->bounds, count);
+    const __m512 bound = tqkv__look_up_in_avx512(large, book->bounds, count);
     const __mmask16 above = _mm512_cmp_ps_mask(bound, _mm512_castsi512_ps(w), _CMP_LE_OQ);
     return _mm512_mask_sub_epi32(count, above, count, _mm512_set1_epi32(-1));
 }
@@ -102,7 +102,7 @@ TQKV__OP void tqkv__search_avx512(const bool large, const tqkv__stream *s, const
         __m512 products = _mm512_setzero_ps(), squares = products;
         for (int d = 0; d < n; d += 16) {
             const __m512i count = tqkv__count_avx512(large, book, sizes + d, less + d, s->factors[f]);
-            const __m512 c = tqkv__look_up_avx512(large, book->centroids, count);
+            const __m512 c = tqkv__look_up_in_avx512(large, book->centroids, count);
             products += tqkv__rounded_avx512(_mm512_loadu_ps(sizes + d) * c);
             squares += tqkv__rounded_avx512(c * c);
         }

@@ -5,16 +5,16 @@
 
 #define TQKV__TARGET __attribute__((target("avx2,fma,f16c")))
 
-typedef struct tqkv__i_raw_avx2 {
+typedef struct tqkv__raw_avx2 {
     __m256i main[2], upper;
     const uint8_t *at;
     size_t stride;
-} tqkv__i_raw_avx2;
-typedef struct tqkv__i_chunk_avx2 {
+} tqkv__raw_avx2;
+typedef struct tqkv__chunk_avx2 {
     __m128i main[2], upper;
     int unfilled;
     __m256i books[4];
-} tqkv__i_chunk_avx2;
+} tqkv__chunk_avx2;
 /* The halves of 16 words, twice */
 typedef struct tqkv__i_row_avx2 {
     __m256i first, last;
@@ -25,10 +25,10 @@ TQKV__OP __m128i tqkv__i_lanes_left_avx2(int bytes)
 {
     return _mm_cmpgt_epi32(_mm_set1_epi32(bytes), _mm_set_epi32(12, 8, 4, 0));
 }
-TQKV__OP tqkv__i_chunk_avx2 tqkv__i_open_chunk_avx2(const tqkv_format format, int left, const int8_t *centroids)
+TQKV__OP tqkv__chunk_avx2 tqkv__open_chunk_avx2(const tqkv_format format, int left, const int8_t *centroids)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
-    tqkv__i_chunk_avx2 chunk;
+    tqkv__chunk_avx2 chunk;
     if (left > 64) left = 64;
     TQKV__UNROLL
     for (int i = 0; i < 2; i++) chunk.main[i] = tqkv__i_lanes_left_avx2(left * main / 8 - 16 * i);
@@ -53,11 +53,11 @@ TQKV__OP __m256i tqkv__i_load_bits_avx2(int unfilled, const uint8_t *p, size_t s
     const __m256i x = _mm256_set_m128i(tqkv__load_64(p + stride - unfilled), tqkv__load_64(p - unfilled));
     return _mm256_srl_epi64(x, _mm_cvtsi32_si128(8 * unfilled));
 }
-TQKV__OP tqkv__i_raw_avx2 tqkv__i_open_avx2(const tqkv_format format, const tqkv__i_chunk_avx2 *chunk, const uint8_t *p,
-                                            const uint8_t *upper, size_t stride)
+TQKV__OP tqkv__raw_avx2 tqkv__open_avx2(const tqkv_format format, const tqkv__chunk_avx2 *chunk, const uint8_t *p,
+                                        const uint8_t *upper, size_t stride)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    tqkv__i_raw_avx2 raw;
+    tqkv__raw_avx2 raw;
     raw.at = p;
     raw.stride = stride;
     TQKV__UNROLL
@@ -97,8 +97,8 @@ TQKV__OP __m256i tqkv__i_centroids_avx2(const int bits, const __m256i *books, __
         _mm256_blendv_epi8(_mm256_shuffle_epi8(books[2], index), _mm256_shuffle_epi8(books[3], index), fifth);
     return _mm256_blendv_epi8(low, high, sixth);
 }
-TQKV__OP __m256i tqkv__i_look_up_avx2(const tqkv_format format, const int k, const tqkv__i_chunk_avx2 *chunk,
-                                      const tqkv__i_raw_avx2 *raw)
+TQKV__OP __m256i tqkv__look_up_avx2(const tqkv_format format, const int k, const tqkv__chunk_avx2 *chunk,
+                                    const tqkv__raw_avx2 *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
     __m256i x, upper = _mm256_setzero_si256();
@@ -169,27 +169,27 @@ TQKV__OP void tqkv__i_value_lanes_avx2(const __m256i *x, __m256i *lanes)
     lanes[0] = _mm256_shuffle_epi8(fours, at);
     lanes[1] = _mm256_shuffle_epi8(fours, _mm256_add_epi8(at, _mm256_set1_epi16(8)));
 }
-TQKV__OP __m256i tqkv__i_sum_four_codes_avx2(const __m256i *x)
+TQKV__OP __m256i tqkv__sum_four_codes_avx2(const __m256i *x)
 {
     return _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
 }
-TQKV__OP __m256 tqkv__i_to_floats_avx2(__m256i x) { return _mm256_cvtepi32_ps(x); }
-TQKV__OP __m256i tqkv__i_round_codes_avx2(__m256 x) { return _mm256_cvtps_epi32(x); }
+TQKV__OP __m256 tqkv__to_floats_avx2(__m256i x) { return _mm256_cvtepi32_ps(x); }
+TQKV__OP __m256i tqkv__round_codes_avx2(__m256 x) { return _mm256_cvtps_epi32(x); }
 TQKV__OP void tqkv__i_store_integers_avx2(void *to, int i, int n, __m256i x)
 {
     (void)n;
     _mm_storeu_si128((__m128i *)(void *)((int16_t *)to + i),
                      _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
 }
-TQKV__OP uint32_t tqkv__i_largest_code_avx2(__m256i x)
+TQKV__OP uint32_t tqkv__largest_code_avx2(__m256i x)
 {
     __m128i m = _mm_max_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4e));
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(m, _mm_shuffle_epi32(m, 0xb1)));
 }
-TQKV__OP __m256i tqkv__i_add_codes_avx2(__m256i x, __m256i y) { return _mm256_add_epi32(x, y); }
-TQKV__OP __m256i tqkv__i_set_codes_avx2(int32_t x) { return _mm256_set1_epi32(x); }
-TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
+TQKV__OP __m256i tqkv__add_codes_avx2(__m256i x, __m256i y) { return _mm256_add_epi32(x, y); }
+TQKV__OP __m256i tqkv__set_codes_avx2(int32_t x) { return _mm256_set1_epi32(x); }
+TQKV__OP int32_t tqkv__sum_codes_avx2(__m256i x)
 {
     const __m128i m = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     const __m128i two = _mm_add_epi32(m, _mm_shuffle_epi32(m, 0x4e));
@@ -198,7 +198,6 @@ TQKV__OP int32_t tqkv__i_sum_codes_avx2(__m256i x)
 
 #define TQKV__(name)        tqkv__##name##_avx2
 #define TQKV__I(name)       tqkv__i_##name##_avx2
-#define TQKV__S(name)       tqkv__i_##name##_avx2
 #define TQKV__INTEGER_LANES 8
 #define TQKV__PRODUCTS      2
 #define TQKV__CODE_OFFSET   128

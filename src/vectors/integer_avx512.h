@@ -7,25 +7,25 @@
 
 /* Codes of four positions, in 16 bytes of each: up to two vectors of main fields and one of upper ones. Codes of a byte
    are loaded where they are looked up, from `at`. */
-typedef struct tqkv__i_raw_avx512 {
+typedef struct tqkv__raw_avx512 {
     __m512i main[2], upper;
     const uint8_t *at;
     size_t stride;
-} tqkv__i_raw_avx512;
-typedef struct tqkv__i_chunk_avx512 {
+} tqkv__raw_avx512;
+typedef struct tqkv__chunk_avx512 {
     __mmask16 main[2], upper;
     __m512i book;
-} tqkv__i_chunk_avx512;
+} tqkv__chunk_avx512;
 typedef struct tqkv__i_bytes_avx512 {
     __m512i high, low;
 } tqkv__i_sum_avx512, tqkv__i_row_avx512, tqkv__i_repeated_avx512;
 typedef __m512i tqkv__i_lanes_avx512;
 
 TQKV__OP uint64_t tqkv__i_lowest_avx512(int bits) { return ((uint64_t)1 << bits) - 1; }
-TQKV__OP tqkv__i_chunk_avx512 tqkv__i_open_chunk_avx512(const tqkv_format format, int left, const int8_t *centroids)
+TQKV__OP tqkv__chunk_avx512 tqkv__open_chunk_avx512(const tqkv_format format, int left, const int8_t *centroids)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    tqkv__i_chunk_avx512 chunk;
+    tqkv__chunk_avx512 chunk;
     if (left > 64) left = 64;
     const uint64_t bytes = main < 8 ? tqkv__i_lowest_avx512(left * main / 8) : 0;
     chunk.main[0] = (__mmask16)bytes;
@@ -53,11 +53,11 @@ TQKV__OP __m512i tqkv__i_order_avx512(const int bits, __m512i x)
                                              0x0d0c090805040100); /* of 2 bits */
     return _mm512_shuffle_epi8(x, halves);
 }
-TQKV__OP tqkv__i_raw_avx512 tqkv__i_open_avx512(const tqkv_format format, const tqkv__i_chunk_avx512 *chunk,
-                                                const uint8_t *p, const uint8_t *upper, size_t stride)
+TQKV__OP tqkv__raw_avx512 tqkv__open_avx512(const tqkv_format format, const tqkv__chunk_avx512 *chunk, const uint8_t *p,
+                                            const uint8_t *upper, size_t stride)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
-    tqkv__i_raw_avx512 raw;
+    tqkv__raw_avx512 raw;
     raw.at = p;
     raw.stride = stride;
     TQKV__UNROLL
@@ -75,8 +75,8 @@ TQKV__OP __m512i tqkv__i_take_avx512(const int bits, const int low, const int si
     return _mm512_multishift_epi64_epi8(_mm512_set1_epi64((long long)at), x);
 }
 /* Bits above a code find its copy in the table. */
-TQKV__OP __m512i tqkv__i_look_up_avx512(const tqkv_format format, const int k, const tqkv__i_chunk_avx512 *chunk,
-                                        const tqkv__i_raw_avx512 *raw)
+TQKV__OP __m512i tqkv__look_up_avx512(const tqkv_format format, const int k, const tqkv__chunk_avx512 *chunk,
+                                      const tqkv__raw_avx512 *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format);
     const __m512i x =
@@ -152,28 +152,27 @@ TQKV__OP void tqkv__i_value_lanes_avx512(const __m512i *x, __m512i *lanes)
     lanes[0] = _mm512_permutexvar_epi8(at, x[0]);
 }
 /* Adds up the lanes of four vectors in each quarter: lane i of it is vector i's. */
-TQKV__OP __m512i tqkv__i_sum_four_codes_avx512(const __m512i *x)
+TQKV__OP __m512i tqkv__sum_four_codes_avx512(const __m512i *x)
 {
     const __m512i a = _mm512_add_epi32(_mm512_unpacklo_epi32(x[0], x[1]), _mm512_unpackhi_epi32(x[0], x[1]));
     const __m512i b = _mm512_add_epi32(_mm512_unpacklo_epi32(x[2], x[3]), _mm512_unpackhi_epi32(x[2], x[3]));
     return _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
 }
-TQKV__OP __m512 tqkv__i_to_floats_avx512(__m512i x) { return _mm512_cvtepi32_ps(x); }
-TQKV__OP __m512i tqkv__i_round_codes_avx512(__m512 x) { return _mm512_cvtps_epi32(x); }
+TQKV__OP __m512 tqkv__to_floats_avx512(__m512i x) { return _mm512_cvtepi32_ps(x); }
+TQKV__OP __m512i tqkv__round_codes_avx512(__m512 x) { return _mm512_cvtps_epi32(x); }
 TQKV__OP void tqkv__i_store_integers_avx512(void *to, int i, int n, __m512i x)
 {
     const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
     _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + i), _mm512_cvtepi32_epi8(high));
     _mm_storeu_si128((__m128i *)(void *)((int8_t *)to + n + i), _mm512_cvtepi32_epi8(x));
 }
-TQKV__OP uint32_t tqkv__i_largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
-TQKV__OP __m512i tqkv__i_add_codes_avx512(__m512i x, __m512i y) { return _mm512_add_epi32(x, y); }
-TQKV__OP __m512i tqkv__i_set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
-TQKV__OP int32_t tqkv__i_sum_codes_avx512(__m512i x) { return _mm512_reduce_add_epi32(x); }
+TQKV__OP uint32_t tqkv__largest_code_avx512(__m512i x) { return _mm512_reduce_max_epu32(x); }
+TQKV__OP __m512i tqkv__add_codes_avx512(__m512i x, __m512i y) { return _mm512_add_epi32(x, y); }
+TQKV__OP __m512i tqkv__set_codes_avx512(int32_t x) { return _mm512_set1_epi32(x); }
+TQKV__OP int32_t tqkv__sum_codes_avx512(__m512i x) { return _mm512_reduce_add_epi32(x); }
 
 #define TQKV__(name)        tqkv__##name##_avx512
 #define TQKV__I(name)       tqkv__i_##name##_avx512
-#define TQKV__S(name)       tqkv__i_##name##_avx512
 #define TQKV__INTEGER_LANES 16
 #define TQKV__PRODUCTS      4
 #define TQKV__CODE_OFFSET   128

@@ -5,20 +5,20 @@
 #define TQKV__TARGET
 
 /* Codes are looked up where they lie. */
-typedef struct tqkv__i_raw_neon {
+typedef struct tqkv__raw_neon {
     const uint8_t *at, *upper;
-} tqkv__i_raw_neon;
-typedef struct tqkv__i_chunk_neon {
+} tqkv__raw_neon;
+typedef struct tqkv__chunk_neon {
     uint32x4_t books[4];
-} tqkv__i_chunk_neon;
+} tqkv__chunk_neon;
 typedef struct tqkv__i_row_neon {
     int16x8_t first, last;
 } tqkv__i_row_neon;
 typedef uint32x4_t tqkv__i_sum_neon, tqkv__i_lanes_neon, tqkv__i_repeated_neon;
 
-TQKV__OP tqkv__i_chunk_neon tqkv__i_open_chunk_neon(const tqkv_format format, int left, const int8_t *centroids)
+TQKV__OP tqkv__chunk_neon tqkv__open_chunk_neon(const tqkv_format format, int left, const int8_t *centroids)
 {
-    tqkv__i_chunk_neon chunk;
+    tqkv__chunk_neon chunk;
     (void)left;
     TQKV__UNROLL
     for (int i = 0; i < 4; i++)
@@ -26,10 +26,10 @@ TQKV__OP tqkv__i_chunk_neon tqkv__i_open_chunk_neon(const tqkv_format format, in
             chunk.books[i] = vreinterpretq_u32_s8(vld1q_s8(centroids + 16 * i));
     return chunk;
 }
-TQKV__OP tqkv__i_raw_neon tqkv__i_open_neon(const tqkv_format format, const tqkv__i_chunk_neon *chunk, const uint8_t *p,
-                                            const uint8_t *upper, size_t stride)
+TQKV__OP tqkv__raw_neon tqkv__open_neon(const tqkv_format format, const tqkv__chunk_neon *chunk, const uint8_t *p,
+                                        const uint8_t *upper, size_t stride)
 {
-    const tqkv__i_raw_neon raw = {p, upper};
+    const tqkv__raw_neon raw = {p, upper};
     (void)format, (void)chunk, (void)stride; /* of one position */
     return raw;
 }
@@ -49,8 +49,8 @@ TQKV__OP uint8x16_t tqkv__i_field_neon(const int bits, const int to, const uint8
     const uint8x16_t spread = vqtbl1q_u8(vcombine_u8(vcreate_u8(bytes), vdup_n_u8(0)), vld1q_u8(at));
     return vshlq_u8(spread, vld1q_s8(shift));
 }
-TQKV__OP uint32x4_t tqkv__i_look_up_neon(const tqkv_format format, const int k, const tqkv__i_chunk_neon *chunk,
-                                         const tqkv__i_raw_neon *raw)
+TQKV__OP uint32x4_t tqkv__look_up_neon(const tqkv_format format, const int k, const tqkv__chunk_neon *chunk,
+                                       const tqkv__raw_neon *raw)
 {
     const int main = TQKV__MAIN_BITS(format), upper_bits = TQKV__UPPER_BITS(format), bits = TQKV__BOOK_BITS(format);
     uint8x16_t index = tqkv__i_field_neon(main, 0, raw->at + 2 * k * main), found;
@@ -136,25 +136,24 @@ TQKV__OP void tqkv__i_value_lanes_neon(const uint32x4_t *x, uint32x4_t *lanes)
     lanes[2] = vreinterpretq_u32_s16(vmovl_s8(vget_low_s8(high)));
     lanes[3] = vreinterpretq_u32_s16(vmovl_high_s8(high));
 }
-TQKV__OP uint32x4_t tqkv__i_sum_four_codes_neon(const uint32x4_t *x)
+TQKV__OP uint32x4_t tqkv__sum_four_codes_neon(const uint32x4_t *x)
 {
     return vpaddq_u32(vpaddq_u32(x[0], x[1]), vpaddq_u32(x[2], x[3]));
 }
-TQKV__OP float32x4_t tqkv__i_to_floats_neon(uint32x4_t x) { return vcvtq_f32_s32(vreinterpretq_s32_u32(x)); }
-TQKV__OP uint32x4_t tqkv__i_round_codes_neon(float32x4_t x) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(x)); }
+TQKV__OP float32x4_t tqkv__to_floats_neon(uint32x4_t x) { return vcvtq_f32_s32(vreinterpretq_s32_u32(x)); }
+TQKV__OP uint32x4_t tqkv__round_codes_neon(float32x4_t x) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(x)); }
 TQKV__OP void tqkv__i_store_integers_neon(void *to, int i, int n, uint32x4_t x)
 {
     (void)n;
     vst1_s16((int16_t *)to + i, vmovn_s32(vreinterpretq_s32_u32(x)));
 }
-TQKV__OP uint32x4_t tqkv__i_add_codes_neon(uint32x4_t x, uint32x4_t y) { return vaddq_u32(x, y); }
-TQKV__OP uint32x4_t tqkv__i_set_codes_neon(int32_t x) { return vdupq_n_u32((uint32_t)x); }
-TQKV__OP int32_t tqkv__i_sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
-TQKV__OP uint32_t tqkv__i_largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); }
+TQKV__OP uint32x4_t tqkv__add_codes_neon(uint32x4_t x, uint32x4_t y) { return vaddq_u32(x, y); }
+TQKV__OP uint32x4_t tqkv__set_codes_neon(int32_t x) { return vdupq_n_u32((uint32_t)x); }
+TQKV__OP int32_t tqkv__sum_codes_neon(uint32x4_t x) { return vaddvq_s32(vreinterpretq_s32_u32(x)); }
+TQKV__OP uint32_t tqkv__largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); }
 
 #define TQKV__(name)        tqkv__##name##_neon
 #define TQKV__I(name)       tqkv__i_##name##_neon
-#define TQKV__S(name)       tqkv__i_##name##_neon
 #define TQKV__INTEGER_LANES 4
 #define TQKV__PRODUCTS      2
 #define TQKV__CODE_OFFSET   0
@@ -246,7 +245,6 @@ TQKV__OP void tqkv__i_value_lanes_dotprod(const uint32x4_t *units, uint32x4_t *x
 
 #define TQKV__(name)        tqkv__##name##_neon
 #define TQKV__I(name)       tqkv__i_##name##_dotprod
-#define TQKV__S(name)       tqkv__i_##name##_neon
 #define TQKV__INTEGER_LANES 4
 #define TQKV__PRODUCTS      4
 #define TQKV__DECODED       1
@@ -332,7 +330,6 @@ TQKV__OP void tqkv__i_value_lanes_i8mm(const uint32x4_t *units, tqkv__i_lanes_i8
 
 #define TQKV__(name)        tqkv__##name##_neon
 #define TQKV__I(name)       tqkv__i_##name##_i8mm
-#define TQKV__S(name)       tqkv__i_##name##_neon
 #define TQKV__INTEGER_LANES 4
 #define TQKV__PRODUCTS      8
 #define TQKV__DECODED       1

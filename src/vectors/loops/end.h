@@ -9,7 +9,6 @@
 #undef TQKV__LANES
 #undef TQKV__LANES_ROWS
 #undef TQKV__PRODUCTS
-#undef TQKV__S
 #undef TQKV__SUM_SIXTEENS
 #undef TQKV__TARGET
 #undef TQKV__WIDTH

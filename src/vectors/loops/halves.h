@@ -17,8 +17,8 @@
 #define TQKV__DECODED_FLOATS 4096
 
 /* Decodes n rows of TQ8. keys: see tqkv__norm_of_key; to: [n][head_dim] */
-TQKV__OP void TQKV__S(decode_floats)(const tqkv__stream *s, const uint8_t *codes, const float *norms, int n, bool keys,
-                                     float *to)
+TQKV__OP void TQKV__(decode_floats)(const tqkv__stream *s, const uint8_t *codes, const float *norms, int n, bool keys,
+                                    float *to)
 {
     for (int d = 0, end = s->norm_dim; d < n * s->head_dim; end += s->norm_dim, norms++) {
         const float factor = tqkv__factor(s, keys ? tqkv__norm_of_key(*norms) : *norms);
@@ -33,9 +33,9 @@ TQKV__OP void TQKV__S(decode_floats)(const tqkv__stream *s, const uint8_t *codes
 /* Finds scores[row][j] (+)= query[row] . key j over the dimensions [begin, end), for four keys, which are halves or
    floats; rows and halves are constants. ahead: bytes to the keys that are read next, whose lines are prefetched one by
    one, or 0 */
-TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int dim, int begin, int end,
-                                         const uint8_t *const *keys, ptrdiff_t ahead, const float *q, bool add,
-                                         float *scores)
+TQKV__OP void TQKV__(score_four_halves)(const int rows, const bool halves, int dim, int begin, int end,
+                                        const uint8_t *const *keys, ptrdiff_t ahead, const float *q, bool add,
+                                        float *scores)
 {
     enum { ALL = 16 / TQKV__INTEGER_LANES, NOW = TQKV__INTEGER_LANES == 4 ? 2 : 1 };
     TQKV__VECTOR sums[TQKV__HALF_KEY_ROWS][4][ALL];
@@ -73,8 +73,8 @@ TQKV__OP void TQKV__S(score_four_halves)(const int rows, const bool halves, int 
 }
 
 /* Does the same for n keys, `stride` bytes apart; past the end the last one again. */
-TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
-                                       int n, ptrdiff_t ahead, const float *q, bool add, float *scores)
+TQKV__OP void TQKV__(score_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
+                                      int n, ptrdiff_t ahead, const float *q, bool add, float *scores)
 {
     for (int j = 0; j < n; j += 4) {
         const uint8_t *keys[4];
@@ -82,33 +82,32 @@ TQKV__OP void TQKV__S(score_half_rows)(const int rows, const bool halves, int di
         for (int i = 0; i < 4; i++) keys[i] = codes + (size_t)(j + i < n ? j + i : n - 1) * stride;
         for (int d = 0; d < dim; d += TQKV__MOST_PRODUCTS) {
             const int end = dim - d < TQKV__MOST_PRODUCTS ? dim : d + TQKV__MOST_PRODUCTS;
-            TQKV__S(score_four_halves)(rows, halves, dim, d, end, keys, ahead, q, add || d > 0, scores + j);
+            TQKV__(score_four_halves)(rows, halves, dim, d, end, keys, ahead, q, add || d > 0, scores + j);
         }
     }
 }
 
-TQKV__OP void TQKV__S(score_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
-                                 ptrdiff_t ahead, const float *q, int n_rows, bool add, float *scores)
+TQKV__OP void TQKV__(score_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n, ptrdiff_t ahead,
+                                const float *q, int n_rows, bool add, float *scores)
 {
     for (int left = n_rows, now; left > 0; left -= now, q += now * dim, scores += now * TQKV__TILE) {
         now = TQKV__ROWS_OF(left, TQKV__HALF_KEY_ROWS);
-        TQKV__WITH_ROWS(now, TQKV__HALF_KEY_ROWS, TQKV__S(score_half_rows), halves, dim, codes, stride, n, ahead, q,
-                        add, scores);
+        TQKV__WITH_ROWS(now, TQKV__HALF_KEY_ROWS, TQKV__(score_half_rows), halves, dim, codes, stride, n, ahead, q, add,
+                        scores);
         ahead = 0;
     }
 }
 
 /* keys: [n][dim] */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_decoded)(const float *keys, int dim, int n, const float *q,
-                                                               int n_rows, bool add, float *scores)
+TQKV__LOOP void TQKV__(score_decoded)(const float *keys, int dim, int n, const float *q, int n_rows, bool add,
+                                      float *scores)
 {
-    TQKV__S(score_all)
+    TQKV__(score_all)
     (false, dim, (const uint8_t *)(const void *)keys, (size_t)dim * sizeof *keys, n, 0, q, n_rows, add, scores);
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream *s, int kv_head,
-                                                              const tqkv__segment *segment, const float *q, int n_rows,
-                                                              bool add, float *scores)
+TQKV__LOOP void TQKV__(score_floats)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q,
+                                     int n_rows, bool add, float *scores)
 {
     TQKV__ALIGNED float keys[TQKV__DECODED_FLOATS];
     const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
@@ -116,23 +115,23 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(score_floats)(const tqkv__stream
     const int dim = s->head_dim, n = segment->n, fit = TQKV__DECODED_FLOATS / dim / 4 * 4, most = fit > 16 ? 16 : fit;
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
     if (s->kind == TQKV__HALF) {
-        TQKV__S(score_all)(true, dim, codes, s->row_bytes, n, ahead, q, n_rows, add, scores);
+        TQKV__(score_all)(true, dim, codes, s->row_bytes, n, ahead, q, n_rows, add, scores);
         return;
     }
     for (int j = 0; j < n; j += most) {
         const int now = n - j < most ? n - j : most;
         tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
-        TQKV__S(decode_floats)
+        TQKV__(decode_floats)
         (s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, true, keys);
-        TQKV__S(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
+        TQKV__(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
     }
 }
 
 /* Adds: out[row][d] += weights[row][j] * value j, for `width` vectors of dimensions; rows, width and halves are
    constants. */
-TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const bool halves, int dim,
-                                        const uint8_t *codes, size_t stride, int n, ptrdiff_t ahead,
-                                        const float *weights, float *out)
+TQKV__OP void TQKV__(add_half_vectors)(const int rows, const int width, const bool halves, int dim,
+                                       const uint8_t *codes, size_t stride, int n, ptrdiff_t ahead,
+                                       const float *weights, float *out)
 {
     TQKV__VECTOR sums[TQKV__HALF_ROWS][8];
     TQKV__UNROLL
@@ -158,8 +157,8 @@ TQKV__OP void TQKV__S(add_half_vectors)(const int rows, const int width, const b
 }
 
 /* Does the same for all dimensions, 32 or, for few rows on wide vectors, 64 at a time. */
-TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
-                                     int n, ptrdiff_t ahead, const float *weights, float *out)
+TQKV__OP void TQKV__(add_half_rows)(const int rows, const bool halves, int dim, const uint8_t *codes, size_t stride,
+                                    int n, ptrdiff_t ahead, const float *weights, float *out)
 {
     const int sixteen = 16 / TQKV__INTEGER_LANES, most = TQKV__INTEGER_LANES == 16 ? 4 : 2;
     const int bytes = halves ? 2 : 4; /* of a value */
@@ -167,35 +166,33 @@ TQKV__OP void TQKV__S(add_half_rows)(const int rows, const bool halves, int dim,
     int d = 0;
     for (; wide && d + 16 * most <= dim; d += 16 * most) {
         const uint8_t *from = codes + bytes * d;
-        TQKV__S(add_half_vectors)(rows, most * sixteen, halves, dim, from, stride, n, ahead, weights, out + d);
+        TQKV__(add_half_vectors)(rows, most * sixteen, halves, dim, from, stride, n, ahead, weights, out + d);
     }
     for (; d < dim; d += 16) {
         const uint8_t *from = codes + bytes * d;
-        TQKV__S(add_half_vectors)(rows, sixteen, halves, dim, from, stride, n, ahead, weights, out + d);
+        TQKV__(add_half_vectors)(rows, sixteen, halves, dim, from, stride, n, ahead, weights, out + d);
     }
 }
 
-TQKV__OP void TQKV__S(add_to_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
-                                  ptrdiff_t ahead, const float *weights, int n_rows, float *out)
+TQKV__OP void TQKV__(add_to_all)(const bool halves, int dim, const uint8_t *codes, size_t stride, int n,
+                                 ptrdiff_t ahead, const float *weights, int n_rows, float *out)
 {
     for (int left = n_rows, now; left > 0; left -= now, weights += now * TQKV__TILE, out += now * dim) {
         now = TQKV__ROWS_OF(left, TQKV__HALF_ROWS);
-        TQKV__WITH_ROWS(now, TQKV__HALF_ROWS, TQKV__S(add_half_rows), halves, dim, codes, stride, n, ahead, weights,
+        TQKV__WITH_ROWS(now, TQKV__HALF_ROWS, TQKV__(add_half_rows), halves, dim, codes, stride, n, ahead, weights,
                         out);
         ahead = 0;
     }
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_decoded)(const float *values, int dim, int n, const float *weights,
-                                                             int n_rows, float *out)
+TQKV__LOOP void TQKV__(add_decoded)(const float *values, int dim, int n, const float *weights, int n_rows, float *out)
 {
-    TQKV__S(add_to_all)
+    TQKV__(add_to_all)
     (false, dim, (const uint8_t *)(const void *)values, (size_t)dim * sizeof *values, n, 0, weights, n_rows, out);
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *s, int kv_head,
-                                                            const tqkv__segment *segment, const float *weights,
-                                                            int n_rows, float *out)
+TQKV__LOOP void TQKV__(add_floats)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
+                                   const float *weights, int n_rows, float *out)
 {
     TQKV__ALIGNED float values[TQKV__DECODED_FLOATS];
     const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
@@ -203,15 +200,15 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__S(add_floats)(const tqkv__stream *
     const int dim = s->head_dim, n = segment->n, most = TQKV__DECODED_FLOATS / dim;
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
     if (s->kind == TQKV__HALF) {
-        TQKV__S(add_to_all)(true, dim, codes, s->row_bytes, n, ahead, weights, n_rows, out);
+        TQKV__(add_to_all)(true, dim, codes, s->row_bytes, n, ahead, weights, n_rows, out);
         return;
     }
     for (int j = 0; j < n; j += most) {
         const int now = n - j < most ? n - j : most;
         tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
-        TQKV__S(decode_floats)
+        TQKV__(decode_floats)
         (s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, false, values);
-        TQKV__S(add_decoded)(values, dim, now, weights + j, n_rows, out);
+        TQKV__(add_decoded)(values, dim, now, weights + j, n_rows, out);
     }
 }
 #endif

@@ -54,8 +54,7 @@ TQKV__OP void TQKV__(quantise_256)(const tqkv__quantiser *q, const float *y, int
     }
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(quantise_large)(const tqkv__quantiser *q, const float *y, int n,
-                                                               float scale, uint8_t *codes)
+TQKV__LOOP void TQKV__(quantise_large)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
     for (int d = 0; d < n; d += 256) TQKV__(quantise_256)(q, y + d, n - d < 256 ? n - d : 256, scale, codes + d);
 }
@@ -132,8 +131,8 @@ TQKV__TARGET static const void *TQKV__(open_row)(const tqkv__stream *s, const tq
     return row;
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(code_row)(const tqkv__stream *s, const tqkv__quantiser *q,
-                                                         const float *y, float *scales, float *squares, uint8_t *codes)
+TQKV__LOOP void TQKV__(code_row)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y, float *scales,
+                                 float *squares, uint8_t *codes)
 {
     TQKV__ALIGNED float scaled[TQKV_MAX_HEAD_DIM];
     if (s->n_factors > 1) {
@@ -146,9 +145,8 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(code_row)(const tqkv__stream *s, 
 }
 
 /* Takes a few rows through each step: steps of one row depend on each other, rows do not. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(encode_rows_by)(tqkv__code_row *code_row, const tqkv__stream *s,
-                                                               const tqkv__quantiser *q, const tqkv__row *rows,
-                                                               int n_rows)
+TQKV__LOOP void TQKV__(encode_rows_by)(tqkv__code_row *code_row, const tqkv__stream *s, const tqkv__quantiser *q,
+                                       const tqkv__row *rows, int n_rows)
 {
     enum { buffer = 1536, most_norms = buffer / 32 }; /* 6 KiB: a fraction of an L1 cache, and of the stack */
     TQKV__ALIGNED float rotated[buffer];

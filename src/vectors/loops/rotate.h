@@ -142,7 +142,7 @@ TQKV__OP TQKV__(column) TQKV__(column_at)(int head_dim, int n, float *rows, int 
 
 /* Ends the rotation of rows of head_dim = m * n, m > 1, with the matrix across the subrows: of a few rows, because the
    signs take as long as one. The last of an odd number of columns is mixed twice. rows: [n_rows][head_dim] */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_rows)(int head_dim, float *rows, int n_rows)
+TQKV__LOOP void TQKV__(mix_rows)(int head_dim, float *rows, int n_rows)
 {
     const tqkv__size *size = tqkv__size_of(head_dim);
     const int m = size->order, n = size->subrow;
@@ -160,8 +160,7 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__(mix_rows)(int head_dim, float *ro
 }
 
 /* Rotates: out = R(in)/sqrt(D), after flipping signs if asked, but for mix_rows; floats in and out may be the same. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip,
-                                                         float *out)
+TQKV__LOOP void TQKV__(hadamard)(tqkv_type type, const void *in, int head_dim, bool flip, float *out)
 {
     const bool whole = !TQKV__HAS_MATRIX(head_dim);
     int h = tqkv__size_of(head_dim)->subrow; /* 4 to 64, or all of the row */

@@ -1,6 +1,6 @@
 /* >>k-rows: the loops of >>integer. A vector of codes is bytes: 16 dimensions, in their order, of each of
    TQKV__POSITIONS positions. A lane of 32 bits adds up TQKV__PRODUCTS products, either of words or of bytes; bytes are
-   multiplied with the high and with the low byte of an integer. What a set brings, as TQKV__S(name) if it has nothing
+   multiplied with the high and with the low byte of an integer. What a set brings, as TQKV__(name) if it has nothing
    to do with products, else as TQKV__I(name):
 
      open, look_up        the codes of up to 64 dimensions; sixteen k of them, plus TQKV__CODE_OFFSET, as a vector
@@ -37,7 +37,7 @@
 #ifndef TQKV__DECODED /* true: another set of the same name has what does not depend on products */
 
 /* The codes of a panel of a tile. Rows from `whole` on lie at `rest`: loops take 16 of them at a time. */
-typedef struct TQKV__S(panel) {
+typedef struct TQKV__(panel) {
     const uint8_t *fields[2], *rest[2]; /* main ones, upper ones */
     size_t stride;
     const uint8_t *next; /* the rows that will be read next, or NULL */
@@ -45,10 +45,10 @@ typedef struct TQKV__S(panel) {
     const int8_t *centroids;
     tqkv_format format;
     int n, whole, dim;
-} TQKV__S(panel);
+} TQKV__(panel);
 
 /* Copies the last rows of a tile, less than 16. room: [16][row_bytes] */
-static void TQKV__S(copy_rest)(const tqkv__stream *s, const uint8_t *row, int n, uint8_t *room)
+static void TQKV__(copy_rest)(const tqkv__stream *s, const uint8_t *row, int n, uint8_t *room)
 {
     const size_t whole = (size_t)(n / 16 * 16), size = (size_t)(n % 16) * s->row_bytes;
     if (!size) return;
@@ -57,73 +57,73 @@ static void TQKV__S(copy_rest)(const tqkv__stream *s, const uint8_t *row, int n,
 }
 
 /* Opens the panel of the dimensions from `first` on; row: of the tile's first position */
-static TQKV__S(panel) TQKV__S(open_panel)(const tqkv__stream *s, const uint8_t *row, const tqkv__segment *segment,
-                                          int first, const uint8_t *room)
+static TQKV__(panel) TQKV__(open_panel)(const tqkv__stream *s, const uint8_t *row, const tqkv__segment *segment,
+                                        int first, const uint8_t *room)
 {
     const int main_at = first * s->main_bits / 8, upper_at = (s->head_dim * s->main_bits + first * s->upper_bits) / 8;
-    const TQKV__S(panel) panel = {{row + main_at, row + upper_at},
-                                  {room + main_at, room + upper_at},
-                                  s->row_bytes,
-                                  segment->ahead ? row + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes : NULL,
-                                  first,
-                                  s->centroids,
-                                  s->format == TQKV_TQ5_BYTES ? TQKV_TQ6_BYTES : s->format,
-                                  (segment->n + 15) / 16 * 16,
-                                  segment->n / 16 * 16,
-                                  s->panel_dim};
+    const TQKV__(panel) panel = {{row + main_at, row + upper_at},
+                                 {room + main_at, room + upper_at},
+                                 s->row_bytes,
+                                 segment->ahead ? row + (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes : NULL,
+                                 first,
+                                 s->centroids,
+                                 s->format == TQKV_TQ5_BYTES ? TQKV_TQ6_BYTES : s->format,
+                                 (segment->n + 15) / 16 * 16,
+                                 segment->n / 16 * 16,
+                                 s->panel_dim};
     return panel;
 }
 
-typedef struct TQKV__S(cursor) {
+typedef struct TQKV__(cursor) {
     const uint8_t *fields[2];
-} TQKV__S(cursor);
+} TQKV__(cursor);
 
 /* Returns where the positions from j on are, up to 16, from the panel's dimension d on. */
-TQKV__OP TQKV__S(cursor) TQKV__S(cursor_at)(const tqkv_format format, const TQKV__S(panel) * a, int j, int d)
+TQKV__OP TQKV__(cursor) TQKV__(cursor_at)(const tqkv_format format, const TQKV__(panel) * a, int j, int d)
 {
     const uint8_t *const *fields = j < a->whole ? a->fields : a->rest;
     const size_t at = (size_t)(j < a->whole ? j : j - a->whole) * a->stride;
-    const TQKV__S(cursor) cursor = {
+    const TQKV__(cursor) cursor = {
         {fields[0] + at + d * TQKV__MAIN_BITS(format) / 8, fields[1] + at + d * TQKV__UPPER_BITS(format) / 8}};
     return cursor;
 }
 
 /* What a pass asks for of the rows that will be read next, with each `step` bytes of this tile's */
-typedef struct TQKV__S(request) {
+typedef struct TQKV__(request) {
     const uint8_t *next; /* or NULL */
     size_t step, size;
-} TQKV__S(request);
+} TQKV__(request);
 
 /* Opens the share of a pass over the dimensions [d, d + dims): prefetches are spread, because many at once wait for
    each other. */
-TQKV__OP TQKV__S(request)
-    TQKV__S(open_request)(const tqkv_format format, const TQKV__S(panel) * a, int positions, int j, int d, int dims)
+TQKV__OP TQKV__(request)
+    TQKV__(open_request)(const tqkv_format format, const TQKV__(panel) * a, int positions, int j, int d, int dims)
 {
     const int bits = TQKV__MAIN_BITS(format) + TQKV__UPPER_BITS(format); /* of a dimension of the next rows */
-    TQKV__S(request) request = {NULL, (size_t)positions * a->stride, (size_t)(positions * dims * bits / 8)};
+    TQKV__(request) request = {NULL, (size_t)positions * a->stride, (size_t)(positions * dims * bits / 8)};
     if (a->next) request.next = a->next + (size_t)j * a->stride + positions * (a->first + d) * bits / 8;
     return request;
 }
 
-TQKV__OP void TQKV__S(ask)(TQKV__S(request) * request)
+TQKV__OP void TQKV__(ask)(TQKV__(request) * request)
 {
     if (!request->next) return;
     tqkv__prefetch(TQKV__L2, request->next, request->size);
     request->next += request->step;
 }
 
-TQKV__OP void TQKV__S(move)(const TQKV__S(panel) * a, int positions, TQKV__S(cursor) * cursor)
+TQKV__OP void TQKV__(move)(const TQKV__(panel) * a, int positions, TQKV__(cursor) * cursor)
 {
     cursor->fields[0] += (size_t)positions * a->stride;
     cursor->fields[1] += (size_t)positions * a->stride;
 }
 
-TQKV__OP uint32_t TQKV__S(largest_bits)(const float *x, int n)
+TQKV__OP uint32_t TQKV__(largest_bits)(const float *x, int n)
 {
     TQKV__(codes) largest;
     memset(&largest, 0, sizeof largest);
     for (int i = 0; i < n; i += TQKV__INTEGER_LANES) largest = TQKV__(larger_bits)(largest, TQKV__(load)(x + i));
-    return TQKV__S(largest_code)(largest);
+    return TQKV__(largest_code)(largest);
 }
 #endif
 
@@ -137,17 +137,17 @@ TQKV__OP int32_t TQKV__I(round_floats)(const float *x, int n, uint32_t largest, 
     if (!(scale > 0.0f)) memset(to, 0, (size_t)n * sizeof(int16_t));
     if (!(scale > 0.0f)) return 0;
     for (int i = 0; i < n; i += TQKV__INTEGER_LANES) {
-        const TQKV__(codes) rounded = TQKV__S(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale));
+        const TQKV__(codes) rounded = TQKV__(round_codes)(TQKV__(load)(x + i) * TQKV__(set1)(scale));
         TQKV__I(store_integers)(to, i, n, rounded);
-        if (TQKV__CODE_OFFSET) sum = TQKV__S(add_codes)(sum, rounded);
+        if (TQKV__CODE_OFFSET) sum = TQKV__(add_codes)(sum, rounded);
     }
-    return TQKV__CODE_OFFSET ? -TQKV__CODE_OFFSET * TQKV__S(sum_codes)(sum) : 0;
+    return TQKV__CODE_OFFSET ? -TQKV__CODE_OFFSET * TQKV__(sum_codes)(sum) : 0;
 }
 
 TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float *query, float *to)
 {
     const int dim = s->panel_dim;
-    const uint32_t largest = TQKV__S(largest_bits)(query, s->head_dim);
+    const uint32_t largest = TQKV__(largest_bits)(query, s->head_dim);
     int16_t *integers = (int16_t *)(void *)to;
     int32_t *offset = (int32_t *)(void *)(to + TQKV__QUERY_OFFSET(s->head_dim));
     for (int d = 0; d < s->head_dim; d += dim) *offset++ = TQKV__I(round_floats)(query + d, dim, largest, integers + d);
@@ -155,8 +155,8 @@ TQKV__TARGET static void TQKV__I(round_query)(const tqkv__stream *s, const float
 }
 
 /* Rounds the weights of a row times the norms of a panel. Weights from n on are another row's. */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights,
-                                                               const float *factors, int n, float *to)
+TQKV__LOOP void TQKV__I(round_weights)(const tqkv__stream *s, const float *weights, const float *factors, int n,
+                                       float *to)
 {
     TQKV__ALIGNED float x[TQKV__TILE];
     enum { VECTORS = TQKV__TILE / TQKV__INTEGER_LANES };
@@ -175,14 +175,14 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(round_weights)(const tqkv__strea
         scaled[i] = TQKV__(mul_nonzero)(TQKV__(load)(weights + j), TQKV__(load)(factors + j));
         largest_of = TQKV__(larger_bits)(largest_of, scaled[i]);
     }
-    const uint32_t largest = TQKV__S(largest_code)(largest_of);
+    const uint32_t largest = TQKV__(largest_code)(largest_of);
     const float scale = tqkv__integer_scale(largest);
     TQKV__UNROLL
     for (int i = 0; i < VECTORS; i++) {
-        rounded[i] = TQKV__S(round_codes)(scaled[i] * TQKV__(set1)(scale));
-        if (TQKV__CODE_OFFSET) sum = TQKV__S(add_codes)(sum, rounded[i]);
+        rounded[i] = TQKV__(round_codes)(scaled[i] * TQKV__(set1)(scale));
+        if (TQKV__CODE_OFFSET) sum = TQKV__(add_codes)(sum, rounded[i]);
     }
-    int32_t offset = TQKV__CODE_OFFSET ? -TQKV__CODE_OFFSET * TQKV__S(sum_codes)(sum) : 0;
+    int32_t offset = TQKV__CODE_OFFSET ? -TQKV__CODE_OFFSET * TQKV__(sum_codes)(sum) : 0;
     if (scale > 0.0f) {
         TQKV__UNROLL
         for (int i = 0; i < VECTORS; i++) TQKV__I(store_integers)(to, i * TQKV__INTEGER_LANES, TQKV__TILE, rounded[i]);
@@ -224,7 +224,7 @@ TQKV__OP TQKV__VECTOR TQKV__I(sum_of_row)(const TQKV__I(product) * p, int r, TQK
 {
     int32_t offset;
     memcpy(&offset, p->offsets + r * p->row_floats, sizeof offset);
-    return TQKV__S(to_floats)(TQKV__CODE_OFFSET ? TQKV__S(add_codes)(sum, TQKV__S(set_codes)(offset)) : sum);
+    return TQKV__(to_floats)(TQKV__CODE_OFFSET ? TQKV__(add_codes)(sum, TQKV__(set_codes)(offset)) : sum);
 }
 
 TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV__(codes) sum)
@@ -243,22 +243,22 @@ TQKV__OP void TQKV__I(add_scores)(const TQKV__I(product) * p, int r, int j, TQKV
 
 #ifndef TQKV__DECODED
 /* Looks up n positions from `first` on, in units. room: [units][left / 16][TQKV__BYTES] */
-TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a, const bool keys, int d, int left,
-                              int first, int n, int8_t *room)
+TQKV__OP void TQKV__(decode)(const tqkv_format format, const TQKV__(panel) * a, const bool keys, int d, int left,
+                             int first, int n, int8_t *room)
 {
-    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
-    TQKV__S(request) request = TQKV__S(open_request)(format, a, TQKV__POSITIONS, first, d, left);
+    const TQKV__(chunk) chunk = TQKV__(open_chunk)(format, left, a->centroids);
+    TQKV__(request) request = TQKV__(open_request)(format, a, TQKV__POSITIONS, first, d, left);
     for (int j = first; j < first + n; j += TQKV__INTEGER_LANES) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
+        TQKV__(cursor) cursor = TQKV__(cursor_at)(format, a, j, d);
         TQKV__ROLLED
-        for (int v = 0; v < 4; v++, TQKV__S(move)(a, keys ? 1 : TQKV__POSITIONS, &cursor)) {
-            const TQKV__S(raw) raw =
-                TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], (keys ? 4 : 1) * a->stride);
-            TQKV__S(ask)(&request);
+        for (int v = 0; v < 4; v++, TQKV__(move)(a, keys ? 1 : TQKV__POSITIONS, &cursor)) {
+            const TQKV__(raw) raw =
+                TQKV__(open)(format, &chunk, cursor.fields[0], cursor.fields[1], (keys ? 4 : 1) * a->stride);
+            TQKV__(ask)(&request);
             TQKV__UNROLL
             for (int k = 0; k < 4; k++) {
                 if (k && 16 * k >= left) continue;
-                const TQKV__(codes) x = TQKV__S(look_up)(format, k, &chunk, &raw);
+                const TQKV__(codes) x = TQKV__(look_up)(format, k, &chunk, &raw);
                 memcpy(room + k * TQKV__BYTES, &x, sizeof x);
             }
             room += left / 16 * TQKV__BYTES;
@@ -270,16 +270,16 @@ TQKV__OP void TQKV__S(decode)(const tqkv_format format, const TQKV__S(panel) * a
 #define TQKV__DECODED_APART(format, kind, book) \
     ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (book) <= 6 && (format) != TQKV_TQ5_BYTES))
 #define TQKV__DECODER(unused, format, name, kind, main, upper, book, plain) \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__S(decode_##format)(const TQKV__S(panel) * panel, bool keys, int d, \
-                                                                     int left, int first, int n, int8_t *room) \
+    TQKV__LOOP void TQKV__(decode_##format)(const TQKV__(panel) * panel, bool keys, int d, int left, int first, int n, \
+                                            int8_t *room) \
     { \
-        const TQKV__S(panel) a = *panel; \
-        if (TQKV__DECODED_APART(format, kind, book)) TQKV__S(decode)(format, &a, keys, d, left, first, n, room); \
+        const TQKV__(panel) a = *panel; \
+        if (TQKV__DECODED_APART(format, kind, book)) TQKV__(decode)(format, &a, keys, d, left, first, n, room); \
     }
 TQKV__FORMATS(TQKV__DECODER, )
-#define TQKV__DECODER_OF(unused, format, ...) TQKV__S(decode_##format),
-static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int, int, int,
-                                         int8_t *) = {NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
+#define TQKV__DECODER_OF(unused, format, ...) TQKV__(decode_##format),
+static void (*const TQKV__(decoders)[])(const TQKV__(panel) *, bool, int, int, int, int,
+                                        int8_t *) = {NULL, TQKV__FORMATS(TQKV__DECODER_OF, )};
 #endif
 
 /* -- Scores of few rows -- */
@@ -288,14 +288,14 @@ static void (*const TQKV__S(decoders)[])(const TQKV__S(panel) *, bool, int, int,
 #define TQKV__KEPT(rows) (TQKV__INTEGER_LANES == 16 && (rows) > 2 ? 2 : 4)
 
 /* Adds the products of a unit of positions with the dimensions of a pass. format and rows are constants. */
-TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const TQKV__S(chunk) * chunk,
-                                const TQKV__S(raw) * raw, int left, TQKV__I(row) (*q)[4], TQKV__I(sum) * sums)
+TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const TQKV__(chunk) * chunk,
+                                const TQKV__(raw) * raw, int left, TQKV__I(row) (*q)[4], TQKV__I(sum) * sums)
 {
     const int kept = TQKV__KEPT(rows);
     TQKV__UNROLL
     for (int k = 0; k < kept; k++) {
         if (k && 16 * k >= left) continue;
-        const TQKV__(codes) x = TQKV__S(look_up)(format, k, chunk, raw);
+        const TQKV__(codes) x = TQKV__(look_up)(format, k, chunk, raw);
         TQKV__UNROLL
         for (int r = 0; r < rows; r++) sums[r] = TQKV__I(dot)(sums[r], x, q[r][k]);
     }
@@ -303,51 +303,51 @@ TQKV__OP void TQKV__I(dot_unit)(const tqkv_format format, const int rows, const 
 
 /* Adds the products of a pass from d on: sums[row][u] for each unit. Four units are LANES positions; lane
    i of unit v has position v + 4 i. */
-TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__S(panel) * a, int d,
+TQKV__OP void TQKV__I(score_chunk)(const tqkv_format format, const int rows, const TQKV__(panel) * a, int d,
                                    const TQKV__I(product) * p, TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
 {
     const int kept = TQKV__KEPT(rows), left = a->dim - d < 16 * kept ? a->dim - d : 16 * kept;
-    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
+    const TQKV__(chunk) chunk = TQKV__(open_chunk)(format, left, a->centroids);
     TQKV__I(row) q[TQKV__FEW_ROWS][4];
-    TQKV__S(request) request = TQKV__S(open_request)(format, a, TQKV__POSITIONS, 0, d, left);
+    TQKV__(request) request = TQKV__(open_request)(format, a, TQKV__POSITIONS, 0, d, left);
     TQKV__UNROLL
     for (int i = 0; i < rows * kept; i++) {
         const int r = i / kept, k = i % kept;
         q[r][k] = TQKV__I(load_row)(p->rows + (size_t)(r * p->row_floats) * sizeof(float), a->dim, d + 16 * k);
     }
     for (int j = 0, u = 0; j < a->n; j += TQKV__INTEGER_LANES) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, j, d);
+        TQKV__(cursor) cursor = TQKV__(cursor_at)(format, a, j, d);
         TQKV__ROLLED
-        for (int v = 0; v < 4; v++, u++, TQKV__S(move)(a, 1, &cursor)) {
-            const TQKV__S(raw) raw = TQKV__S(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
+        for (int v = 0; v < 4; v++, u++, TQKV__(move)(a, 1, &cursor)) {
+            const TQKV__(raw) raw = TQKV__(open)(format, &chunk, cursor.fields[0], cursor.fields[1], 4 * a->stride);
             TQKV__I(sum) now[TQKV__FEW_ROWS];
-            TQKV__S(ask)(&request);
+            TQKV__(ask)(&request);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) now[r] = TQKV__I(no_sum)();
             TQKV__I(dot_unit)(format, rows, &chunk, &raw, left, q, now);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++) {
                 const TQKV__(codes) whole = TQKV__I(whole)(now[r]);
-                sums[r][u] = d ? TQKV__S(add_codes)(sums[r][u], whole) : whole;
+                sums[r][u] = d ? TQKV__(add_codes)(sums[r][u], whole) : whole;
             }
         }
     }
 }
 
 /* results[row][j] (+)= (sum_d rows[row][d] * codes[j][d]) * factors[j] * unit of the row */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(finish_scores)(const TQKV__I(product) * p, int rows, int n,
-                                                               TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
+TQKV__LOOP void TQKV__I(finish_scores)(const TQKV__I(product) * p, int rows, int n,
+                                       TQKV__(codes) (*sums)[TQKV__MOST_UNITS])
 {
     for (int r = 0; r < rows; r++)
         for (int j = 0; j < n; j += TQKV__INTEGER_LANES)
-            TQKV__I(add_scores)(p, r, j, TQKV__S(sum_four_codes)(sums[r] + j / TQKV__POSITIONS));
+            TQKV__I(add_scores)(p, r, j, TQKV__(sum_four_codes)(sums[r] + j / TQKV__POSITIONS));
 }
 
-TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel, int end,
+TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, const TQKV__(panel) * panel, int end,
                                   const TQKV__I(product) * p)
 {
     TQKV__(codes) sums[TQKV__FEW_ROWS][TQKV__MOST_UNITS];
-    const TQKV__S(panel) a = *panel; /* sums lie elsewhere */
+    const TQKV__(panel) a = *panel; /* sums lie elsewhere */
     for (int d = 0; d < end; d += 16 * TQKV__KEPT(rows)) TQKV__I(score_chunk)(format, rows, &a, d, p, sums);
     TQKV__I(finish_scores)(p, rows, a.n, sums);
 }
@@ -355,13 +355,13 @@ TQKV__OP void TQKV__I(score_rows)(const tqkv_format format, const int rows, cons
 /* -- Scores of many rows: a lane is a position. -- */
 
 /* Turns two vectors of lanes of positions from j on. tile: [dim / TQKV__PRODUCTS][2][TQKV__LANE_BYTES] */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_keys)(const TQKV__S(panel) * a, int j, int8_t *tile)
+TQKV__LOOP void TQKV__I(turn_keys)(const TQKV__(panel) * a, int j, int8_t *tile)
 {
     TQKV__ALIGNED int8_t room[2 * TQKV__INTEGER_LANES * TQKV__CHUNK];
     const int n = a->n - j > TQKV__INTEGER_LANES ? 2 : 1; /* vectors */
     for (int d = 0; d < a->dim; d += TQKV__CHUNK) {
         const int left = a->dim - d < TQKV__CHUNK ? a->dim - d : TQKV__CHUNK, sixteens = left / 16;
-        TQKV__S(decoders)[a->format](a, true, d, left, j, n * TQKV__INTEGER_LANES, room);
+        TQKV__(decoders)[a->format](a, true, d, left, j, n * TQKV__INTEGER_LANES, room);
         for (int k = 0; k < sixteens; k++, tile += 2 * TQKV__KEY_LANES * TQKV__LANE_BYTES)
             for (int lanes = 0; lanes < n; lanes++) {
                 TQKV__(codes) x[4];
@@ -400,8 +400,7 @@ TQKV__OP void TQKV__I(score_lanes_of)(const int rows, const TQKV__I(product) * p
         TQKV__I(add_scores)(p, i / 2, j + i % 2 * TQKV__INTEGER_LANES, TQKV__I(whole_lanes)(sums[i / 2][i % 2]));
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_lanes)(TQKV__I(product) p, int dim, int j, const int8_t *tile,
-                                                             int n_rows)
+TQKV__LOOP void TQKV__I(score_lanes)(TQKV__I(product) p, int dim, int j, const int8_t *tile, int n_rows)
 {
     for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
         rows = TQKV__ROWS_OF(left, TQKV__MANY_ROWS);
@@ -431,25 +430,25 @@ TQKV__OP void TQKV__I(add_sums_of)(const TQKV__I(product) * p, int rows, int vec
 }
 
 /* The same for all loops of few rows, whose code would be half as long again with it */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors, int n,
-                                                          int d, const TQKV__(codes) * sums)
+TQKV__LOOP void TQKV__I(add_sums)(const TQKV__I(product) * p, int rows, int vectors, int n, int d,
+                                  const TQKV__(codes) * sums)
 {
     TQKV__I(add_sums_of)(p, rows, vectors, n, d, sums);
 }
 
 /* Adds the products of TQKV__PRODUCTS positions, from the cursor or from lanes in tile. */
 TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, const int sixteens, int left,
-                                     const TQKV__S(panel) * a, const TQKV__S(chunk) * chunk,
-                                     const TQKV__S(cursor) * cursor, const int8_t *tile, const TQKV__I(repeated) * y,
+                                     const TQKV__(panel) * a, const TQKV__(chunk) * chunk,
+                                     const TQKV__(cursor) * cursor, const int8_t *tile, const TQKV__I(repeated) * y,
                                      TQKV__I(sum) (*sums)[4 * TQKV__DIM_LANES])
 {
-    TQKV__S(raw) raw[TQKV__UNITS];
+    TQKV__(raw) raw[TQKV__UNITS];
     const ptrdiff_t plane = (ptrdiff_t)(a->n / TQKV__PRODUCTS) * (TQKV__DIM_LANES * TQKV__LANE_BYTES);
     TQKV__UNROLL
     for (int i = 0; i < TQKV__UNITS; i++) {
         if (format == TQKV__READY) break;
         const size_t at = (size_t)(i * TQKV__POSITIONS) * a->stride;
-        raw[i] = TQKV__S(open)(format, chunk, cursor->fields[0] + at, cursor->fields[1] + at, a->stride);
+        raw[i] = TQKV__(open)(format, chunk, cursor->fields[0] + at, cursor->fields[1] + at, a->stride);
     }
     TQKV__UNROLL
     for (int k = 0; k < sixteens; k++) {
@@ -460,7 +459,7 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
             memcpy(lanes, tile + k * plane, sizeof lanes);
         } else {
             TQKV__UNROLL
-            for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__S(look_up)(format, k, chunk, &raw[i]);
+            for (int i = 0; i < TQKV__UNITS; i++) x[i] = TQKV__(look_up)(format, k, chunk, &raw[i]);
             TQKV__I(value_lanes)(x, lanes);
         }
         TQKV__UNROLL
@@ -473,28 +472,28 @@ TQKV__OP void TQKV__I(add_positions)(const tqkv_format format, const int rows, c
 
 /* Adds: results[row][d] += (sum_j rows[row][d] * codes[j][d]) * unit of the row, for 16 * sixteens dimensions from d
    on, straight from the codes or from lanes in tile. format, rows and sixteens are constants. */
-TQKV__OP void TQKV__I(add_chunk)(const int rows, const tqkv_format format, const int sixteens, const TQKV__S(panel) * a,
+TQKV__OP void TQKV__I(add_chunk)(const int rows, const tqkv_format format, const int sixteens, const TQKV__(panel) * a,
                                  int d, const TQKV__I(product) * p, const int8_t *tile)
 {
     const int all = sixteens * TQKV__DIM_LANES, step = format == TQKV__READY ? a->n : 16;
     const int left = TQKV__ARE_PARTIAL(rows) && a->dim - d < 16 * sixteens ? a->dim - d : 16 * sixteens;
-    const TQKV__S(chunk) chunk = TQKV__S(open_chunk)(format, left, a->centroids);
-    TQKV__S(request) request = TQKV__S(open_request)(format, a, TQKV__PRODUCTS, 0, d, left);
+    const TQKV__(chunk) chunk = TQKV__(open_chunk)(format, left, a->centroids);
+    TQKV__(request) request = TQKV__(open_request)(format, a, TQKV__PRODUCTS, 0, d, left);
     TQKV__I(sum) sums[TQKV__FEW_ROWS][4 * TQKV__DIM_LANES];
     const int8_t *w = p->rows;
     TQKV__UNROLL
     for (int i = 0; i < rows * all; i++) sums[i / all][i % all] = TQKV__I(no_sum)();
     for (int first = 0; first < a->n; first += step) {
-        TQKV__S(cursor) cursor = TQKV__S(cursor_at)(format, a, first, d);
+        TQKV__(cursor) cursor = TQKV__(cursor_at)(format, a, first, d);
         TQKV__ROLLED
         for (int j = first; j < first + step; j += TQKV__PRODUCTS, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
             TQKV__I(repeated) y[TQKV__FEW_ROWS];
-            if (format != TQKV__READY) TQKV__S(ask)(&request);
+            if (format != TQKV__READY) TQKV__(ask)(&request);
             TQKV__UNROLL
             for (int r = 0; r < rows; r++)
                 y[r] = TQKV__I(repeat)(w + (size_t)(r * p->row_floats) * sizeof(float), TQKV__TILE, j);
             TQKV__I(add_positions)(format, rows, sixteens, left, a, &chunk, &cursor, tile, y, sums);
-            TQKV__S(move)(a, TQKV__PRODUCTS, &cursor);
+            TQKV__(move)(a, TQKV__PRODUCTS, &cursor);
         }
     }
     TQKV__(codes) whole[TQKV__FEW_ROWS * 4 * TQKV__DIM_LANES];
@@ -506,21 +505,21 @@ TQKV__OP void TQKV__I(add_chunk)(const int rows, const tqkv_format format, const
         TQKV__I(add_sums)(p, rows, all, left / 16 * TQKV__DIM_LANES, d, whole);
 }
 
-TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__S(panel) * panel, int end,
+TQKV__OP void TQKV__I(add_rows)(const tqkv_format format, const int rows, const TQKV__(panel) * panel, int end,
                                 const TQKV__I(product) * p)
 {
-    TQKV__S(panel) a = *panel; /* results lie elsewhere */
+    TQKV__(panel) a = *panel; /* results lie elsewhere */
     a.dim = end;
     for (int d = 0; d < end; d += 16 * TQKV__SIXTEENS(rows))
         TQKV__I(add_chunk)(rows, format, TQKV__SIXTEENS(rows), &a, d, p, NULL);
 }
 
 /* Finds the lanes of the dimensions [d, d + left) for all positions. tile: as add_chunk has it */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_values)(const TQKV__S(panel) * a, int d, int left, int8_t *tile)
+TQKV__LOOP void TQKV__I(turn_values)(const TQKV__(panel) * a, int d, int left, int8_t *tile)
 {
     TQKV__ALIGNED int8_t room[TQKV__TILE * TQKV__CHUNK];
     const int sixteens = left / 16, units = a->n / TQKV__POSITIONS;
-    TQKV__S(decoders)[a->format](a, false, d, left, 0, a->n, room);
+    TQKV__(decoders)[a->format](a, false, d, left, 0, a->n, room);
     for (int k = 0; k < sixteens; k++)
         for (int u = 0; u < units; u += TQKV__UNITS, tile += TQKV__DIM_LANES * TQKV__LANE_BYTES) {
             TQKV__(codes) x[TQKV__UNITS];
@@ -533,10 +532,10 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(turn_values)(const TQKV__S(panel
         }
 }
 
-TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) * panel, TQKV__I(product) p, int d,
-                                                           bool whole, const int8_t *tile, int n_rows)
+TQKV__LOOP void TQKV__I(add_lanes)(const TQKV__(panel) * panel, TQKV__I(product) p, int d, bool whole,
+                                   const int8_t *tile, int n_rows)
 {
-    const TQKV__S(panel) a = *panel;
+    const TQKV__(panel) a = *panel;
     for (int rows; n_rows > 0; n_rows -= rows, TQKV__I(advance)(&p, rows)) {
         rows = TQKV__ROWS_OF(n_rows, TQKV__FEW_ROWS);
         if (whole)
@@ -550,21 +549,19 @@ TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_lanes)(const TQKV__S(panel) 
 /* -- The loops of each format, for one and two rows -- */
 
 typedef struct TQKV__I(loops) {
-    void (*score)(const TQKV__S(panel) *, int end, const TQKV__I(product) *, int rows);
-    void (*add)(const TQKV__S(panel) *, int end, const TQKV__I(product) *, int rows);
+    void (*score)(const TQKV__(panel) *, int end, const TQKV__I(product) *, int rows);
+    void (*add)(const TQKV__(panel) *, int end, const TQKV__I(product) *, int rows);
 } TQKV__I(loops);
 
 /* Whether a format has such loops: I8 and packed codes, of 6 bits where these gain 15%. */
 #define TQKV__FEW_LOOPS(kind, main, book) \
     ((kind) == TQKV__GRID || ((kind) == TQKV__BOOK && (main) < 8 && (book) < (TQKV__INTEGER_LANES == 16 ? 7 : 6)))
 #define TQKV__LOOPS_OF_FORMAT(unused, format, name, kind, main, upper, book, plain) \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(score_##format)(const TQKV__S(panel) * a, int end, \
-                                                                    const TQKV__I(product) * p, int rows) \
+    TQKV__LOOP void TQKV__I(score_##format)(const TQKV__(panel) * a, int end, const TQKV__I(product) * p, int rows) \
     { \
         if (TQKV__FEW_LOOPS(kind, main, book)) TQKV__BY_ROWS(score_rows, format, kind, book); \
     } \
-    TQKV__TARGET static TQKV__NOINLINE void TQKV__I(add_##format)(const TQKV__S(panel) * a, int end, \
-                                                                  const TQKV__I(product) * p, int rows) \
+    TQKV__LOOP void TQKV__I(add_##format)(const TQKV__(panel) * a, int end, const TQKV__I(product) * p, int rows) \
     { \
         if (TQKV__FEW_LOOPS(kind, main, book)) TQKV__BY_ROWS(add_rows, format, kind, book); \
     }
@@ -590,8 +587,8 @@ static bool TQKV__I(are_few)(tqkv_format format, int n_rows)
                                                                                      : TQKV__LANES_ROWS_OF_BOOKS);
 }
 
-TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const TQKV__I(product) *, int),
-                                const TQKV__S(panel) * panel, int end, TQKV__I(product) p, int n_rows)
+TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__(panel) *, int, const TQKV__I(product) *, int),
+                                const TQKV__(panel) * panel, int end, TQKV__I(product) p, int n_rows)
 {
     for (int left = n_rows, rows; left > 0; left -= rows, TQKV__I(advance)(&p, rows)) {
         rows = TQKV__ROWS_OF(left, TQKV__FEW_ROWS);
@@ -601,7 +598,7 @@ TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__S(panel) *, int, const 
 
 /* -- A tile -- */
 
-TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
+TQKV__TARGET static void TQKV__I(score_panel)(const TQKV__(panel) * panel, const TQKV__I(product) * p, int n_rows)
 {
     TQKV__ALIGNED int8_t tile[TQKV__PANEL / TQKV__PRODUCTS * 2 * TQKV__LANE_BYTES];
     if (TQKV__I(are_few)(panel->format, n_rows)) {
@@ -621,13 +618,13 @@ TQKV__TARGET static void TQKV__I(score_tile)(const tqkv__stream *s, int kv_head,
     TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
     const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
     if (tqkv__in_floats(s)) {
-        TQKV__S(score_floats)(s, kv_head, segment, q, n_rows, add, scores);
+        TQKV__(score_floats)(s, kv_head, segment, q, n_rows, add, scores);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
-    TQKV__S(copy_rest)(s, row, segment->n, room);
+    TQKV__(copy_rest)(s, row, segment->n, room);
     for (int d = 0, b = 0; d < s->head_dim; d += s->panel_dim, b++) {
-        const TQKV__S(panel) panel = TQKV__S(open_panel)(s, row, segment, d, room);
+        const TQKV__(panel) panel = TQKV__(open_panel)(s, row, segment, d, room);
         const TQKV__I(product) p = {(const int8_t *)(q) + 2 * d,
                                     q + TQKV__QUERY_UNIT(s->head_dim),
                                     q + TQKV__QUERY_OFFSET(s->head_dim) + b,
@@ -640,7 +637,7 @@ TQKV__TARGET static void TQKV__I(score_tile)(const tqkv__stream *s, int kv_head,
     }
 }
 
-TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__S(panel) * panel, const TQKV__I(product) * p, int n_rows)
+TQKV__TARGET static void TQKV__I(add_panel)(const TQKV__(panel) * panel, const TQKV__I(product) * p, int n_rows)
 {
     enum { STEP = 16 * TQKV__MANY_SIXTEENS, PLANE = TQKV__TILE / TQKV__PRODUCTS * TQKV__DIM_LANES * TQKV__LANE_BYTES };
     TQKV__ALIGNED int8_t tile[TQKV__CHUNK / 16 * PLANE];
@@ -664,13 +661,13 @@ TQKV__TARGET static void TQKV__I(value_tile)(const tqkv__stream *s, int kv_head,
     TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
     const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
     if (tqkv__in_floats(s)) {
-        TQKV__S(add_floats)(s, kv_head, segment, weights, n_rows, out);
+        TQKV__(add_floats)(s, kv_head, segment, weights, n_rows, out);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, false, factors);
-    TQKV__S(copy_rest)(s, row, segment->n, room);
+    TQKV__(copy_rest)(s, row, segment->n, room);
     for (int d = 0, b = 0; d < s->head_dim; d += s->panel_dim, b++) {
-        const TQKV__S(panel) panel = TQKV__S(open_panel)(s, row, segment, d, room);
+        const TQKV__(panel) panel = TQKV__(open_panel)(s, row, segment, d, room);
         const TQKV__I(product) p = {(const int8_t *)(scaled),
                                     scaled + TQKV__WEIGHTS_UNIT,
                                     scaled + TQKV__WEIGHTS_OFFSET,

@@ -125,8 +125,8 @@ TQKV__OP void TQKV__(search_as)(const int bits, const tqkv__stream *s, const tqk
 }
 
 /* Scales a row, y to v: [head_dim]. Its scales become the factors of the search. scales, squares: [norms_per_row] */
-TQKV__TARGET static TQKV__NOINLINE void TQKV__(search_row)(const tqkv__stream *s, const tqkv__quantiser *q,
-                                                           const float *y, float *v, float *scales, float *squares)
+TQKV__LOOP void TQKV__(search_row)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y, float *v,
+                                   float *scales, float *squares)
 {
     TQKV__(sizes) t;
     TQKV__(open_sizes)(s, y, scales, v, &t);
