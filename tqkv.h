@@ -6621,14 +6621,6 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     return TQKV_OK;
 }
 
-static void tqkv__take_kernels(tqkv__attention *a)
-{
-    a->kernels = tqkv__kernels_for(a->isa);
-    tqkv__fill_integers(&a->keys);
-    tqkv__fill_integers(&a->values);
-    if (a->call.tail) tqkv__fill_integers(&a->tail);
-}
-
 static tqkv_result tqkv__take_tail(tqkv__attention *a)
 {
     const tqkv__stream *keys = &a->keys, *tail = &a->tail;
@@ -6720,7 +6712,9 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
         r->n_rows > (size_t)INT_MAX)
         return TQKV__INVALID("n_queries * n_heads * head_dim is too large");
     if ((result = tqkv__take_strides(r)) != TQKV_OK) return result;
-    tqkv__take_kernels(r);
+    r->kernels = tqkv__kernels_for(r->isa);
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        if (r->reads[i]) tqkv__fill_integers(TQKV__STREAM_AT(r, i));
     return tqkv__check_tree_and_sinks(call);
 }
 
@@ -6737,14 +6731,6 @@ static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attentio
     return TQKV_OK;
 }
 
-/* Whether the rows of two streams are laid out alike, over the same bytes. */
-static bool tqkv__same_bytes(const tqkv__stream *a, const tqkv__stream *b)
-{
-    return a->codes == b->codes && (a->norms == b->norms || !a->norms_size) && a->format == b->format &&
-           a->head_dim == b->head_dim && a->n_kv_heads == b->n_kv_heads && a->capacity == b->capacity &&
-           a->rotated == b->rotated && a->block_scale == b->block_scale;
-}
-
 static bool tqkv__share_bytes(const tqkv__stream *a, const tqkv__stream *b)
 {
     return tqkv__encoding_overlaps(a, b->codes, b->codes_size) || tqkv__encoding_overlaps(a, b->norms, b->norms_size);
@@ -6755,7 +6741,10 @@ static bool tqkv__share_bytes(const tqkv__stream *a, const tqkv__stream *b)
 static tqkv_result tqkv__check_streams(tqkv__attention *a)
 {
     const tqkv__stream *k = &a->keys, *v = &a->values;
-    const bool alike = tqkv__same_bytes(k, v), one_table = k->pages == v->pages && k->n_pages == v->n_pages;
+    const bool alike = k->codes == v->codes && (k->norms == v->norms || !k->norms_size) && k->format == v->format &&
+                       k->head_dim == v->head_dim && k->n_kv_heads == v->n_kv_heads && k->capacity == v->capacity &&
+                       k->rotated == v->rotated && k->block_scale == v->block_scale; /* rows in the same bytes */
+    const bool one_table = k->pages == v->pages && k->n_pages == v->n_pages;
     a->shared = alike && one_table && k->page_size == v->page_size && k->ring == v->ring && k->center == v->center &&
                 k->channel_scale == v->channel_scale;
     if (a->call.tail && (tqkv__share_bytes(k, &a->tail) || tqkv__share_bytes(v, &a->tail)))
@@ -7169,19 +7158,13 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
     return r;
 }
 
-static tqkv_result tqkv__check_kept(const tqkv__attention *a)
-{
-    const tqkv__range kept = {0, a->kept}, seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, kept);
-    tqkv_result r = TQKV_OK;
-    for (int i = TQKV__FIRST_KEYS; r == TQKV_OK && a->kept && i <= TQKV__FIRST_TAIL; i++)
-        if (a->reads[i]) r = tqkv__check_pages(TQKV__STREAM_AT(a, i), seen.from, seen.to, 0);
-    return r;
-}
-
 static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 {
     const int64_t first = a->call.end - a->call.n_queries; /* of the tree */
-    tqkv_result r = tqkv__check_kept(a);
+    const tqkv__range all_kept = {0, a->kept}, kept = tqkv__visible_to(a, 0, a->call.n_queries - 1, all_kept);
+    tqkv_result r = TQKV_OK;
+    for (int i = TQKV__FIRST_KEYS; r == TQKV_OK && a->kept && i <= TQKV__FIRST_TAIL; i++)
+        if (a->reads[i]) r = tqkv__check_pages(TQKV__STREAM_AT(a, i), kept.from, kept.to, 0);
     if (r == TQKV_OK && a->call.list.rows) r = tqkv__check_lists_seen(a, range);
     if (r != TQKV_OK || a->call.list.rows) return r;
     const tqkv__range seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, range);
@@ -8219,27 +8202,14 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     tqkv__deliver(request, &item, &all);
 }
 
-/* Returns the last request that begins at or before the unit. */
-static const tqkv__request *tqkv__request_of(const tqkv__job *job, int unit)
-{
-    int low = 0, high = job->n_requests;
-    while (high - low > 1) {
-        const int middle = low + (high - low) / 2;
-        if (job->requests[middle].first_unit <= unit)
-            low = middle;
-        else
-            high = middle;
-    }
-    return &job->requests[low];
-}
-
 static void tqkv__attend_task(void *context, int index)
 {
     tqkv__job *job = (tqkv__job *)context;
     float *scratch = job->queue.scratch + (size_t)index * job->queue.scratch_floats;
     const uint64_t mode = tqkv__fp_exact();
-    for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) {
-        const tqkv__request *request = tqkv__request_of(job, unit);
+    const tqkv__request *request = job->requests, *last = request + job->n_requests - 1;
+    for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) { /* a task's units ascend */
+        while (request < last && request[1].first_unit <= unit) request++;
         tqkv__attend_unit(job, request, unit - request->first_unit, scratch);
     }
     tqkv__fp_restore(mode);
@@ -9135,22 +9105,17 @@ static bool tqkv__open_writes(tqkv__writes *writes, const tqkv_allocator *alloca
     return writes->extents != NULL;
 }
 
-/* Sorts by `begin`, with a heap: qsort may allocate, and not by the caller's allocator. */
+/* Sorts by `begin`, with a shell sort: qsort may allocate, and not by the caller's allocator. */
 static void tqkv__sort_extents(tqkv__extent *extents, size_t n)
 {
-    size_t first = n / 2, end = n; /* the heap is [first, end); behind it lie the largest, sorted */
-    while (end > 1) {
-        const tqkv__extent moved = extents[first > 0 ? --first : --end];
-        if (end < n) extents[end] = extents[0];
-        size_t at = first;
-        for (size_t child = 2 * at + 1; child < end; child = 2 * at + 1) {
-            if (child + 1 < end && extents[child].begin < extents[child + 1].begin) child++;
-            if (extents[child].begin <= moved.begin) break;
-            extents[at] = extents[child];
-            at = child;
+    size_t gap = 1;
+    while (gap < n / 3) gap = 3 * gap + 1;
+    for (; gap > 0; gap /= 3)
+        for (size_t i = gap, at; i < n; i++) {
+            const tqkv__extent moved = extents[i];
+            for (at = i; at >= gap && extents[at - gap].begin > moved.begin; at -= gap) extents[at] = extents[at - gap];
+            extents[at] = moved;
         }
-        extents[at] = moved;
-    }
 }
 
 static bool tqkv__writes_overlap(const tqkv__writes *writes)

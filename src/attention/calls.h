@@ -134,22 +134,17 @@ static bool tqkv__open_writes(tqkv__writes *writes, const tqkv_allocator *alloca
     return writes->extents != NULL;
 }
 
-/* Sorts by `begin`, with a heap: qsort may allocate, and not by the caller's allocator. */
+/* Sorts by `begin`, with a shell sort: qsort may allocate, and not by the caller's allocator. */
 static void tqkv__sort_extents(tqkv__extent *extents, size_t n)
 {
-    size_t first = n / 2, end = n; /* the heap is [first, end); behind it lie the largest, sorted */
-    while (end > 1) {
-        const tqkv__extent moved = extents[first > 0 ? --first : --end];
-        if (end < n) extents[end] = extents[0];
-        size_t at = first;
-        for (size_t child = 2 * at + 1; child < end; child = 2 * at + 1) {
-            if (child + 1 < end && extents[child].begin < extents[child + 1].begin) child++;
-            if (extents[child].begin <= moved.begin) break;
-            extents[at] = extents[child];
-            at = child;
+    size_t gap = 1;
+    while (gap < n / 3) gap = 3 * gap + 1;
+    for (; gap > 0; gap /= 3)
+        for (size_t i = gap, at; i < n; i++) {
+            const tqkv__extent moved = extents[i];
+            for (at = i; at >= gap && extents[at - gap].begin > moved.begin; at -= gap) extents[at] = extents[at - gap];
+            extents[at] = moved;
         }
-        extents[at] = moved;
-    }
 }
 
 static bool tqkv__writes_overlap(const tqkv__writes *writes)

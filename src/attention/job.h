@@ -139,27 +139,14 @@ static TQKV__NOINLINE void tqkv__attend_unit(const tqkv__job *job, const tqkv__r
     tqkv__deliver(request, &item, &all);
 }
 
-/* Returns the last request that begins at or before the unit. */
-static const tqkv__request *tqkv__request_of(const tqkv__job *job, int unit)
-{
-    int low = 0, high = job->n_requests;
-    while (high - low > 1) {
-        const int middle = low + (high - low) / 2;
-        if (job->requests[middle].first_unit <= unit)
-            low = middle;
-        else
-            high = middle;
-    }
-    return &job->requests[low];
-}
-
 static void tqkv__attend_task(void *context, int index)
 {
     tqkv__job *job = (tqkv__job *)context;
     float *scratch = job->queue.scratch + (size_t)index * job->queue.scratch_floats;
     const uint64_t mode = tqkv__fp_exact();
-    for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) {
-        const tqkv__request *request = tqkv__request_of(job, unit);
+    const tqkv__request *request = job->requests, *last = request + job->n_requests - 1;
+    for (int unit; (unit = tqkv__queue_take(&job->queue)) >= 0;) { /* a task's units ascend */
+        while (request < last && request[1].first_unit <= unit) request++;
         tqkv__attend_unit(job, request, unit - request->first_unit, scratch);
     }
     tqkv__fp_restore(mode);

@@ -20,14 +20,6 @@ static tqkv_result tqkv__check_tree_and_sinks(const tqkv_attention *a)
     return TQKV_OK;
 }
 
-static void tqkv__take_kernels(tqkv__attention *a)
-{
-    a->kernels = tqkv__kernels_for(a->isa);
-    tqkv__fill_integers(&a->keys);
-    tqkv__fill_integers(&a->values);
-    if (a->call.tail) tqkv__fill_integers(&a->tail);
-}
-
 static tqkv_result tqkv__take_tail(tqkv__attention *a)
 {
     const tqkv__stream *keys = &a->keys, *tail = &a->tail;
@@ -119,7 +111,9 @@ static tqkv_result tqkv__attention_shape(const tqkv_attention *a, tqkv__attentio
         r->n_rows > (size_t)INT_MAX)
         return TQKV__INVALID("n_queries * n_heads * head_dim is too large");
     if ((result = tqkv__take_strides(r)) != TQKV_OK) return result;
-    tqkv__take_kernels(r);
+    r->kernels = tqkv__kernels_for(r->isa);
+    for (int i = 0; i < TQKV__CACHE_STREAMS; i++)
+        if (r->reads[i]) tqkv__fill_integers(TQKV__STREAM_AT(r, i));
     return tqkv__check_tree_and_sinks(call);
 }
 
@@ -136,14 +130,6 @@ static tqkv_result tqkv__attention_range(const tqkv_attention *a, tqkv__attentio
     return TQKV_OK;
 }
 
-/* Whether the rows of two streams are laid out alike, over the same bytes. */
-static bool tqkv__same_bytes(const tqkv__stream *a, const tqkv__stream *b)
-{
-    return a->codes == b->codes && (a->norms == b->norms || !a->norms_size) && a->format == b->format &&
-           a->head_dim == b->head_dim && a->n_kv_heads == b->n_kv_heads && a->capacity == b->capacity &&
-           a->rotated == b->rotated && a->block_scale == b->block_scale;
-}
-
 static bool tqkv__share_bytes(const tqkv__stream *a, const tqkv__stream *b)
 {
     return tqkv__encoding_overlaps(a, b->codes, b->codes_size) || tqkv__encoding_overlaps(a, b->norms, b->norms_size);
@@ -154,7 +140,10 @@ static bool tqkv__share_bytes(const tqkv__stream *a, const tqkv__stream *b)
 static tqkv_result tqkv__check_streams(tqkv__attention *a)
 {
     const tqkv__stream *k = &a->keys, *v = &a->values;
-    const bool alike = tqkv__same_bytes(k, v), one_table = k->pages == v->pages && k->n_pages == v->n_pages;
+    const bool alike = k->codes == v->codes && (k->norms == v->norms || !k->norms_size) && k->format == v->format &&
+                       k->head_dim == v->head_dim && k->n_kv_heads == v->n_kv_heads && k->capacity == v->capacity &&
+                       k->rotated == v->rotated && k->block_scale == v->block_scale; /* rows in the same bytes */
+    const bool one_table = k->pages == v->pages && k->n_pages == v->n_pages;
     a->shared = alike && one_table && k->page_size == v->page_size && k->ring == v->ring && k->center == v->center &&
                 k->channel_scale == v->channel_scale;
     if (a->call.tail && (tqkv__share_bytes(k, &a->tail) || tqkv__share_bytes(v, &a->tail)))

@@ -182,19 +182,13 @@ static tqkv_result tqkv__check_entries(const tqkv__attention *a, int64_t first, 
     return r;
 }
 
-static tqkv_result tqkv__check_kept(const tqkv__attention *a)
-{
-    const tqkv__range kept = {0, a->kept}, seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, kept);
-    tqkv_result r = TQKV_OK;
-    for (int i = TQKV__FIRST_KEYS; r == TQKV_OK && a->kept && i <= TQKV__FIRST_TAIL; i++)
-        if (a->reads[i]) r = tqkv__check_pages(TQKV__STREAM_AT(a, i), seen.from, seen.to, 0);
-    return r;
-}
-
 static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 {
     const int64_t first = a->call.end - a->call.n_queries; /* of the tree */
-    tqkv_result r = tqkv__check_kept(a);
+    const tqkv__range all_kept = {0, a->kept}, kept = tqkv__visible_to(a, 0, a->call.n_queries - 1, all_kept);
+    tqkv_result r = TQKV_OK;
+    for (int i = TQKV__FIRST_KEYS; r == TQKV_OK && a->kept && i <= TQKV__FIRST_TAIL; i++)
+        if (a->reads[i]) r = tqkv__check_pages(TQKV__STREAM_AT(a, i), kept.from, kept.to, 0);
     if (r == TQKV_OK && a->call.list.rows) r = tqkv__check_lists_seen(a, range);
     if (r != TQKV_OK || a->call.list.rows) return r;
     const tqkv__range seen = tqkv__visible_to(a, 0, a->call.n_queries - 1, range);

@@ -15,14 +15,6 @@ typedef struct tqkv__attend_buffers {
     tqkv_metal_buffer list_rows; /* what attend_list makes of the caller's list */
 } tqkv__attend_buffers;
 
-/* Whether keys and values look up the same entries of one table. */
-static bool tqkv__same_pages(const tqkv__attend_args *args, const tqkv__attend_buffers *b)
-{
-    return b->of.keys->pages.buffer == b->of.values->pages.buffer &&
-           b->of.keys->pages.offset == b->of.values->pages.offset && args->key_page_size == args->value_page_size &&
-           args->key_last_page == args->value_last_page && args->key_capacity == args->value_capacity;
-}
-
 static void tqkv__plan_list_args(const tqkv__attention *a, int64_t slice_end, tqkv__attend_args *args)
 {
     const int64_t first_block = a->first / a->call.list.block;
@@ -143,9 +135,13 @@ static void tqkv__plan_bind_key_scale(tqkv_metal_dispatch *d, const tqkv__attent
 static void tqkv__plan_slot_constants(tqkv_metal_dispatch *d, const tqkv__attention *a, const tqkv__attend_buffers *b,
                                       const tqkv__attend_args *args)
 {
+    const tqkv_metal_buffer pages = b->of.keys->pages, value_pages = b->of.values->pages;
+    const bool same_pages = pages.buffer == value_pages.buffer && pages.offset == value_pages.offset &&
+                            args->key_page_size == args->value_page_size &&
+                            args->key_last_page == args->value_last_page && args->key_capacity == args->value_capacity;
     const bool values = args->key_capacity == args->value_capacity && args->key_oldest_slot == args->value_oldest_slot,
                tail = args->key_capacity == args->tail_capacity && args->key_oldest_slot == args->tail_oldest_slot;
-    tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, a->keys.n_pages ? tqkv__same_pages(args, b) : values);
+    tqkv__plan_constant(d, TQKV_FC_SAME_SLOTS, a->keys.n_pages ? same_pages : values);
     tqkv__plan_constant(d, TQKV_FC_SHORT_STORE, args->key_capacity < TQKV__SIMD_WIDTH);
     tqkv__plan_constant(d, TQKV_FC_TAIL_ELSEWHERE, b->of.tail && !a->keys.n_pages && !tail);
 }

@@ -48,13 +48,11 @@ static void tqkv__name_kernel(tqkv_metal_kernel *kernel)
                                            "attend_matrix", "index_choice", "attend_list", "index_scores",
                                            "learn_scales"}; /* tqkv__family */
     const int dims[] = {kernel->head_dim * TQKV__DIM_UNIT, kernel->value_dim * TQKV__DIM_UNIT};
-    const char *const texts[] = {"tqkv_", families[kernel->family]};
-    char *at = kernel->name;
+    const char *family = families[kernel->family];
+    char *at = kernel->name + 5 + strlen(family);
     memset(kernel->name, 0, sizeof kernel->name);
-    for (int i = 0; i < 2; i++) {
-        memcpy(at, texts[i], strlen(texts[i]));
-        at += strlen(texts[i]);
-    }
+    memcpy(kernel->name, "tqkv_", 5);
+    memcpy(kernel->name + 5, family, strlen(family));
     for (int i = 0; i < 2 && dims[i]; i++) {
         int unit = 1;
         *at++ = '_';
