@@ -467,10 +467,10 @@ typedef struct tqkv__attend_plan {
     tqkv_metal_dispatch lists[TQKV__REGIONS], attends[TQKV__REGIONS], merge;
 } tqkv__attend_plan;
 
-static bool tqkv__bindings_overlap(const tqkv_metal_binding *a, const tqkv_metal_binding *b)
+static bool tqkv__bytes_meet(tqkv_metal_buffer a, size_t a_size, tqkv_metal_buffer b, size_t b_size)
 {
-    if (!a->size || !b->size || a->at.buffer != b->at.buffer || (!a->written && !b->written)) return false;
-    return a->at.offset < b->at.offset ? b->at.offset - a->at.offset < a->size : a->at.offset - b->at.offset < b->size;
+    if (!a_size || !b_size || a.buffer != b.buffer) return false;
+    return a.offset < b.offset ? b.offset - a.offset < a_size : a.offset - b.offset < b_size;
 }
 
 /* Whether the simdgroups of a threadgroup share rows: it needs all of them. */
@@ -481,8 +481,10 @@ static bool tqkv__shares_rows(const tqkv_metal_kernel *kernel)
 
 TQKV_METAL_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i)
 {
-    for (int j = 0; d && i < d->n_bindings && j < i; j++)
-        if (tqkv__bindings_overlap(&d->bindings[i], &d->bindings[j])) return &d->bindings[j];
+    for (int j = 0; d && i < d->n_bindings && j < i; j++) {
+        const tqkv_metal_binding *a = &d->bindings[i], *b = &d->bindings[j];
+        if ((a->written || b->written) && tqkv__bytes_meet(a->at, a->size, b->at, b->size)) return b;
+    }
     return NULL;
 }
 
@@ -1840,13 +1842,10 @@ static bool tqkv__same_table(const tqkv_metal_store *a, const tqkv_metal_store *
 static bool tqkv__stores_overlap(const tqkv_metal_store *a, const tqkv__stream *s, const tqkv_metal_store *b,
                                  const tqkv__stream *t)
 {
-    const tqkv_metal_binding codes[] = {{"", 0, a->codes, s->codes_size, 1, true},
-                                        {"", 0, b->codes, t->codes_size, 1, true}},
-                             norms[] = {{"", 0, a->norms, s->norms_size, 1, true},
-                                        {"", 0, b->norms, t->norms_size, 1, true}};
-    return a->codes.buffer &&
-           (tqkv__bindings_overlap(&codes[0], &codes[1]) || tqkv__bindings_overlap(&codes[0], &norms[1]) ||
-            tqkv__bindings_overlap(&norms[0], &codes[1]) || tqkv__bindings_overlap(&norms[0], &norms[1]));
+    return a->codes.buffer && (tqkv__bytes_meet(a->codes, s->codes_size, b->codes, t->codes_size) ||
+                               tqkv__bytes_meet(a->codes, s->codes_size, b->norms, t->norms_size) ||
+                               tqkv__bytes_meet(a->norms, s->norms_size, b->codes, t->codes_size) ||
+                               tqkv__bytes_meet(a->norms, s->norms_size, b->norms, t->norms_size));
 }
 
 /* Whether keys and values lie in the same bytes in the same way. */
@@ -3150,10 +3149,9 @@ static tqkv_result tqkv__check_cut_rows(const tqkv__cache_plan *p, tqkv__queries
     if (r != TQKV_OK) return r;
     from->q_strides = a.call.query_strides;
     from->out_strides = a.call.output_strides;
-    const tqkv_metal_binding cache = {"memory", 0, p->memory, p->c->size, 1, false},
-                             q = {"q", 0, from->q, a.q_size, 1, false},
-                             out = {"out", 0, from->out, a.out_size, 1, true};
-    if (!out.at.buffer || (!tqkv__bindings_overlap(&q, &out) && !tqkv__bindings_overlap(&cache, &out))) return TQKV_OK;
+    if (!from->out.buffer || (!tqkv__bytes_meet(from->q, a.q_size, from->out, a.out_size) &&
+                              !tqkv__bytes_meet(p->memory, p->c->size, from->out, a.out_size)))
+        return TQKV_OK;
     return TQKV__INVALID("out overlaps q or the cache");
 }
 

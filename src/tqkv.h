@@ -162,6 +162,7 @@ int sysctlbyname(const char *name, void *value, size_t *size, void *to, size_t t
 #include "attention/index.h"
 #include "cache/cache.h"
 #include "cache/calibrate.h"
+#include "cache/calls.h"
 #include "cache/edit.h"
 #include "cache/snapshot.h"
 

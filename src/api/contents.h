@@ -10,5 +10,5 @@
      >>set-avx2, >>set-avx512, >>set-neon, >>integer-avx512, >>integer-avx2, >>integer-neon, >>isa-code
      >>attention-code, >>visible, >>tile, >>walk, >>gather, >>query, >>job
      >>convert, >>measure, >>calibrate, >>attend-calls, >>index-code
-     >>cache-code, >>cache-calibrate, >>cache-edit, >>snapshot
+     >>cache-code, >>cache-calibrate, >>cache-calls, >>cache-edit, >>snapshot
      >>licence                                                                                                        */

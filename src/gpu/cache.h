@@ -387,10 +387,9 @@ static tqkv_result tqkv__check_cut_rows(const tqkv__cache_plan *p, tqkv__queries
     if (r != TQKV_OK) return r;
     from->q_strides = a.call.query_strides;
     from->out_strides = a.call.output_strides;
-    const tqkv_metal_binding cache = {"memory", 0, p->memory, p->c->size, 1, false},
-                             q = {"q", 0, from->q, a.q_size, 1, false},
-                             out = {"out", 0, from->out, a.out_size, 1, true};
-    if (!out.at.buffer || (!tqkv__bindings_overlap(&q, &out) && !tqkv__bindings_overlap(&cache, &out))) return TQKV_OK;
+    if (!from->out.buffer || (!tqkv__bytes_meet(from->q, a.q_size, from->out, a.out_size) &&
+                              !tqkv__bytes_meet(p->memory, p->c->size, from->out, a.out_size)))
+        return TQKV_OK;
     return TQKV__INVALID("out overlaps q or the cache");
 }
 

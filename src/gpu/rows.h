@@ -21,10 +21,10 @@ typedef struct tqkv__attend_plan {
     tqkv_metal_dispatch lists[TQKV__REGIONS], attends[TQKV__REGIONS], merge;
 } tqkv__attend_plan;
 
-static bool tqkv__bindings_overlap(const tqkv_metal_binding *a, const tqkv_metal_binding *b)
+static bool tqkv__bytes_meet(tqkv_metal_buffer a, size_t a_size, tqkv_metal_buffer b, size_t b_size)
 {
-    if (!a->size || !b->size || a->at.buffer != b->at.buffer || (!a->written && !b->written)) return false;
-    return a->at.offset < b->at.offset ? b->at.offset - a->at.offset < a->size : a->at.offset - b->at.offset < b->size;
+    if (!a_size || !b_size || a.buffer != b.buffer) return false;
+    return a.offset < b.offset ? b.offset - a.offset < a_size : a.offset - b.offset < b_size;
 }
 
 /* Whether the simdgroups of a threadgroup share rows: it needs all of them. */
@@ -35,8 +35,10 @@ static bool tqkv__shares_rows(const tqkv_metal_kernel *kernel)
 
 TQKV_METAL_API const tqkv_metal_binding *tqkv_metal_overlapping(const tqkv_metal_dispatch *d, int i)
 {
-    for (int j = 0; d && i < d->n_bindings && j < i; j++)
-        if (tqkv__bindings_overlap(&d->bindings[i], &d->bindings[j])) return &d->bindings[j];
+    for (int j = 0; d && i < d->n_bindings && j < i; j++) {
+        const tqkv_metal_binding *a = &d->bindings[i], *b = &d->bindings[j];
+        if ((a->written || b->written) && tqkv__bytes_meet(a->at, a->size, b->at, b->size)) return b;
+    }
     return NULL;
 }
 

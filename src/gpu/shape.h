@@ -23,13 +23,10 @@ static bool tqkv__same_table(const tqkv_metal_store *a, const tqkv_metal_store *
 static bool tqkv__stores_overlap(const tqkv_metal_store *a, const tqkv__stream *s, const tqkv_metal_store *b,
                                  const tqkv__stream *t)
 {
-    const tqkv_metal_binding codes[] = {{"", 0, a->codes, s->codes_size, 1, true},
-                                        {"", 0, b->codes, t->codes_size, 1, true}},
-                             norms[] = {{"", 0, a->norms, s->norms_size, 1, true},
-                                        {"", 0, b->norms, t->norms_size, 1, true}};
-    return a->codes.buffer &&
-           (tqkv__bindings_overlap(&codes[0], &codes[1]) || tqkv__bindings_overlap(&codes[0], &norms[1]) ||
-            tqkv__bindings_overlap(&norms[0], &codes[1]) || tqkv__bindings_overlap(&norms[0], &norms[1]));
+    return a->codes.buffer && (tqkv__bytes_meet(a->codes, s->codes_size, b->codes, t->codes_size) ||
+                               tqkv__bytes_meet(a->codes, s->codes_size, b->norms, t->norms_size) ||
+                               tqkv__bytes_meet(a->norms, s->norms_size, b->codes, t->codes_size) ||
+                               tqkv__bytes_meet(a->norms, s->norms_size, b->norms, t->norms_size));
 }
 
 /* Whether keys and values lie in the same bytes in the same way. */

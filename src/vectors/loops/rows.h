@@ -573,18 +573,15 @@ typedef struct TQKV__I(loops) {
          : (void)0)
 TQKV__FORMATS(TQKV__LOOPS_OF_FORMAT, )
 
-#define TQKV__LOOPS_ENTRY(unused, format, name, kind, main, upper, book, plain) \
-    {TQKV__FEW_LOOPS(kind, main, book) ? TQKV__I(score_##format) : NULL, \
-     TQKV__FEW_LOOPS(kind, main, book) ? TQKV__I(add_##format) : NULL},
+#define TQKV__LOOPS_ENTRY(unused, format, ...) {TQKV__I(score_##format), TQKV__I(add_##format)},
 static const TQKV__I(loops) TQKV__I(loops_by_format)[] = {{NULL, NULL}, TQKV__FORMATS(TQKV__LOOPS_ENTRY, )};
 
 /* Whether so many rows are multiplied straight from the codes, which have no loop of four rows for 6 bits. */
 static bool TQKV__I(are_few)(tqkv_format format, int n_rows)
 {
     const tqkv__format *f = tqkv__format_of(format);
-    return TQKV__I(loops_by_format)[format].score && n_rows < (f->kind == TQKV__GRID ? TQKV__LANES_ROWS
-                                                               : f->book_bits == 6   ? 3
-                                                                                     : TQKV__LANES_ROWS_OF_BOOKS);
+    const int most = f->kind == TQKV__GRID ? TQKV__LANES_ROWS : f->book_bits == 6 ? 3 : TQKV__LANES_ROWS_OF_BOOKS;
+    return TQKV__FEW_LOOPS(f->kind, f->main_bits, f->book_bits) && n_rows < most;
 }
 
 TQKV__OP void TQKV__I(few_rows)(void (*loop)(const TQKV__(panel) *, int, const TQKV__I(product) *, int),
