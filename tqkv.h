@@ -3264,17 +3264,6 @@ static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span
     }
 }
 
-static void tqkv__add_floats(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
-                             float *out)
-{
-    float value[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < segment->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
-                         tqkv__norms_at(s, kv_head, segment->slot + j), value);
-        for (int d = 0; d < s->head_dim; d++) out[d] = tqkv__fma(weights[j], value[d], out[d]);
-    }
-}
-
 static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int panel,
                                const int8_t *integers, const float *weights, float *out)
 {
@@ -3296,11 +3285,14 @@ static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tq
 {
     int8_t integers[TQKV__TILE * TQKV__PANEL];
     (void)scaled; /* for vectors */
-    if (tqkv__in_floats(s)) {
-        for (int row = 0; row < n_rows; row++)
-            tqkv__add_floats(s, kv_head, segment, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
-        return;
+    for (int j = 0; tqkv__in_floats(s) && j < segment->n; j++) {
+        float value[TQKV_MAX_HEAD_DIM];
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
+                         tqkv__norms_at(s, kv_head, segment->slot + j), value);
+        for (int i = 0; i < n_rows * s->head_dim; i++)
+            out[i] = tqkv__fma(weights[i / s->head_dim * TQKV__TILE + j], value[i % s->head_dim], out[i]);
     }
+    if (tqkv__in_floats(s)) return;
     for (int b = 0; b < s->head_dim / s->panel_dim; b++) {
         for (int j = 0; j < segment->n; j++)
             tqkv__integers_at(s, tqkv__codes_at(s, kv_head, segment->slot + j), b * s->panel_dim, s->panel_dim,
@@ -3723,20 +3715,6 @@ typedef struct TQKV__(column) {
     float *low, *high;
 } TQKV__(column);
 
-/* pair is a constant: true where subrows are shorter than a vector. i: of a subrow's first value */
-TQKV__OP TQKV__VECTOR TQKV__(load_column)(const bool pair, const TQKV__(column) * column, int i)
-{
-    return pair ? TQKV__(load_two)(column->low + i, column->high + i) : TQKV__(load)(column->low + i);
-}
-
-TQKV__OP void TQKV__(store_column)(const bool pair, const TQKV__(column) * column, int i, TQKV__VECTOR x)
-{
-    if (pair)
-        TQKV__(store_two)(column->low + i, column->high + i, x);
-    else
-        TQKV__(store)(column->low + i, x);
-}
-
 /* Writes the matrix as floats, +-1: signs: [m / 4][m][4], four sums' by column */
 TQKV__OP void TQKV__(open_signs)(int m, float *signs)
 {
@@ -3747,13 +3725,17 @@ TQKV__OP void TQKV__(open_signs)(int m, float *signs)
         }
 }
 
-/* Applies the matrix of order m to two columns of subrows n floats apart, in place: four sums of each in registers. */
+/* Applies the matrix of order m to two columns of subrows n floats apart, in place: four sums of each in registers.
+   pair is a constant: true where subrows are shorter than a vector. */
 TQKV__OP void TQKV__(mix)(const bool pair, int m, int n, const float *signs, float factor,
                           const TQKV__(column) * columns)
 {
     TQKV__VECTOR x[36][2];
     for (int c = 0; c < m; c++)
-        for (int k = 0; k < 2; k++) x[c][k] = TQKV__(load_column)(pair, &columns[k], c * n);
+        for (int k = 0; k < 2; k++) {
+            const float *low = columns[k].low + c * n, *high = columns[k].high + c * n;
+            x[c][k] = pair ? TQKV__(load_two)(low, high) : TQKV__(load)(low);
+        }
     for (int b = 0; b < m; b += 4) {
         TQKV__VECTOR sums[4][2];
         TQKV__UNROLL
@@ -3771,8 +3753,14 @@ TQKV__OP void TQKV__(mix)(const bool pair, int m, int n, const float *signs, flo
             }
         }
         TQKV__UNROLL
-        for (int i = 0; i < 8; i++)
-            TQKV__(store_column)(pair, &columns[i % 2], (b + i / 2) * n, sums[i / 2][i % 2] * TQKV__(set1)(factor));
+        for (int i = 0; i < 8; i++) {
+            const TQKV__VECTOR sum = sums[i / 2][i % 2] * TQKV__(set1)(factor);
+            float *low = columns[i % 2].low + (b + i / 2) * n, *high = columns[i % 2].high + (b + i / 2) * n;
+            if (pair)
+                TQKV__(store_two)(low, high, sum);
+            else
+                TQKV__(store)(low, sum);
+        }
     }
 }
 
@@ -3915,20 +3903,6 @@ typedef struct TQKV__(sizes) {
     TQKV__ALIGNED uint32_t cells[TQKV_MAX_HEAD_DIM];    /* of a codebook whose tables do not fit registers */
 } TQKV__(sizes);
 
-/* y: [head_dim], scales: [norms_per_row] -> v: scaled, [head_dim]. NaN becomes infinity, which is no larger with any
-   factor either. */
-TQKV__OP void TQKV__(open_sizes)(const tqkv__stream *s, const float *y, const float *scales, float *v,
-                                 TQKV__(sizes) * t)
-{
-    for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
-        const TQKV__VECTOR x = TQKV__(load)(y + d) * TQKV__(set1)(scales[d / s->norm_dim]);
-        const TQKV__(words) positive = (TQKV__(words))(x > TQKV__(set1)(0.0f));
-        TQKV__(store)(v + d, x);
-        TQKV__(store)(t->sizes + d, TQKV__(abs)(TQKV__(max)(x, TQKV__(set1)(-INFINITY))));
-        memcpy(t->less + d, &positive, sizeof positive);
-    }
-}
-
 /* Returns sizes times a factor, and the next float below where the value is positive: see TQKV__(fold). */
 TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(sizes) * t, int at, TQKV__VECTOR factor)
 {
@@ -3947,16 +3921,6 @@ typedef struct TQKV__(book) {
     TQKV__VECTOR top, bounds[8 / TQKV__LANES], centroids[8 / TQKV__LANES];
     TQKV__(codes) n_below;
 } TQKV__(book);
-
-TQKV__OP void TQKV__(load_book)(const tqkv__quantiser *q, TQKV__(book) * book)
-{
-    book->top = TQKV__(set1)(q->top);
-    book->n_below = TQKV__(load_16)(q->n_below);
-    for (int i = 0; i < 8 / TQKV__LANES; i++) {
-        book->bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
-        book->centroids[i] = TQKV__(load)(q->centroids + i * TQKV__LANES);
-    }
-}
 
 /* Returns the cells of sizes times a factor. slope: that of cells, times the factor */
 TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(sizes) * t, int at, TQKV__VECTOR slope, TQKV__VECTOR top)
@@ -4013,7 +3977,12 @@ TQKV__OP void TQKV__(search_as)(const int bits, const tqkv__stream *s, const tqk
                                 float *factors, float *squares)
 {
     TQKV__(book) book;
-    TQKV__(load_book)(q, &book);
+    book.top = TQKV__(set1)(q->top);
+    book.n_below = TQKV__(load_16)(q->n_below);
+    for (int i = 0; i < 8 / TQKV__LANES; i++) {
+        book.bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
+        book.centroids[i] = TQKV__(load)(q->centroids + i * TQKV__LANES);
+    }
     for (int b = 0; b < s->norms_per_row; b++) {
         TQKV__VECTOR best = TQKV__(set1)(-1.0f), factor = best, square = best;
         for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
@@ -4031,12 +4000,19 @@ TQKV__OP void TQKV__(search_as)(const int bits, const tqkv__stream *s, const tqk
     }
 }
 
-/* Scales a row, y to v: [head_dim]. Its scales become the factors of the search. scales, squares: [norms_per_row] */
+/* Scales a row, y to v: [head_dim]. Its scales become the factors of the search. NaN becomes infinity, which is no
+   larger with any factor either. scales, squares: [norms_per_row] */
 TQKV__LOOP void TQKV__(search_row)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y, float *v,
                                    float *scales, float *squares)
 {
     TQKV__(sizes) t;
-    TQKV__(open_sizes)(s, y, scales, v, &t);
+    for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
+        const TQKV__VECTOR x = TQKV__(load)(y + d) * TQKV__(set1)(scales[d / s->norm_dim]);
+        const TQKV__(words) positive = (TQKV__(words))(x > TQKV__(set1)(0.0f));
+        TQKV__(store)(v + d, x);
+        TQKV__(store)(t.sizes + d, TQKV__(abs)(TQKV__(max)(x, TQKV__(set1)(-INFINITY))));
+        memcpy(t.less + d, &positive, sizeof positive);
+    }
     if (s->book_bits <= 4)
         TQKV__(search_as)(4, s, q, &t, scales, squares);
     else
@@ -5268,19 +5244,16 @@ TQKV__OP void tqkv__store_two_avx2(float *low, float *high, __m256 x)
     _mm_storeu_ps(high, _mm256_extractf128_ps(x, 1));
 }
 TQKV__OP __m256i tqkv__widen_bytes_avx2(const uint8_t *p) { return _mm256_cvtepu8_epi32(tqkv__load_64(p)); }
-TQKV__OP __m256 tqkv__swap_avx2(const int distance, __m256 x)
-{
-    if (distance == 1) return _mm256_permute_ps(x, 0xb1);
-    if (distance == 2) return _mm256_permute_ps(x, 0x4e);
-    return _mm256_permute2f128_ps(x, x, 0x01);
-}
 TQKV__OP __m256 tqkv__butterfly_avx2(const int stage, __m256 x)
 {
     const __m256 plus = _mm256_set1_ps(1.0f), minus = _mm256_set1_ps(-1.0f);
     const __m256 sign = stage == 0   ? _mm256_blend_ps(plus, minus, 0xaa)
                         : stage == 1 ? _mm256_blend_ps(plus, minus, 0xcc)
                                      : _mm256_blend_ps(plus, minus, 0xf0);
-    return _mm256_fmadd_ps(x, sign, tqkv__swap_avx2(1 << stage, x));
+    const __m256 swapped = stage == 0   ? _mm256_permute_ps(x, 0xb1)
+                           : stage == 1 ? _mm256_permute_ps(x, 0x4e)
+                                        : _mm256_permute2f128_ps(x, x, 0x01);
+    return _mm256_fmadd_ps(x, sign, swapped);
 }
 TQKV__OP __m256i tqkv__larger_bits_avx2(__m256i largest, __m256 x)
 {
@@ -5407,11 +5380,10 @@ TQKV__OP __m512 tqkv__mul_nonzero_avx512(__m512 a, __m512 b)
     return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ), a, b);
 }
 
-TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
+TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p)
 {
-    return _mm256_loadu_si256((const __m256i *)(const void *)p);
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)p));
 }
-TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p) { return _mm512_cvtph_ps(tqkv__load_256_avx512(p)); }
 
 TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
 {
@@ -5613,14 +5585,10 @@ TQKV__OP uint32x4_t tqkv__widen_bytes_neon(const uint8_t *p)
     memcpy(&four, p, sizeof four);
     return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
 }
-TQKV__OP float32x4_t tqkv__swap_neon(const int distance, float32x4_t x)
-{
-    return distance == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2);
-}
 TQKV__OP float32x4_t tqkv__butterfly_neon(const int stage, float32x4_t x)
 {
     const float signs[2][4] = {{1.0f, -1.0f, 1.0f, -1.0f}, {1.0f, 1.0f, -1.0f, -1.0f}};
-    return vfmaq_f32(tqkv__swap_neon(1 << stage, x), x, vld1q_f32(signs[stage]));
+    return vfmaq_f32(stage == 0 ? vrev64q_f32(x) : vextq_f32(x, x, 2), x, vld1q_f32(signs[stage]));
 }
 TQKV__OP uint32x4_t tqkv__larger_bits_neon(uint32x4_t largest, float32x4_t x)
 {
@@ -6304,16 +6272,11 @@ TQKV__OP uint32x4_t tqkv__i_whole_lanes_dotprod(tqkv__i_sum_dotprod sums)
     return vaddq_u32(vshlq_n_u32(sums.high, 8), sums.low);
 }
 #define tqkv__i_whole_dotprod tqkv__i_whole_lanes_dotprod
-/* Splits four integers into their high bytes, then their low ones. */
-TQKV__OP int8x8_t tqkv__i_split_dotprod(uint32x4_t x)
-{
-    const int16x4_t words = vmovn_s32(vreinterpretq_s32_u32(x));
-    return vmovn_s16(vcombine_s16(vrshr_n_s16(words, 8), words));
-}
 /* The high bytes of n integers, then their low ones */
 TQKV__OP void tqkv__i_store_integers_dotprod(void *to, int i, int n, uint32x4_t x)
 {
-    const uint32x2_t bytes = vreinterpret_u32_s8(tqkv__i_split_dotprod(x));
+    const int16x4_t words = vmovn_s32(vreinterpretq_s32_u32(x));
+    const uint32x2_t bytes = vreinterpret_u32_s8(vmovn_s16(vcombine_s16(vrshr_n_s16(words, 8), words)));
     vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + i), bytes, 0);
     vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + n + i), bytes, 1);
 }

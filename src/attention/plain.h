@@ -207,17 +207,6 @@ static void tqkv__softmax_tile_scalar(const tqkv__attention *a, const tqkv__span
     }
 }
 
-static void tqkv__add_floats(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *weights,
-                             float *out)
-{
-    float value[TQKV_MAX_HEAD_DIM];
-    for (int j = 0; j < segment->n; j++) {
-        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
-                         tqkv__norms_at(s, kv_head, segment->slot + j), value);
-        for (int d = 0; d < s->head_dim; d++) out[d] = tqkv__fma(weights[j], value[d], out[d]);
-    }
-}
-
 static void tqkv__add_integers(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, int panel,
                                const int8_t *integers, const float *weights, float *out)
 {
@@ -239,11 +228,14 @@ static void tqkv__value_tile_scalar(const tqkv__stream *s, int kv_head, const tq
 {
     int8_t integers[TQKV__TILE * TQKV__PANEL];
     (void)scaled; /* for vectors */
-    if (tqkv__in_floats(s)) {
-        for (int row = 0; row < n_rows; row++)
-            tqkv__add_floats(s, kv_head, segment, weights + row * TQKV__TILE, out + (size_t)row * (size_t)s->head_dim);
-        return;
+    for (int j = 0; tqkv__in_floats(s) && j < segment->n; j++) {
+        float value[TQKV_MAX_HEAD_DIM];
+        tqkv__decode_row(s, tqkv__codes_at(s, kv_head, segment->slot + j),
+                         tqkv__norms_at(s, kv_head, segment->slot + j), value);
+        for (int i = 0; i < n_rows * s->head_dim; i++)
+            out[i] = tqkv__fma(weights[i / s->head_dim * TQKV__TILE + j], value[i % s->head_dim], out[i]);
     }
+    if (tqkv__in_floats(s)) return;
     for (int b = 0; b < s->head_dim / s->panel_dim; b++) {
         for (int j = 0; j < segment->n; j++)
             tqkv__integers_at(s, tqkv__codes_at(s, kv_head, segment->slot + j), b * s->panel_dim, s->panel_dim,

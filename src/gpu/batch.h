@@ -21,7 +21,8 @@ static bool tqkv__sees_nothing(const tqkv_metal_dispatch *attend) { return tqkv_
 typedef struct tqkv__batch {
     const tqkv_metal_attention *items;
     int n_items, n; /* n: those with queries; the tables have no others */
-    int tables;     /* tqkv__batch_tables */
+    int tables; /* of items. One is described once for each region and once for the merge, which look for other numbers
+                       of threadgroups and other bytes of scratch; without halves once for all */
     const tqkv_metal_buffer *q, *out;
     tqkv_metal_buffer arguments, scratch;
 } tqkv__batch;
@@ -192,15 +193,6 @@ static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *
                                                {11, 11, 4, TQKV__OFFSET(value_scale)}};
     to->merge = tqkv__merge_args_of(&own->merge);
     return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
-}
-
-/* Returns the number of tables of items. An item is described once for each region and once for the merge, which look
-   for other numbers of threadgroups and other bytes of scratch; without halves once for all. */
-static int tqkv__batch_tables(const tqkv_metal_attention *items, int n)
-{
-    for (int i = 0; i < n; i++)
-        if (items[i].attention.first.n || items[i].attention.last.n) return TQKV__REGIONS + 1;
-    return 1;
 }
 
 static size_t tqkv__batch_table_size(int n)
@@ -374,8 +366,11 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_batch(const tqkv_metal_attenti
         return tqkv__close_plan(plan, TQKV__INVALID("n_items is negative, or items is NULL"));
     if (n_items == 0) return tqkv__close_plan(plan, TQKV_OK);
     if (!contents) arguments.buffer = NULL; /* nothing is written there, so it must not run */
-    tqkv__batch b = {items, n_items, 0, tqkv__batch_tables(items, n_items), q, out, arguments, scratch};
-    for (int i = 0; i < n_items; i++) b.n += items[i].attention.n_queries != 0;
+    tqkv__batch b = {items, n_items, 0, 1, q, out, arguments, scratch};
+    for (int i = 0; i < n_items; i++) {
+        b.n += items[i].attention.n_queries != 0;
+        if (items[i].attention.first.n || items[i].attention.last.n) b.tables = TQKV__REGIONS + 1;
+    }
     tqkv_result r = contents ? TQKV_OK : tqkv__batch_sizes(&b, plan);
     if (r == TQKV_OK) r = tqkv__plan_batch(&b, contents, &all);
     if (r == TQKV_OK) tqkv__order_dispatches(&all, plan);

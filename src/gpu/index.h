@@ -27,17 +27,12 @@ static void tqkv__plan_keys_seen(const tqkv__index *x, int32_t *seen, int32_t *r
     *rest = (int32_t)(first - whole * ratio);
 }
 
-/* Returns the blocks of a threadgroup: 256 threadgroups if that gives each 128 keys, and most 1024. */
-static int tqkv__index_blocks_each(const tqkv__index *x)
-{
-    const int64_t keys = (x->a.call.end - x->a.first) * x->a.call.n_queries / 256 / 128 * 128;
-    const int64_t each = keys < 128 ? 128 : keys < TQKV__INDEX_KEYS ? keys : TQKV__INDEX_KEYS;
-    return each > x->call.block ? (int)(each / x->call.block) : 1;
-}
-
 static void tqkv__plan_index_args(const tqkv__index *x, const tqkv_metal_index *from, tqkv__index_args *args)
 {
     const tqkv__attention *a = &x->a;
+    /* 256 threadgroups if that gives each 128 keys, and most 1024 */
+    const int64_t keys = (a->call.end - a->first) * a->call.n_queries / 256 / 128 * 128;
+    const int64_t each = keys < 128 ? 128 : keys < TQKV__INDEX_KEYS ? keys : TQKV__INDEX_KEYS;
     memset(args, 0, sizeof *args);
     tqkv__plan_key_args(a, from->keys->shape.capacity, &args->keys);
     args->keys.value_capacity = args->keys.key_capacity;
@@ -47,7 +42,7 @@ static void tqkv__plan_index_args(const tqkv__index *x, const tqkv_metal_index *
     args->block = x->call.block;
     args->n_blocks = (int32_t)x->blocks;
     args->first_key = (int32_t)a->first;
-    args->blocks_each = tqkv__index_blocks_each(x);
+    args->blocks_each = each > x->call.block ? (int)(each / x->call.block) : 1;
     args->pool = (int32_t)x->call.pool;
     args->relu = x->call.relu;
     args->has_weights = from->weights.buffer != NULL;

@@ -70,19 +70,16 @@ TQKV__OP void tqkv__store_two_avx2(float *low, float *high, __m256 x)
     _mm_storeu_ps(high, _mm256_extractf128_ps(x, 1));
 }
 TQKV__OP __m256i tqkv__widen_bytes_avx2(const uint8_t *p) { return _mm256_cvtepu8_epi32(tqkv__load_64(p)); }
-TQKV__OP __m256 tqkv__swap_avx2(const int distance, __m256 x)
-{
-    if (distance == 1) return _mm256_permute_ps(x, 0xb1);
-    if (distance == 2) return _mm256_permute_ps(x, 0x4e);
-    return _mm256_permute2f128_ps(x, x, 0x01);
-}
 TQKV__OP __m256 tqkv__butterfly_avx2(const int stage, __m256 x)
 {
     const __m256 plus = _mm256_set1_ps(1.0f), minus = _mm256_set1_ps(-1.0f);
     const __m256 sign = stage == 0   ? _mm256_blend_ps(plus, minus, 0xaa)
                         : stage == 1 ? _mm256_blend_ps(plus, minus, 0xcc)
                                      : _mm256_blend_ps(plus, minus, 0xf0);
-    return _mm256_fmadd_ps(x, sign, tqkv__swap_avx2(1 << stage, x));
+    const __m256 swapped = stage == 0   ? _mm256_permute_ps(x, 0xb1)
+                           : stage == 1 ? _mm256_permute_ps(x, 0x4e)
+                                        : _mm256_permute2f128_ps(x, x, 0x01);
+    return _mm256_fmadd_ps(x, sign, swapped);
 }
 TQKV__OP __m256i tqkv__larger_bits_avx2(__m256i largest, __m256 x)
 {

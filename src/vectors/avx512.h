@@ -45,11 +45,10 @@ TQKV__OP __m512 tqkv__mul_nonzero_avx512(__m512 a, __m512 b)
     return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_NEQ_UQ), a, b);
 }
 
-TQKV__OP __m256i tqkv__load_256_avx512(const uint8_t *p)
+TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p)
 {
-    return _mm256_loadu_si256((const __m256i *)(const void *)p);
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)p));
 }
-TQKV__OP __m512 tqkv__load_f16_avx512(const uint8_t *p) { return _mm512_cvtph_ps(tqkv__load_256_avx512(p)); }
 
 TQKV__OP __m512i tqkv__larger_bits_avx512(__m512i largest, __m512 x)
 {

@@ -205,16 +205,11 @@ TQKV__OP uint32x4_t tqkv__i_whole_lanes_dotprod(tqkv__i_sum_dotprod sums)
     return vaddq_u32(vshlq_n_u32(sums.high, 8), sums.low);
 }
 #define tqkv__i_whole_dotprod tqkv__i_whole_lanes_dotprod
-/* Splits four integers into their high bytes, then their low ones. */
-TQKV__OP int8x8_t tqkv__i_split_dotprod(uint32x4_t x)
-{
-    const int16x4_t words = vmovn_s32(vreinterpretq_s32_u32(x));
-    return vmovn_s16(vcombine_s16(vrshr_n_s16(words, 8), words));
-}
 /* The high bytes of n integers, then their low ones */
 TQKV__OP void tqkv__i_store_integers_dotprod(void *to, int i, int n, uint32x4_t x)
 {
-    const uint32x2_t bytes = vreinterpret_u32_s8(tqkv__i_split_dotprod(x));
+    const int16x4_t words = vmovn_s32(vreinterpretq_s32_u32(x));
+    const uint32x2_t bytes = vreinterpret_u32_s8(vmovn_s16(vcombine_s16(vrshr_n_s16(words, 8), words)));
     vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + i), bytes, 0);
     vst1_lane_u32((uint32_t *)(void *)((int8_t *)to + n + i), bytes, 1);
 }

@@ -73,14 +73,10 @@ TQKV__OP uint32x4_t tqkv__widen_bytes_neon(const uint8_t *p)
     memcpy(&four, p, sizeof four);
     return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
 }
-TQKV__OP float32x4_t tqkv__swap_neon(const int distance, float32x4_t x)
-{
-    return distance == 1 ? vrev64q_f32(x) : vextq_f32(x, x, 2);
-}
 TQKV__OP float32x4_t tqkv__butterfly_neon(const int stage, float32x4_t x)
 {
     const float signs[2][4] = {{1.0f, -1.0f, 1.0f, -1.0f}, {1.0f, 1.0f, -1.0f, -1.0f}};
-    return vfmaq_f32(tqkv__swap_neon(1 << stage, x), x, vld1q_f32(signs[stage]));
+    return vfmaq_f32(stage == 0 ? vrev64q_f32(x) : vextq_f32(x, x, 2), x, vld1q_f32(signs[stage]));
 }
 TQKV__OP uint32x4_t tqkv__larger_bits_neon(uint32x4_t largest, float32x4_t x)
 {

@@ -78,20 +78,6 @@ typedef struct TQKV__(column) {
     float *low, *high;
 } TQKV__(column);
 
-/* pair is a constant: true where subrows are shorter than a vector. i: of a subrow's first value */
-TQKV__OP TQKV__VECTOR TQKV__(load_column)(const bool pair, const TQKV__(column) * column, int i)
-{
-    return pair ? TQKV__(load_two)(column->low + i, column->high + i) : TQKV__(load)(column->low + i);
-}
-
-TQKV__OP void TQKV__(store_column)(const bool pair, const TQKV__(column) * column, int i, TQKV__VECTOR x)
-{
-    if (pair)
-        TQKV__(store_two)(column->low + i, column->high + i, x);
-    else
-        TQKV__(store)(column->low + i, x);
-}
-
 /* Writes the matrix as floats, +-1: signs: [m / 4][m][4], four sums' by column */
 TQKV__OP void TQKV__(open_signs)(int m, float *signs)
 {
@@ -102,13 +88,17 @@ TQKV__OP void TQKV__(open_signs)(int m, float *signs)
         }
 }
 
-/* Applies the matrix of order m to two columns of subrows n floats apart, in place: four sums of each in registers. */
+/* Applies the matrix of order m to two columns of subrows n floats apart, in place: four sums of each in registers.
+   pair is a constant: true where subrows are shorter than a vector. */
 TQKV__OP void TQKV__(mix)(const bool pair, int m, int n, const float *signs, float factor,
                           const TQKV__(column) * columns)
 {
     TQKV__VECTOR x[36][2];
     for (int c = 0; c < m; c++)
-        for (int k = 0; k < 2; k++) x[c][k] = TQKV__(load_column)(pair, &columns[k], c * n);
+        for (int k = 0; k < 2; k++) {
+            const float *low = columns[k].low + c * n, *high = columns[k].high + c * n;
+            x[c][k] = pair ? TQKV__(load_two)(low, high) : TQKV__(load)(low);
+        }
     for (int b = 0; b < m; b += 4) {
         TQKV__VECTOR sums[4][2];
         TQKV__UNROLL
@@ -126,8 +116,14 @@ TQKV__OP void TQKV__(mix)(const bool pair, int m, int n, const float *signs, flo
             }
         }
         TQKV__UNROLL
-        for (int i = 0; i < 8; i++)
-            TQKV__(store_column)(pair, &columns[i % 2], (b + i / 2) * n, sums[i / 2][i % 2] * TQKV__(set1)(factor));
+        for (int i = 0; i < 8; i++) {
+            const TQKV__VECTOR sum = sums[i / 2][i % 2] * TQKV__(set1)(factor);
+            float *low = columns[i % 2].low + (b + i / 2) * n, *high = columns[i % 2].high + (b + i / 2) * n;
+            if (pair)
+                TQKV__(store_two)(low, high, sum);
+            else
+                TQKV__(store)(low, sum);
+        }
     }
 }
 

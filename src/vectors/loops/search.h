@@ -8,20 +8,6 @@ typedef struct TQKV__(sizes) {
     TQKV__ALIGNED uint32_t cells[TQKV_MAX_HEAD_DIM];    /* of a codebook whose tables do not fit registers */
 } TQKV__(sizes);
 
-/* y: [head_dim], scales: [norms_per_row] -> v: scaled, [head_dim]. NaN becomes infinity, which is no larger with any
-   factor either. */
-TQKV__OP void TQKV__(open_sizes)(const tqkv__stream *s, const float *y, const float *scales, float *v,
-                                 TQKV__(sizes) * t)
-{
-    for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
-        const TQKV__VECTOR x = TQKV__(load)(y + d) * TQKV__(set1)(scales[d / s->norm_dim]);
-        const TQKV__(words) positive = (TQKV__(words))(x > TQKV__(set1)(0.0f));
-        TQKV__(store)(v + d, x);
-        TQKV__(store)(t->sizes + d, TQKV__(abs)(TQKV__(max)(x, TQKV__(set1)(-INFINITY))));
-        memcpy(t->less + d, &positive, sizeof positive);
-    }
-}
-
 /* Returns sizes times a factor, and the next float below where the value is positive: see TQKV__(fold). */
 TQKV__OP TQKV__VECTOR TQKV__(sizes_times)(const TQKV__(sizes) * t, int at, TQKV__VECTOR factor)
 {
@@ -40,16 +26,6 @@ typedef struct TQKV__(book) {
     TQKV__VECTOR top, bounds[8 / TQKV__LANES], centroids[8 / TQKV__LANES];
     TQKV__(codes) n_below;
 } TQKV__(book);
-
-TQKV__OP void TQKV__(load_book)(const tqkv__quantiser *q, TQKV__(book) * book)
-{
-    book->top = TQKV__(set1)(q->top);
-    book->n_below = TQKV__(load_16)(q->n_below);
-    for (int i = 0; i < 8 / TQKV__LANES; i++) {
-        book->bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
-        book->centroids[i] = TQKV__(load)(q->centroids + i * TQKV__LANES);
-    }
-}
 
 /* Returns the cells of sizes times a factor. slope: that of cells, times the factor */
 TQKV__OP TQKV__(codes) TQKV__(cells)(const TQKV__(sizes) * t, int at, TQKV__VECTOR slope, TQKV__VECTOR top)
@@ -106,7 +82,12 @@ TQKV__OP void TQKV__(search_as)(const int bits, const tqkv__stream *s, const tqk
                                 float *factors, float *squares)
 {
     TQKV__(book) book;
-    TQKV__(load_book)(q, &book);
+    book.top = TQKV__(set1)(q->top);
+    book.n_below = TQKV__(load_16)(q->n_below);
+    for (int i = 0; i < 8 / TQKV__LANES; i++) {
+        book.bounds[i] = TQKV__(load)(q->bounds + i * TQKV__LANES);
+        book.centroids[i] = TQKV__(load)(q->centroids + i * TQKV__LANES);
+    }
     for (int b = 0; b < s->norms_per_row; b++) {
         TQKV__VECTOR best = TQKV__(set1)(-1.0f), factor = best, square = best;
         for (int f = 0; f < TQKV__MOST_FACTORS; f++) {
@@ -124,12 +105,19 @@ TQKV__OP void TQKV__(search_as)(const int bits, const tqkv__stream *s, const tqk
     }
 }
 
-/* Scales a row, y to v: [head_dim]. Its scales become the factors of the search. scales, squares: [norms_per_row] */
+/* Scales a row, y to v: [head_dim]. Its scales become the factors of the search. NaN becomes infinity, which is no
+   larger with any factor either. scales, squares: [norms_per_row] */
 TQKV__LOOP void TQKV__(search_row)(const tqkv__stream *s, const tqkv__quantiser *q, const float *y, float *v,
                                    float *scales, float *squares)
 {
     TQKV__(sizes) t;
-    TQKV__(open_sizes)(s, y, scales, v, &t);
+    for (int d = 0; d < s->head_dim; d += TQKV__LANES) {
+        const TQKV__VECTOR x = TQKV__(load)(y + d) * TQKV__(set1)(scales[d / s->norm_dim]);
+        const TQKV__(words) positive = (TQKV__(words))(x > TQKV__(set1)(0.0f));
+        TQKV__(store)(v + d, x);
+        TQKV__(store)(t.sizes + d, TQKV__(abs)(TQKV__(max)(x, TQKV__(set1)(-INFINITY))));
+        memcpy(t.less + d, &positive, sizeof positive);
+    }
     if (s->book_bits <= 4)
         TQKV__(search_as)(4, s, q, &t, scales, squares);
     else
