@@ -561,13 +561,6 @@ static tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d)
     return args;
 }
 
-static tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d)
-{
-    tqkv__merge_args args;
-    memcpy(&args, d->arguments[0].bytes, sizeof args);
-    return args;
-}
-
 static void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
 {
     memcpy(d->arguments[0].bytes, args, d->arguments[0].size);
@@ -1822,7 +1815,7 @@ static void tqkv__order_dispatches(const tqkv__attend_plan *from, tqkv_metal_pla
 /* An attention over buffers as one over stores. */
 typedef struct tqkv__plan_call {
     tqkv_attention attention;
-    tqkv_store keys, values, tail, ends[2][3];
+    tqkv_store keys, values, tail, ends[TQKV__STREAMS - TQKV__FIRST_KEYS];
 } tqkv__plan_call;
 
 static bool tqkv__same_buffer(tqkv_metal_buffer a, tqkv_metal_buffer b)
@@ -1887,18 +1880,17 @@ static tqkv_result tqkv__plan_check_streams(const tqkv_metal_attention *from, co
 /* Takes the stores of the positions that are kept besides. Their centres are buffers, too. */
 static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv__plan_call *call)
 {
-    const tqkv_metal_ends *const ends[2] = {&from->first, &from->last};
+    tqkv_ends *first = &call->attention.first, *last = &call->attention.last;
     const tqkv_metal_store *const streams[3] = {from->keys, from->values, from->tail};
-    tqkv_ends *const to[2] = {&call->attention.first, &call->attention.last};
-    to[0]->tail = NULL;
-    for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
-        const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
-        const tqkv_metal_store *const stores[3] = {ends[last]->keys, ends[last]->values, ends[last]->tail},
-                                      *end = stores[side], *codes = streams[side];
-        const tqkv_store **const shapes[3] = {&to[last]->keys, &to[last]->values, &to[last]->tail};
-        tqkv_store *shape = &call->ends[last][side];
-        *shapes[side] = end && codes && (to[last]->n || side != TQKV__TAIL) ? shape : NULL;
-        if (!*shapes[side] || !to[last]->n) continue;
+    const tqkv_metal_store *const ends[] = {from->first.keys, from->first.values, from->first.tail, from->last.keys,
+                                            from->last.values};
+    const tqkv_store **const shapes[] = {&first->keys, &first->values, &first->tail, &last->keys, &last->values};
+    for (int i = 0; i < TQKV__STREAMS - TQKV__FIRST_KEYS; i++) {
+        const int side = tqkv__stream_kinds[TQKV__FIRST_KEYS + i].side, n = i < 3 ? first->n : last->n;
+        const tqkv_metal_store *end = ends[i], *codes = streams[side];
+        tqkv_store *shape = &call->ends[i];
+        *shapes[i] = end && codes && (n || side != TQKV__TAIL) ? shape : NULL;
+        if (!*shapes[i] || !n) continue;
         tqkv__plan_store(end, shape);
         shape->center = codes->shape.center;
         shape->channel_scale = codes->shape.channel_scale;
@@ -2114,30 +2106,21 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *fr
     return tqkv__close_plan(plan, tqkv__add_attention(from, 0, 0, &b, plan));
 }
 
-static tqkv__attend_buffers tqkv__buffers_of_slice(tqkv_metal_buffer q, tqkv_metal_buffer scratch,
-                                                   tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum)
-{
-    tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    b.slice.to = true;
-    b.slice.max = max;
-    b.slice.sum = sum;
-    return b;
-}
-
 TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *from, tqkv_metal_buffer q,
                                                           int64_t first, int count, tqkv_metal_buffer scratch,
                                                           tqkv_metal_buffer out, tqkv_metal_buffer max,
                                                           tqkv_metal_buffer sum, tqkv_metal_plan *plan)
 {
-    tqkv__attend_buffers b = tqkv__buffers_of_slice(q, scratch, out, max, sum);
+    tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
+    const tqkv__slice_buffers slice = {false, true, max, sum, {NULL, 0}, {NULL, 0}};
+    b.slice = slice;
     if (!tqkv__open_plan(plan, "attend_partial")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_attention(from, first, count, &b, plan));
 }
 
 /* Adds the kernel that finishes a slice or, with another attention, adds it to that one's. */
 static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_metal_attention *src,
-                                   tqkv_metal_buffer src_out, tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                   tqkv__attend_buffers *b, tqkv_metal_plan *plan)
+                                   tqkv_metal_buffer src_out, tqkv__attend_buffers *b, tqkv_metal_plan *plan)
 {
     tqkv__plan_call call;
     tqkv__attention a, other;
@@ -2151,9 +2134,6 @@ static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_
         return TQKV__INVALID("slices of values with and without a scale of their channels, or a centre");
     b->of = *from;
     if (src) memset(&b->of.sinks, 0, sizeof b->of.sinks); /* which finish reads */
-    b->slice.from = true;
-    b->slice.src_max = src_max;
-    b->slice.src_sum = src_sum;
     if (!a.call.n_queries) return TQKV_OK;
     const bool unrotate = !b->slice.to && (!a.values.rotated || a.unrotate_output);
     const tqkv__merge_args args = {0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0};
@@ -2172,10 +2152,12 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attenti
                                                         tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
                                                         tqkv_metal_plan *plan)
 {
-    tqkv__attend_buffers b = tqkv__buffers_of_slice(src_out, src_out, out, max, sum);
+    tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
+    const tqkv__slice_buffers slice = {true, true, max, sum, src_max, src_sum};
+    b.slice = slice;
     if (!tqkv__open_plan(plan, "attend_merge")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!src) return tqkv__close_plan(plan, TQKV__INVALID("the attention of the other slice is NULL"));
-    return tqkv__close_plan(plan, tqkv__add_merge(from, src, src_out, src_max, src_sum, &b, plan));
+    return tqkv__close_plan(plan, tqkv__add_merge(from, src, src_out, &b, plan));
 }
 
 TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *from, tqkv_metal_buffer src_out,
@@ -2183,8 +2165,10 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attent
                                                          tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
     tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
+    const tqkv__slice_buffers slice = {true, false, {NULL, 0}, {NULL, 0}, src_max, src_sum};
+    b.slice = slice;
     if (!tqkv__open_plan(plan, "attend_finish")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_merge(from, NULL, src_out, src_max, src_sum, &b, plan));
+    return tqkv__close_plan(plan, tqkv__add_merge(from, NULL, src_out, &b, plan));
 }
 
 /* >>plan-batch: batches. Each item is planned as a call of its own, and the plans are joined. */
@@ -2225,7 +2209,8 @@ static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *us
         tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)(b->n ? b->n : 1), &buffers, own);
     if (r != TQKV_OK || own->empty) return r;
     if (own->has[TQKV__CODES_REGION] && tqkv__sees_nothing(&own->attends[TQKV__CODES_REGION])) {
-        tqkv__merge_args merge = tqkv__merge_args_of(&own->merge);
+        tqkv__merge_args merge;
+        memcpy(&merge, own->merge.arguments[0].bytes, sizeof merge);
         merge.n_partials = merge.before = 0;
         tqkv__replace_args(&own->merge, &merge);
     }
@@ -2380,7 +2365,7 @@ static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *
                                                {4, 4, TQKV__ROWS_UNIT, TQKV__OFFSET(out)},
                                                {5, 5, 4, TQKV__OFFSET(value_center)},
                                                {11, 11, 4, TQKV__OFFSET(value_scale)}};
-    to->merge = tqkv__merge_args_of(&own->merge);
+    memcpy(&to->merge, own->merge.arguments[0].bytes, sizeof to->merge);
     return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
 }
 

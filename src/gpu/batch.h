@@ -36,7 +36,8 @@ static tqkv_result tqkv__plan_batch_item(const tqkv__batch *b, int i, size_t *us
         tqkv__plan_call_of(&b->items[i], 0, 0, (size_t)TQKV__MOST_SUMS / (size_t)(b->n ? b->n : 1), &buffers, own);
     if (r != TQKV_OK || own->empty) return r;
     if (own->has[TQKV__CODES_REGION] && tqkv__sees_nothing(&own->attends[TQKV__CODES_REGION])) {
-        tqkv__merge_args merge = tqkv__merge_args_of(&own->merge);
+        tqkv__merge_args merge;
+        memcpy(&merge, own->merge.arguments[0].bytes, sizeof merge);
         merge.n_partials = merge.before = 0;
         tqkv__replace_args(&own->merge, &merge);
     }
@@ -191,7 +192,7 @@ static tqkv_result tqkv__write_merge(tqkv__attend_plan *all, tqkv__attend_plan *
                                                {4, 4, TQKV__ROWS_UNIT, TQKV__OFFSET(out)},
                                                {5, 5, 4, TQKV__OFFSET(value_center)},
                                                {11, 11, 4, TQKV__OFFSET(value_scale)}};
-    to->merge = tqkv__merge_args_of(&own->merge);
+    memcpy(&to->merge, own->merge.arguments[0].bytes, sizeof to->merge);
     return tqkv__write_offsets(&all->merge, &own->merge, arrays, sizeof arrays / sizeof *arrays, to);
 }
 

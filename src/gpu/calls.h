@@ -93,30 +93,21 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend(const tqkv_metal_attention *fr
     return tqkv__close_plan(plan, tqkv__add_attention(from, 0, 0, &b, plan));
 }
 
-static tqkv__attend_buffers tqkv__buffers_of_slice(tqkv_metal_buffer q, tqkv_metal_buffer scratch,
-                                                   tqkv_metal_buffer out, tqkv_metal_buffer max, tqkv_metal_buffer sum)
-{
-    tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
-    b.slice.to = true;
-    b.slice.max = max;
-    b.slice.sum = sum;
-    return b;
-}
-
 TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_partial(const tqkv_metal_attention *from, tqkv_metal_buffer q,
                                                           int64_t first, int count, tqkv_metal_buffer scratch,
                                                           tqkv_metal_buffer out, tqkv_metal_buffer max,
                                                           tqkv_metal_buffer sum, tqkv_metal_plan *plan)
 {
-    tqkv__attend_buffers b = tqkv__buffers_of_slice(q, scratch, out, max, sum);
+    tqkv__attend_buffers b = tqkv__buffers_of_call(q, scratch, out);
+    const tqkv__slice_buffers slice = {false, true, max, sum, {NULL, 0}, {NULL, 0}};
+    b.slice = slice;
     if (!tqkv__open_plan(plan, "attend_partial")) return TQKV__INVALID(TQKV__NO_PLAN);
     return tqkv__close_plan(plan, tqkv__add_attention(from, first, count, &b, plan));
 }
 
 /* Adds the kernel that finishes a slice or, with another attention, adds it to that one's. */
 static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_metal_attention *src,
-                                   tqkv_metal_buffer src_out, tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
-                                   tqkv__attend_buffers *b, tqkv_metal_plan *plan)
+                                   tqkv_metal_buffer src_out, tqkv__attend_buffers *b, tqkv_metal_plan *plan)
 {
     tqkv__plan_call call;
     tqkv__attention a, other;
@@ -130,9 +121,6 @@ static tqkv_result tqkv__add_merge(const tqkv_metal_attention *from, const tqkv_
         return TQKV__INVALID("slices of values with and without a scale of their channels, or a centre");
     b->of = *from;
     if (src) memset(&b->of.sinks, 0, sizeof b->of.sinks); /* which finish reads */
-    b->slice.from = true;
-    b->slice.src_max = src_max;
-    b->slice.src_sum = src_sum;
     if (!a.call.n_queries) return TQKV_OK;
     const bool unrotate = !b->slice.to && (!a.values.rotated || a.unrotate_output);
     const tqkv__merge_args args = {0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0};
@@ -151,10 +139,12 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_merge(const tqkv_metal_attenti
                                                         tqkv_metal_buffer src_max, tqkv_metal_buffer src_sum,
                                                         tqkv_metal_plan *plan)
 {
-    tqkv__attend_buffers b = tqkv__buffers_of_slice(src_out, src_out, out, max, sum);
+    tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
+    const tqkv__slice_buffers slice = {true, true, max, sum, src_max, src_sum};
+    b.slice = slice;
     if (!tqkv__open_plan(plan, "attend_merge")) return TQKV__INVALID(TQKV__NO_PLAN);
     if (!src) return tqkv__close_plan(plan, TQKV__INVALID("the attention of the other slice is NULL"));
-    return tqkv__close_plan(plan, tqkv__add_merge(from, src, src_out, src_max, src_sum, &b, plan));
+    return tqkv__close_plan(plan, tqkv__add_merge(from, src, src_out, &b, plan));
 }
 
 TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attention *from, tqkv_metal_buffer src_out,
@@ -162,6 +152,8 @@ TQKV_METAL_API tqkv_result tqkv_metal_plan_attend_finish(const tqkv_metal_attent
                                                          tqkv_metal_buffer out, tqkv_metal_plan *plan)
 {
     tqkv__attend_buffers b = tqkv__buffers_of_call(src_out, src_out, out);
+    const tqkv__slice_buffers slice = {true, false, {NULL, 0}, {NULL, 0}, src_max, src_sum};
+    b.slice = slice;
     if (!tqkv__open_plan(plan, "attend_finish")) return TQKV__INVALID(TQKV__NO_PLAN);
-    return tqkv__close_plan(plan, tqkv__add_merge(from, NULL, src_out, src_max, src_sum, &b, plan));
+    return tqkv__close_plan(plan, tqkv__add_merge(from, NULL, src_out, &b, plan));
 }

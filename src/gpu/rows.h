@@ -115,13 +115,6 @@ static tqkv__attend_args tqkv__attend_args_of(const tqkv_metal_dispatch *d)
     return args;
 }
 
-static tqkv__merge_args tqkv__merge_args_of(const tqkv_metal_dispatch *d)
-{
-    tqkv__merge_args args;
-    memcpy(&args, d->arguments[0].bytes, sizeof args);
-    return args;
-}
-
 static void tqkv__replace_args(tqkv_metal_dispatch *d, const void *args)
 {
     memcpy(d->arguments[0].bytes, args, d->arguments[0].size);

@@ -3,7 +3,7 @@
 /* An attention over buffers as one over stores. */
 typedef struct tqkv__plan_call {
     tqkv_attention attention;
-    tqkv_store keys, values, tail, ends[2][3];
+    tqkv_store keys, values, tail, ends[TQKV__STREAMS - TQKV__FIRST_KEYS];
 } tqkv__plan_call;
 
 static bool tqkv__same_buffer(tqkv_metal_buffer a, tqkv_metal_buffer b)
@@ -68,18 +68,17 @@ static tqkv_result tqkv__plan_check_streams(const tqkv_metal_attention *from, co
 /* Takes the stores of the positions that are kept besides. Their centres are buffers, too. */
 static tqkv_result tqkv__plan_end_shapes(const tqkv_metal_attention *from, tqkv__plan_call *call)
 {
-    const tqkv_metal_ends *const ends[2] = {&from->first, &from->last};
+    tqkv_ends *first = &call->attention.first, *last = &call->attention.last;
     const tqkv_metal_store *const streams[3] = {from->keys, from->values, from->tail};
-    tqkv_ends *const to[2] = {&call->attention.first, &call->attention.last};
-    to[0]->tail = NULL;
-    for (int i = TQKV__FIRST_KEYS; i < TQKV__STREAMS; i++) {
-        const int last = tqkv__stream_kinds[i].end, side = tqkv__stream_kinds[i].side;
-        const tqkv_metal_store *const stores[3] = {ends[last]->keys, ends[last]->values, ends[last]->tail},
-                                      *end = stores[side], *codes = streams[side];
-        const tqkv_store **const shapes[3] = {&to[last]->keys, &to[last]->values, &to[last]->tail};
-        tqkv_store *shape = &call->ends[last][side];
-        *shapes[side] = end && codes && (to[last]->n || side != TQKV__TAIL) ? shape : NULL;
-        if (!*shapes[side] || !to[last]->n) continue;
+    const tqkv_metal_store *const ends[] = {from->first.keys, from->first.values, from->first.tail, from->last.keys,
+                                            from->last.values};
+    const tqkv_store **const shapes[] = {&first->keys, &first->values, &first->tail, &last->keys, &last->values};
+    for (int i = 0; i < TQKV__STREAMS - TQKV__FIRST_KEYS; i++) {
+        const int side = tqkv__stream_kinds[TQKV__FIRST_KEYS + i].side, n = i < 3 ? first->n : last->n;
+        const tqkv_metal_store *end = ends[i], *codes = streams[side];
+        tqkv_store *shape = &call->ends[i];
+        *shapes[i] = end && codes && (n || side != TQKV__TAIL) ? shape : NULL;
+        if (!*shapes[i] || !n) continue;
         tqkv__plan_store(end, shape);
         shape->center = codes->shape.center;
         shape->channel_scale = codes->shape.channel_scale;
