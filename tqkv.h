@@ -4051,9 +4051,9 @@ TQKV__OP void TQKV__(quantise_short)(const int bits, const tqkv__quantiser *q, c
 
 /* Likewise for a codebook of up to 256 values, whose tables do not fit registers: one loop stores the cells, because a
    load soon after would wait for the store. */
-TQKV__OP void TQKV__(quantise_256)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
+TQKV__LOOP void TQKV__(quantise_large)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
-    TQKV__ALIGNED uint32_t cells[256];
+    TQKV__ALIGNED uint32_t cells[TQKV_MAX_HEAD_DIM];
     TQKV__(codes) side, four[4];
     for (int d = 0; d < n; d += TQKV__LANES) {
         const TQKV__VECTOR w = TQKV__(fold)(q->half, TQKV__(load)(y + d) * TQKV__(set1)(scale), &side);
@@ -4073,11 +4073,6 @@ TQKV__OP void TQKV__(quantise_256)(const tqkv__quantiser *q, const float *y, int
         const TQKV__(codes) bytes = TQKV__(narrow)(four);
         memcpy(codes + d, &bytes, sizeof bytes);
     }
-}
-
-TQKV__LOOP void TQKV__(quantise_large)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
-{
-    for (int d = 0; d < n; d += 256) TQKV__(quantise_256)(q, y + d, n - d < 256 ? n - d : 256, scale, codes + d);
 }
 
 /* Quantises a row. y: [head_dim], scales: [norms_per_row] -> codes: [head_dim] and room for four vectors */
@@ -7388,6 +7383,14 @@ static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
     return all;
 }
 
+/* Divides a range into what is older than `to`, and what is read as newest halves. */
+static void tqkv__divide_passes(tqkv__range *passes, tqkv__range range, int64_t to, int64_t from)
+{
+    passes[TQKV__OLDER] = passes[TQKV__NEWEST] = range;
+    if (range.to > to) passes[TQKV__OLDER].to = to;
+    if (range.from < from) passes[TQKV__NEWEST].from = from;
+}
+
 /* Finds the passes through a range of positions or ranks or, for `kept`, through those that are added apart, and what
    all rows see of them. */
 static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
@@ -7407,16 +7410,8 @@ static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
         if (seen.from < range.from) seen.from = range.from;
         if (seen.to > range.to) seen.to = range.to;
     }
-    tqkv__range *older = &w->passes[TQKV__OLDER], *newest = &w->passes[TQKV__NEWEST];
-    *older = *newest = seen;
-    if (older->to > high) older->to = high;
-    if (newest->from < low) newest->from = low;
-    if (w->list) return;
-    older = &w->common[TQKV__OLDER];
-    newest = &w->common[TQKV__NEWEST];
-    *older = *newest = tqkv__common_range(w, range);
-    if (older->to > low) older->to = low;
-    if (newest->from < high) newest->from = high;
+    tqkv__divide_passes(w->passes, seen, high, low);
+    if (!w->list) tqkv__divide_passes(w->common, tqkv__common_range(w, range), low, high);
 }
 
 static tqkv__range tqkv__range_in_pass(const tqkv__work *w, int pass, int query, tqkv__range range)
@@ -8473,10 +8468,20 @@ static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tq
     }
 }
 
-/* Converts n positions in ascending order of their slots, so that it can be done in place: of a ring that wraps, the
-   newer ones first. */
-static void tqkv__convert_range(const tqkv__stream *from, const tqkv__stream *to, int64_t position, int64_t n)
+typedef struct tqkv__convert_job {
+    const tqkv__stream *from, *to;
+    int64_t position;
+    int n, n_tasks;
+} tqkv__convert_job;
+
+/* Converts a share of the positions in ascending order of their slots, so that it can be done in place: of a ring that
+   wraps, the newer ones first. */
+static void tqkv__convert_task(void *context, int index)
 {
+    const tqkv__convert_job *job = (const tqkv__convert_job *)context;
+    const tqkv__stream *from = job->from, *to = job->to;
+    const int64_t first = (int64_t)job->n * index / job->n_tasks, end = (int64_t)job->n * (index + 1) / job->n_tasks;
+    const int64_t position = job->position + first, n = end - first;
     const int64_t room = from->ring ? tqkv__slots_left(from, position) : n, before = n < room ? n : room;
     const uint64_t mode = tqkv__fp_exact();
     tqkv__quantiser q;
@@ -8486,19 +8491,6 @@ static void tqkv__convert_range(const tqkv__stream *from, const tqkv__stream *to
         tqkv__convert_rows(from, to, &q, h, position, before);
     }
     tqkv__fp_restore(mode);
-}
-
-typedef struct tqkv__convert_job {
-    const tqkv__stream *from, *to;
-    int64_t position;
-    int n, n_tasks;
-} tqkv__convert_job;
-
-static void tqkv__convert_task(void *context, int index)
-{
-    const tqkv__convert_job *job = (const tqkv__convert_job *)context;
-    const int64_t first = (int64_t)job->n * index / job->n_tasks, end = (int64_t)job->n * (index + 1) / job->n_tasks;
-    tqkv__convert_range(job->from, job->to, job->position + first, end - first);
 }
 
 /* Converts the positions [position, position + n) on the threads of a hook or, in place, in order. */
@@ -9443,19 +9435,6 @@ static tqkv_result tqkv__divide_scoring(tqkv__scoring *job)
     return TQKV_OK;
 }
 
-static tqkv_result tqkv__run_scoring(tqkv__scoring *job)
-{
-    const tqkv_attention *call = &job->x->a.call;
-    tqkv__queue *queue = &job->queue;
-    const tqkv_result r = tqkv__divide_scoring(job);
-    if (r != TQKV_OK || queue->n_units == 0) return r;
-    if (!tqkv__queue_open(queue, &call->allocator, 0)) return TQKV_OUT_OF_MEMORY;
-    memset(queue->memory, 0, queue->size); /* scores behind a segment's end are read */
-    call->parallel.run(call->parallel.user, queue->n_tasks, tqkv__score_task, job);
-    call->allocator.free(call->allocator.user, queue->memory, queue->size);
-    return TQKV_OK;
-}
-
 TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, float *scores)
 {
     tqkv__index x;
@@ -9477,7 +9456,13 @@ TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, f
     job.x = &x;
     job.q = q;
     job.scores = scores;
-    return tqkv__run_scoring(&job);
+    if ((r = tqkv__divide_scoring(&job)) != TQKV_OK || job.queue.n_units == 0) return r;
+    const tqkv_attention *call = &x.a.call;
+    if (!tqkv__queue_open(&job.queue, &call->allocator, 0)) return TQKV_OUT_OF_MEMORY;
+    memset(job.queue.memory, 0, job.queue.size); /* scores behind a segment's end are read */
+    call->parallel.run(call->parallel.user, job.queue.n_tasks, tqkv__score_task, &job);
+    call->allocator.free(call->allocator.user, job.queue.memory, job.queue.size);
+    return TQKV_OK;
 }
 
 /* -- The choice -- */

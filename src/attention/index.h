@@ -214,19 +214,6 @@ static tqkv_result tqkv__divide_scoring(tqkv__scoring *job)
     return TQKV_OK;
 }
 
-static tqkv_result tqkv__run_scoring(tqkv__scoring *job)
-{
-    const tqkv_attention *call = &job->x->a.call;
-    tqkv__queue *queue = &job->queue;
-    const tqkv_result r = tqkv__divide_scoring(job);
-    if (r != TQKV_OK || queue->n_units == 0) return r;
-    if (!tqkv__queue_open(queue, &call->allocator, 0)) return TQKV_OUT_OF_MEMORY;
-    memset(queue->memory, 0, queue->size); /* scores behind a segment's end are read */
-    call->parallel.run(call->parallel.user, queue->n_tasks, tqkv__score_task, job);
-    call->allocator.free(call->allocator.user, queue->memory, queue->size);
-    return TQKV_OK;
-}
-
 TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, float *scores)
 {
     tqkv__index x;
@@ -248,7 +235,13 @@ TQKV_API tqkv_result tqkv_index_scores(const tqkv_index *index, const void *q, f
     job.x = &x;
     job.q = q;
     job.scores = scores;
-    return tqkv__run_scoring(&job);
+    if ((r = tqkv__divide_scoring(&job)) != TQKV_OK || job.queue.n_units == 0) return r;
+    const tqkv_attention *call = &x.a.call;
+    if (!tqkv__queue_open(&job.queue, &call->allocator, 0)) return TQKV_OUT_OF_MEMORY;
+    memset(job.queue.memory, 0, job.queue.size); /* scores behind a segment's end are read */
+    call->parallel.run(call->parallel.user, job.queue.n_tasks, tqkv__score_task, &job);
+    call->allocator.free(call->allocator.user, job.queue.memory, job.queue.size);
+    return TQKV_OK;
 }
 
 /* -- The choice -- */

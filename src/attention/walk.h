@@ -27,6 +27,14 @@ static tqkv__range tqkv__common_range(const tqkv__work *w, tqkv__range range)
     return all;
 }
 
+/* Divides a range into what is older than `to`, and what is read as newest halves. */
+static void tqkv__divide_passes(tqkv__range *passes, tqkv__range range, int64_t to, int64_t from)
+{
+    passes[TQKV__OLDER] = passes[TQKV__NEWEST] = range;
+    if (range.to > to) passes[TQKV__OLDER].to = to;
+    if (range.from < from) passes[TQKV__NEWEST].from = from;
+}
+
 /* Finds the passes through a range of positions or ranks or, for `kept`, through those that are added apart, and what
    all rows see of them. */
 static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
@@ -46,16 +54,8 @@ static void tqkv__find_passes(tqkv__work *w, tqkv__range range, bool kept)
         if (seen.from < range.from) seen.from = range.from;
         if (seen.to > range.to) seen.to = range.to;
     }
-    tqkv__range *older = &w->passes[TQKV__OLDER], *newest = &w->passes[TQKV__NEWEST];
-    *older = *newest = seen;
-    if (older->to > high) older->to = high;
-    if (newest->from < low) newest->from = low;
-    if (w->list) return;
-    older = &w->common[TQKV__OLDER];
-    newest = &w->common[TQKV__NEWEST];
-    *older = *newest = tqkv__common_range(w, range);
-    if (older->to > low) older->to = low;
-    if (newest->from < high) newest->from = high;
+    tqkv__divide_passes(w->passes, seen, high, low);
+    if (!w->list) tqkv__divide_passes(w->common, tqkv__common_range(w, range), low, high);
 }
 
 static tqkv__range tqkv__range_in_pass(const tqkv__work *w, int pass, int query, tqkv__range range)

@@ -135,10 +135,20 @@ static TQKV__NOINLINE void tqkv__convert_rows(const tqkv__stream *from, const tq
     }
 }
 
-/* Converts n positions in ascending order of their slots, so that it can be done in place: of a ring that wraps, the
-   newer ones first. */
-static void tqkv__convert_range(const tqkv__stream *from, const tqkv__stream *to, int64_t position, int64_t n)
+typedef struct tqkv__convert_job {
+    const tqkv__stream *from, *to;
+    int64_t position;
+    int n, n_tasks;
+} tqkv__convert_job;
+
+/* Converts a share of the positions in ascending order of their slots, so that it can be done in place: of a ring that
+   wraps, the newer ones first. */
+static void tqkv__convert_task(void *context, int index)
 {
+    const tqkv__convert_job *job = (const tqkv__convert_job *)context;
+    const tqkv__stream *from = job->from, *to = job->to;
+    const int64_t first = (int64_t)job->n * index / job->n_tasks, end = (int64_t)job->n * (index + 1) / job->n_tasks;
+    const int64_t position = job->position + first, n = end - first;
     const int64_t room = from->ring ? tqkv__slots_left(from, position) : n, before = n < room ? n : room;
     const uint64_t mode = tqkv__fp_exact();
     tqkv__quantiser q;
@@ -148,19 +158,6 @@ static void tqkv__convert_range(const tqkv__stream *from, const tqkv__stream *to
         tqkv__convert_rows(from, to, &q, h, position, before);
     }
     tqkv__fp_restore(mode);
-}
-
-typedef struct tqkv__convert_job {
-    const tqkv__stream *from, *to;
-    int64_t position;
-    int n, n_tasks;
-} tqkv__convert_job;
-
-static void tqkv__convert_task(void *context, int index)
-{
-    const tqkv__convert_job *job = (const tqkv__convert_job *)context;
-    const int64_t first = (int64_t)job->n * index / job->n_tasks, end = (int64_t)job->n * (index + 1) / job->n_tasks;
-    tqkv__convert_range(job->from, job->to, job->position + first, end - first);
 }
 
 /* Converts the positions [position, position + n) on the threads of a hook or, in place, in order. */

@@ -30,9 +30,9 @@ TQKV__OP void TQKV__(quantise_short)(const int bits, const tqkv__quantiser *q, c
 
 /* Likewise for a codebook of up to 256 values, whose tables do not fit registers: one loop stores the cells, because a
    load soon after would wait for the store. */
-TQKV__OP void TQKV__(quantise_256)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
+TQKV__LOOP void TQKV__(quantise_large)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
 {
-    TQKV__ALIGNED uint32_t cells[256];
+    TQKV__ALIGNED uint32_t cells[TQKV_MAX_HEAD_DIM];
     TQKV__(codes) side, four[4];
     for (int d = 0; d < n; d += TQKV__LANES) {
         const TQKV__VECTOR w = TQKV__(fold)(q->half, TQKV__(load)(y + d) * TQKV__(set1)(scale), &side);
@@ -52,11 +52,6 @@ TQKV__OP void TQKV__(quantise_256)(const tqkv__quantiser *q, const float *y, int
         const TQKV__(codes) bytes = TQKV__(narrow)(four);
         memcpy(codes + d, &bytes, sizeof bytes);
     }
-}
-
-TQKV__LOOP void TQKV__(quantise_large)(const tqkv__quantiser *q, const float *y, int n, float scale, uint8_t *codes)
-{
-    for (int d = 0; d < n; d += 256) TQKV__(quantise_256)(q, y + d, n - d < 256 ? n - d : 256, scale, codes + d);
 }
 
 /* Quantises a row. y: [head_dim], scales: [norms_per_row] -> codes: [head_dim] and room for four vectors */
