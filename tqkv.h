@@ -6834,15 +6834,6 @@ static int tqkv__list_shift(int block)
     return -1;
 }
 
-/* Checks a row: ascending numbers, then -1. */
-static tqkv_result tqkv__check_row(const int32_t *row, int n)
-{
-    int32_t before = -1;
-    for (int i = 0; i < n && row[i] != -1; before = row[i++])
-        if (row[i] <= before) return TQKV__INVALID("list: a row is not ascending, or has a negative number but -1");
-    return TQKV_OK;
-}
-
 static tqkv_result tqkv__list_shape(tqkv__attention *a)
 {
     tqkv_attention *call = &a->call;
@@ -6861,14 +6852,17 @@ static tqkv_result tqkv__list_shape(tqkv__attention *a)
 static tqkv_result tqkv__check_list(tqkv__attention *a)
 {
     const tqkv_attention *call = &a->call;
-    tqkv_result r = tqkv__list_shape(a);
+    const tqkv_result r = tqkv__list_shape(a);
     if (!call->list.rows || r != TQKV_OK) return r;
     if (!tqkv__aligned_at(call->list.rows, sizeof *call->list.rows))
         return TQKV__INVALID("list: not aligned as int32_t");
-    for (int i = 0; i < call->n_queries; i++)
-        for (int h = 0; r == TQKV_OK && h < call->list.heads; h++)
-            r = tqkv__check_row(tqkv__list_row(a, i, h), call->list.length);
-    return r;
+    for (int64_t i = 0; i < (int64_t)call->n_queries * call->list.heads; i++) {
+        const int32_t *row = call->list.rows + i * call->list.length;
+        int32_t before = -1;
+        for (int j = 0; j < call->list.length && row[j] != -1; before = row[j++])
+            if (row[j] <= before) return TQKV__INVALID("list: a row is not ascending, or has a negative number but -1");
+    }
+    return TQKV_OK;
 }
 
 /* Whether a query's list, or its newest positions, have some of those that are gone. */
@@ -8832,26 +8826,6 @@ typedef struct tqkv__noises {
     double first[TQKV__NOISE_ROWS], second[TQKV__NOISE_ROWS];
 } tqkv__noises;
 
-/* Finds what encoding and decoding adds to a row; error: [head_dim], in the original basis */
-static TQKV__NOINLINE void tqkv__row_error(const tqkv__stream *s, const tqkv__quantiser *q, int kv_head,
-                                           const tqkv__row *row, float *error)
-{
-    float source[TQKV_MAX_HEAD_DIM];
-    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
-    codec->encode_rows(s, q, row, 1);
-    tqkv__decode_in(s, kv_head, row->codes, row->norms, TQKV_ORIGINAL, error);
-    codec->widen(s->type, row->src, NULL, NULL, s->head_dim, source);
-    for (int d = 0; d < s->head_dim; d++) error[d] -= source[d];
-}
-
-static double tqkv__noise_of(const float *q, const float *error, int n)
-{
-    double sums[4] = {0.0, 0.0, 0.0, 0.0};
-    for (int d = 0; d < n; d += 4)
-        for (int i = 0; i < 4; i++) sums[i] += (double)q[d + i] * (double)error[d + i];
-    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
-}
-
 static void tqkv__add_noise(const tqkv__queries *queries, int kv_head, size_t first, int n, const float *error,
                             tqkv__noises *sums)
 {
@@ -8861,8 +8835,10 @@ static void tqkv__add_noise(const tqkv__queries *queries, int kv_head, size_t fi
     for (int i = 0; i < n; i++) {
         const size_t row = first + (size_t)i, head = (size_t)kv_head * group + row % group;
         const void *at = tqkv__source_row(s, queries->q, row / group, head);
+        double four[4] = {0.0, 0.0, 0.0, 0.0};
         tqkv__codec_for(s->head_dim)->widen(s->type, at, NULL, NULL, s->head_dim, q);
-        const double noise = tqkv__noise_of(q, error, s->head_dim);
+        for (int d = 0; d < s->head_dim; d++) four[d % 4] += (double)q[d] * (double)error[d];
+        const double noise = (four[0] + four[1]) + (four[2] + four[3]);
         sums->first[i] += noise;
         sums->second[i] += noise * noise;
     }
@@ -8873,7 +8849,8 @@ static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv_
                                               int n_tokens, int kv_head, const tqkv__queries *queries)
 {
     uint8_t codes[2 * TQKV_MAX_HEAD_DIM];
-    float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM], error[TQKV_MAX_HEAD_DIM];
+    float norms[TQKV_MAX_HEAD_DIM / 128], room[TQKV_MAX_HEAD_DIM], error[TQKV_MAX_HEAD_DIM], source[TQKV_MAX_HEAD_DIM];
+    const tqkv__codec *codec = tqkv__codec_for(s->head_dim);
     const float *inverses = tqkv__inverses_of(s, kv_head, 1, room), *center = tqkv__center_of(s, kv_head);
     const int64_t n_rows = (int64_t)queries->n * queries->group;
     double total = 0.0;
@@ -8884,7 +8861,10 @@ static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv_
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)kv_head);
             const tqkv__row row = {at, center, inverses, codes, norms, NULL, NULL};
-            tqkv__row_error(s, q, kv_head, &row, error);
+            codec->encode_rows(s, q, &row, 1);
+            tqkv__decode_in(s, kv_head, codes, norms, TQKV_ORIGINAL, error);
+            codec->widen(s->type, at, NULL, NULL, s->head_dim, source);
+            for (int d = 0; d < s->head_dim; d++) error[d] -= source[d];
             tqkv__add_noise(queries, kv_head, (size_t)first, n, error, &sums);
         }
         for (int i = 0; i < n; i++) {

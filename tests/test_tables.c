@@ -186,8 +186,7 @@ static void check_isas(const void *parameters)
 {
     (void)parameters;
     for (size_t i = 0; i < TQKV__ISAS; i++)
-        CHECK(strstr(" " TEST_ISAS " ", tqkv__isas[i].name), "%s is not in ISAS of tests/rules.mk",
-              tqkv__isas[i].name);
+        CHECK(strstr(" " TEST_ISAS " ", tqkv__isas[i].name), "%s is not in ISAS of tests/rules.mk", tqkv__isas[i].name);
 }
 #endif
 

@@ -278,15 +278,6 @@ static int tqkv__list_shift(int block)
     return -1;
 }
 
-/* Checks a row: ascending numbers, then -1. */
-static tqkv_result tqkv__check_row(const int32_t *row, int n)
-{
-    int32_t before = -1;
-    for (int i = 0; i < n && row[i] != -1; before = row[i++])
-        if (row[i] <= before) return TQKV__INVALID("list: a row is not ascending, or has a negative number but -1");
-    return TQKV_OK;
-}
-
 static tqkv_result tqkv__list_shape(tqkv__attention *a)
 {
     tqkv_attention *call = &a->call;
@@ -305,14 +296,17 @@ static tqkv_result tqkv__list_shape(tqkv__attention *a)
 static tqkv_result tqkv__check_list(tqkv__attention *a)
 {
     const tqkv_attention *call = &a->call;
-    tqkv_result r = tqkv__list_shape(a);
+    const tqkv_result r = tqkv__list_shape(a);
     if (!call->list.rows || r != TQKV_OK) return r;
     if (!tqkv__aligned_at(call->list.rows, sizeof *call->list.rows))
         return TQKV__INVALID("list: not aligned as int32_t");
-    for (int i = 0; i < call->n_queries; i++)
-        for (int h = 0; r == TQKV_OK && h < call->list.heads; h++)
-            r = tqkv__check_row(tqkv__list_row(a, i, h), call->list.length);
-    return r;
+    for (int64_t i = 0; i < (int64_t)call->n_queries * call->list.heads; i++) {
+        const int32_t *row = call->list.rows + i * call->list.length;
+        int32_t before = -1;
+        for (int j = 0; j < call->list.length && row[j] != -1; before = row[j++])
+            if (row[j] <= before) return TQKV__INVALID("list: a row is not ascending, or has a negative number but -1");
+    }
+    return TQKV_OK;
 }
 
 /* Whether a query's list, or its newest positions, have some of those that are gone. */
