@@ -1,5 +1,5 @@
-/* Codes of single values at the limits, halves, rounding, names; that the rotation is one. test_codec_history.c has
- * rows at random. */
+/* Codes of single values at the limits, halves, rounding, names. test_codec_history.c has rows and rotations at
+ * random. */
 #include "data.h"
 #include "reference.h"
 #include "runner.h"
@@ -42,44 +42,6 @@ static void check_result_strings(const void *parameters)
     CHECK(tqkv_result_string(test_no_result(99)) != NULL, "no text for an unknown result");
 }
 
-/* ---- Rotation ---- */
-
-static double dot(const double *x, const double *y, int n)
-{
-    double sum = 0.0;
-    for (int i = 0; i < n; i++) sum += x[i] * y[i];
-    return sum;
-}
-
-/* The rotation of some unit vectors and a long row: orthogonal, and as long as before; in double to 1e-13, and the
-   library's floats follow it. */
-static void check_orthogonal(const void *parameters)
-{
-    const int d = *(const int *)parameters;
-    enum { ROWS = 9 };
-    float *rows = test_rows((uint64_t)d, DATA_STUDENT, ROWS, d);
-    double *wide = (double *)test_alloc(sizeof(double) * (size_t)(ROWS * d)), before = 0.0;
-    memset(rows, 0, sizeof(float) * (size_t)((ROWS - 1) * d));
-    for (int r = 0; r < ROWS - 1; r++) rows[r * d + (r * 31 + r / 4 * 16) % d] = 1.0f;
-    for (int i = 0; i < ROWS * d; i++) wide[i] = (double)rows[i];
-    before = dot(wide + (ROWS - 1) * d, wide + (ROWS - 1) * d, d);
-    CHECK_RESULT(tqkv_rotate(rows, ROWS, d, TQKV_ROTATED), TQKV_OK);
-    for (int r = 0; r < ROWS; r++) {
-        reference_rotate_double(wide + r * d, d);
-        const double error = reference_relative_error(rows + r * d, wide + r * d, (size_t)d);
-        CHECK(error < 1e-6, "row %d: relative error %.3g", r, error);
-    }
-    for (int r = 0; r < ROWS - 1; r++)
-        for (int other = 0; other <= r; other++) {
-            const double product = dot(wide + r * d, wide + other * d, d);
-            CHECK(fabs(product - (r == other)) < 1e-13, "unit vectors %d and %d: product %.3g", r, other, product);
-        }
-    const double after = dot(wide + (ROWS - 1) * d, wide + (ROWS - 1) * d, d);
-    CHECK(fabs(after - before) < 1e-13 * before, "a square of %.17g becomes %.17g", before, after);
-    free(wide);
-    free(rows);
-}
-
 /* ---- Single values ---- */
 
 /* Encodes a row of alternating 1 and -1, or what rotates to it: with a root mean square of exactly 1 the block scale is
@@ -113,22 +75,7 @@ static void check_around(tqkv_store *store, const float *source, float first, fl
         }
 }
 
-/* A value equal to a boundary gets the lower code, also after it is multiplied by a factor: rows without rotation, with
-   all positive boundaries and their negatives. */
-static void check_ties(const void *parameters)
-{
-    tqkv_format format = *(const tqkv_format *)parameters;
-    int bits = reference_bits(format), d = 512;
-    float source[512];
-    for (int i = 0; i < d; i++) source[i] = i % 2 ? -1.0f : 1.0f;
-    tqkv_store store = test_store(format, d, 1, 1, false);
-    store.rotation = TQKV_ROTATION_OFF;
-    for (int b = (1 << bits) / 2; b < (1 << bits) - 1; b++)
-        check_around(&store, source, 1.0f, test_boundaries(bits)[b]);
-    test_store_free(&store);
-}
-
-/* Floats at and around every positive boundary, and around every edge of the 2^bits cells of equal width that fast
+/* Floats at every positive boundary, which get the lower code, and around it, also multiplied by a factor; and around every edge of the 2^bits cells of equal width that fast
    encoders start with; also their negatives. A row of 1024 with a single 32 rotates to values of exactly +-1 with
    alternating signs. */
 static void check_neighbours(const void *parameters)
@@ -298,12 +245,6 @@ void test_codec_cases(void)
         const tqkv_format *format = &test_formats[i];
         if (reference_is_codebook(*format))
             test_add(check_neighbours, format, sizeof *format, "codec/neighbours/%s", tqkv_format_name(*format));
-        if (reference_can_be_unrotated(*format))
-            test_add(check_ties, format, sizeof *format, "codec/ties/%s", tqkv_format_name(*format));
-    }
-    for (int d = 0; d < TEST_ALL_HEAD_DIMS; d++) {
-        const int *head_dim = &test_all_head_dims[d];
-        test_add(check_orthogonal, head_dim, sizeof *head_dim, "codec/orthogonal/%d", *head_dim);
     }
     for (int first = 0; first < 0x7c00; first += 1024) /* exponents 0 to 30, both signs */
         test_add(check_halves, &first, sizeof first, "codec/halves/%04x", (unsigned)first);

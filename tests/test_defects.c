@@ -1,8 +1,7 @@
 /* Defects known from other systems, one case each. tests/metal/defect_cases.cpp has those of shaders. */
 #define _DEFAULT_SOURCE /* for MAP_ANONYMOUS */
 #define _DARWIN_C_SOURCE
-#include "attend_fixture.h"
-#include "counting.h"
+#include "attend_checks.h"
 
 #if defined(__linux__) || defined(__APPLE__)
 #include <sys/mman.h>
@@ -63,26 +62,23 @@ static void check_own_codebook(const void *parameters)
 /* Defect: softcap is a parameter that is never applied. With a softcap of 1, scores of +-1000 weigh like +-1. */
 static void check_softcap_applied(const void *parameters)
 {
+    enum { DIM = 64 };
     (void)parameters;
-    attend_row row = attend_default_row(TQKV_F16, TQKV_F16, 64);
-    attend_problem problem;
-    row.end = 2;
-    attend_set_up(&problem, &row);
-    for (int p = 0; p < 2; p++) { /* keys +-1, values p */
-        float key[2 * 64], value[2 * 64];
-        for (int j = 0; j < 2 * 64; j++) {
-            key[j] = p ? 1.0f : -1.0f;
-            value[j] = (float)p;
-        }
-        CHECK_RESULT(tqkv_encode(&problem.keys, key, 1, p), TQKV_OK);
-        CHECK_RESULT(tqkv_encode(&problem.values, value, 1, p), TQKV_OK);
+    float keys[2 * DIM], values[2 * DIM] = {0}, q[DIM], out[DIM];
+    tqkv_store stores[2] = {test_store(TQKV_F16, DIM, 1, 2, false), test_store(TQKV_F16, DIM, 1, 2, false)};
+    tqkv_attention a = test_attention(&stores[0], &stores[1], 1, 1, 2);
+    for (int i = 0; i < DIM; i++) {
+        keys[i] = -1.0f;
+        keys[DIM + i] = values[DIM + i] = 1.0f;
+        q[i] = 125.0f; /* scores +-1000 */
     }
-    for (size_t i = 0; i < problem.n_rows * problem.head_dim; i++) problem.q[i] = 125.0f; /* scores +-1000 */
-    problem.attention.softcap = 1.0f;
-    CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
-    double expected = exp(1.0) / (exp(1.0) + exp(-1.0));
-    CHECK(fabs((double)problem.out[0] - expected) < 1e-5, "weight %g, not %g", (double)problem.out[0], expected);
-    attend_tear_down(&problem);
+    CHECK_RESULT(tqkv_encode(&stores[0], keys, 2, 0), TQKV_OK);
+    CHECK_RESULT(tqkv_encode(&stores[1], values, 2, 0), TQKV_OK);
+    a.softcap = 1.0f;
+    CHECK_RESULT(tqkv_attend(&a, q, out), TQKV_OK);
+    const double expected = exp(1.0) / (exp(1.0) + exp(-1.0));
+    CHECK(fabs((double)out[0] - expected) < 1e-5, "weight %g, not %g", (double)out[0], expected);
+    for (int i = 0; i < 2; i++) test_store_free(&stores[i]);
 }
 
 /* Defects: only the first query is read; outputs overlap. Each query alone must give the bits of its row in a batch. */
@@ -97,22 +93,19 @@ static void check_all_queries(const void *parameters)
     row.key_capacity = row.value_capacity = 140;
     row.window = 90; /* the first visible position of a query differs from that of its batch */
     attend_set_up(&problem, &row);
-    size_t per_query = (size_t)problem.attention.n_heads * problem.head_dim;
-    float *single = (float *)test_alloc(per_query * sizeof(float));
+    const size_t per_query = (size_t)problem.attention.n_heads * problem.head_dim;
+    float alone[3 * 2 * REFERENCE_MAX_DIM];
     CHECK_RESULT(tqkv_attend(&problem.attention, problem.q, problem.out), TQKV_OK);
-    tqkv_attention one = problem.attention;
-    one.n_queries = 1;
     for (int i = 0; i < row.n_queries; i++) {
-        one.end = row.end - row.n_queries + 1 + i;
-        CHECK_RESULT(tqkv_attend(&one, problem.q + (size_t)i * per_query, single), TQKV_OK);
-        for (size_t j = 0; j < per_query; j++)
-            CHECK(single[j] == problem.out[(size_t)i * per_query + j], "query %d alone: element %d differs", i, (int)j);
+        const float *of_query = problem.out + (size_t)i * per_query;
+        tqkv_attention one;
+        CHECK(attend_query_alone(&problem, i, &one), "query %d sees nothing", i);
+        CHECK_RESULT(tqkv_attend(&one, problem.q + (size_t)i * per_query, alone), TQKV_OK);
+        CHECK(!memcmp(alone, of_query, per_query * sizeof *alone), "query %d alone has other bits", i);
         for (int k = 0; k < i; k++)
-            CHECK(memcmp(problem.out + (size_t)i * per_query, problem.out + (size_t)k * per_query,
-                         per_query * sizeof(float)),
+            CHECK(memcmp(of_query, problem.out + (size_t)k * per_query, per_query * sizeof *alone),
                   "queries %d and %d have one answer", i, k);
     }
-    free(single);
     attend_tear_down(&problem);
 }
 
@@ -144,12 +137,9 @@ static void check_masked_is_not_finite(const void *parameters)
 static void check_size_overflow(const void *parameters)
 {
     tqkv_format format = *(const tqkv_format *)parameters;
-    tqkv_store store;
+    tqkv_store store = test_shape(format, 1024);
     float source[1024] = {0};
     unsigned char bytes[4096];
-    memset(&store, 0, sizeof store);
-    store.format = format;
-    store.head_dim = 1024;
     store.n_kv_heads = INT32_MAX;
     store.capacity = INT32_MAX;
     store.codes = bytes;
@@ -171,11 +161,7 @@ static void check_far_rows(const void *parameters)
     (void)parameters;
 #if (defined(__linux__) || defined(__APPLE__)) && SIZE_MAX > 0xffffffffu
     enum { D = 1024, CAPACITY = 5 << 19 }; /* times 2048 bytes */
-    tqkv_store store;
-    memset(&store, 0, sizeof store);
-    store.format = TQKV_F16;
-    store.head_dim = D;
-    store.n_kv_heads = 1;
+    tqkv_store store = test_shape(TQKV_F16, D);
     store.capacity = CAPACITY;
     store.codes_size = tqkv_codes_size(&store);
     REQUIRE(store.codes_size == (size_t)5 << 30, "size %zu", store.codes_size);
@@ -204,12 +190,8 @@ static void check_probe_size(const void *parameters)
     for (int d = 0; d < 6; d++) {
         int head_dim = test_head_dims[d];
         size_t count = (size_t)(3 * 2 * head_dim);
-        tqkv_store store;
-        memset(&store, 0, sizeof store);
-        store.format = format;
-        store.head_dim = head_dim;
+        tqkv_store store = test_shape(format, head_dim); /* of fewer than the probed tokens: a probe stores nothing */
         store.n_kv_heads = 2;
-        store.capacity = 1; /* fewer than the probed tokens: a probe stores nothing */
         float *source = test_rows(1, DATA_GAUSSIAN, 6, head_dim);
         float *scaled = (float *)test_alloc_filled((count + 1) * sizeof(float), 0xff);
         CHECK_RESULT(tqkv_probe(&store, source, 3, scaled), TQKV_OK);
@@ -271,6 +253,17 @@ static void check_upper_bits(const void *parameters)
     test_store_free(&store);
 }
 
+/* Of one head. */
+static tqkv_cache_desc desc_of(int head_dim, int capacity)
+{
+    tqkv_cache_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.head_dim = head_dim;
+    desc.n_kv_heads = desc.n_heads = 1;
+    desc.capacity = capacity;
+    return desc;
+}
+
 /* A NaN among halves at a position whose weight underflows to 0: the same bits alone and beside a query that does not
    see the newest position. */
 static void check_poison_alone(const void *parameters)
@@ -279,11 +272,7 @@ static void check_poison_alone(const void *parameters)
     (void)parameters;
     static float k[N * DIM], v[N * DIM], q[2 * DIM], alone[DIM], both[2 * DIM];
     tqkv_cache *cache;
-    tqkv_cache_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.head_dim = DIM;
-    desc.n_kv_heads = desc.n_heads = 1;
-    desc.capacity = N;
+    tqkv_cache_desc desc = desc_of(DIM, N);
     desc.key_format = desc.value_format = TQKV_F16;
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
     for (int i = 0; i < N * DIM; i++) v[i] = 1.0f;
@@ -307,11 +296,7 @@ static void check_center_overflow(const void *parameters)
     static float k[N * DIM], v[N * DIM], q[DIM], out[DIM];
     float max, sum, sink = 0.0f;
     tqkv_cache *cache;
-    tqkv_cache_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.head_dim = DIM;
-    desc.n_kv_heads = desc.n_heads = 1;
-    desc.capacity = N;
+    tqkv_cache_desc desc = desc_of(DIM, N);
     for (int i = 0; i < N * DIM; i++) {
         k[i] = 1e37f;
         v[i] = 1.0f;
@@ -342,12 +327,8 @@ static void check_nothing_seen(const void *parameters)
     unsigned char out[QUERIES * DIM * sizeof(float)];
     float sums[QUERIES * DIM], max[QUERIES], sum[QUERIES], sink = 1.0f;
     tqkv_store store = test_store(format, DIM, 1, 4, false);
-    tqkv_attention a;
+    tqkv_attention a = test_attention(&store, &store, 1, QUERIES, 0);
     data_rows(3, DATA_GAUSSIAN, q, QUERIES, DIM);
-    memset(&a, 0, sizeof a);
-    a.keys = a.values = &store;
-    a.n_heads = 1;
-    a.n_queries = QUERIES;
     a.sinks = &sink;
     for (int type = 0; type < 3; type++) {
         size_t set = 0;
