@@ -148,26 +148,6 @@ typedef struct exact_row {
     int head_dim, group;
 } exact_row;
 
-/* A store of one position and one KV head, with a query for each of `group` heads, in the basis of the codes. */
-static void open_position(const exact_row *row, tqkv_store *s, tqkv_attention *a)
-{
-    memset(s, 0, sizeof *s);
-    memset(a, 0, sizeof *a);
-    s->format = row->format;
-    s->head_dim = row->head_dim;
-    s->n_kv_heads = s->capacity = 1;
-    s->codes_size = reference_row_bytes(row->format, row->head_dim);
-    s->norms_size = (size_t)reference_norms_per_row(row->format, row->head_dim) * sizeof(float);
-    s->codes = test_alloc(s->codes_size);
-    s->norms = (float *)test_alloc(s->norms_size);
-    a->keys = a->values = s;
-    a->n_heads = row->group;
-    a->n_queries = 1;
-    a->end = 1;
-    a->scale = 1.0f;
-    a->query_basis = a->output_basis = TQKV_ROTATED;
-}
-
 /* Any bytes are codes; the norms differ by block. */
 static void fill_position(tqkv_store *s, data_random *random)
 {
@@ -184,9 +164,10 @@ static void check_exact(const void *parameters)
     const int d = row->head_dim, group = row->group;
     const size_t size = sizeof(float) * (size_t)(group * d);
     data_random random = {(uint64_t)(d + group)};
-    tqkv_store store;
-    tqkv_attention attention;
-    open_position(row, &store, &attention);
+    tqkv_store store = test_store(row->format, d, 1, 1, false);
+    tqkv_attention a = test_attention(&store, &store, group, 1, 1);
+    a.scale = 1.0f;
+    a.query_basis = a.output_basis = TQKV_ROTATED;
     float *q = (float *)test_alloc(size), *out = (float *)test_alloc(size);
     tqkv_store stored = store; /* which the reference leaves as it is */
     double decoded[REFERENCE_MAX_DIM];
@@ -197,7 +178,7 @@ static void check_exact(const void *parameters)
         reference_decode_as(REFERENCE_INTEGERS, &stored, 0, 0, decoded);
         memset(q, 0, size);
         for (int g = 0; g < group; g++) q[g * d + (first + g) % d] = 1.0f;
-        CHECK_RESULT(tqkv_attend_partial(&attention, q, 0, 1, out, max, sum), TQKV_OK);
+        CHECK_RESULT(tqkv_attend_partial(&a, q, 0, 1, out, max, sum), TQKV_OK);
         for (int g = 0; g < group; g++) {
             const double key = decoded[(first + g) % d];
             CHECK(fabs((double)max[g] - key) <= 1e-6 * fabs(key), "element %d of the key", (first + g) % d);
@@ -206,8 +187,7 @@ static void check_exact(const void *parameters)
                       i);
         }
     }
-    free(store.codes);
-    free(store.norms);
+    test_store_free(&store);
     free(q);
     free(out);
 }

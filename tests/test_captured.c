@@ -96,13 +96,7 @@ static void check_attend(const void *parameters)
     int64_t first = CAPTURED_END - layer.n_positions;
     CHECK_RESULT(tqkv_encode(&keys, layer.keys, layer.n_positions, first), TQKV_OK);
     CHECK_RESULT(tqkv_encode(&values, layer.values, layer.n_positions, first), TQKV_OK);
-    tqkv_attention a;
-    memset(&a, 0, sizeof a);
-    a.keys = &keys;
-    a.values = &values;
-    a.n_heads = layer.n_heads;
-    a.n_queries = CAPTURED_QUERIES;
-    a.end = CAPTURED_END;
+    tqkv_attention a = test_attention(&keys, &values, layer.n_heads, CAPTURED_QUERIES, CAPTURED_END);
     a.window = layer.window;
     a.softcap = layer.softcap;
     size_t per_query = (size_t)(layer.n_heads * layer.head_dim), count = CAPTURED_QUERIES * per_query;

@@ -258,15 +258,9 @@ typedef struct stack_thread {
 static void *call_all(void *argument)
 {
     stack_thread *t = (stack_thread *)argument;
-    tqkv_cache_desc desc;
+    const cache_row shape = {t->row->keys, t->row->values, t->row->head_dim, 100, false, 0, -1};
+    tqkv_cache_desc desc = cache_desc(&shape, NULL);
     tqkv_cache *cache = NULL, *loaded = NULL, *learning = NULL;
-    memset(&desc, 0, sizeof desc);
-    desc.head_dim = t->row->head_dim;
-    desc.n_kv_heads = CACHE_HEADS;
-    desc.n_heads = 2 * CACHE_HEADS;
-    desc.capacity = 100;
-    desc.key_format = t->row->keys;
-    desc.value_format = t->row->values;
     desc.softcap = 5.0f;
     desc.key_center = t->rows;
     desc.value_center = t->q;

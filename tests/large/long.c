@@ -55,37 +55,25 @@ static tqkv_store fill(const long_row *row, tqkv_format format, float sigma, flo
     return store;
 }
 
-/* One row in double precision. It stays in the stores' own basis until the end, which saves most of the time.
-   q, out: [head_dim] */
+/* One row in double precision. Keys and values stay as they are stored, and what is rotated is the query and the output:
+   that saves most of the time. q, out: [head_dim] */
 static void expect_row(const tqkv_attention *a, int head, int query, const float *q, double *out)
 {
-    const reference_shape shape = reference_attention_shape(a);
-    const int d = shape.key_dim, kv_head = head / shape.group; /* that of the values, too */
+    const int d = a->keys->head_dim, kv_head = head / (a->n_heads / a->keys->n_kv_heads);
     tqkv_store keys = *a->keys, values = *a->values;
-    double rotated[REFERENCE_MAX_DIM], row[REFERENCE_MAX_DIM];
-    for (int i = 0; i < d; i++) rotated[i] = (double)q[i];
-    if (reference_is_rotated(&keys)) reference_rotate_double(rotated, d);
-    keys.rotation = values.rotation = TQKV_ROTATION_OFF; /* reference_decode leaves rows as they are stored */
-    double *scores = (double *)test_alloc((size_t)(shape.end - shape.oldest) * sizeof *scores);
-    double largest = a->sinks ? (double)a->sinks[head] : -INFINITY, sum = 0.0;
-    for (int64_t p = shape.oldest; p < shape.end; p++) {
-        if (!reference_is_visible(a, query, p)) continue;
-        reference_decode_as(REFERENCE_INTEGERS, &keys, kv_head, p, row);
-        const double score = scores[p - shape.oldest] = reference_score(a, rotated, row, shape.scale);
-        if (score > largest) largest = score;
-    }
-    memset(out, 0, (size_t)d * sizeof *out);
-    for (int64_t p = shape.oldest; p < shape.end; p++) {
-        if (!reference_is_visible(a, query, p)) continue;
-        const double weight = exp(scores[p - shape.oldest] - largest);
-        reference_decode_as(REFERENCE_INTEGERS, &values, kv_head, p, row);
-        for (int i = 0; i < d; i++) out[i] += weight * row[i];
-        sum += weight;
-    }
-    if (a->sinks) sum += exp((double)a->sinks[head] - largest);
-    for (int i = 0; i < d; i++) out[i] /= sum;
+    tqkv_attention stored = *a;
+    double turned[REFERENCE_MAX_DIM];
+    for (int i = 0; i < d; i++) turned[i] = (double)q[i];
+    if (reference_is_rotated(&keys)) reference_rotate_double(turned, d);
+    keys.rotation = values.rotation = TQKV_ROTATION_OFF; /* reference_decode_as leaves rows as they are stored */
+    stored.keys = &keys;
+    stored.values = &values;
+    double *key_rows = reference_decode_side(&stored, 0, query, kv_head, REFERENCE_INTEGERS),
+           *value_rows = reference_decode_side(&stored, 1, query, kv_head, REFERENCE_INTEGERS);
+    reference_attend_row(&stored, head, query, turned, key_rows, value_rows, out);
     if (reference_is_rotated(a->values)) reference_unrotate_double(out, d);
-    free(scores);
+    free(key_rows);
+    free(value_rows);
 }
 
 /* The largest error of the sampled rows; rows: indices of [n_queries][n_heads] */
@@ -132,13 +120,7 @@ static void check_error(const void *parameters)
     double *expected = (double *)test_alloc((size_t)(SAMPLED_ROWS * d) * sizeof *expected);
     for (size_t i = 0; i < n_elements; i++) q[i] = draw(&random);
     for (int i = 0; i < 64; i++) sinks[i] = row->sink;
-    tqkv_attention a;
-    memset(&a, 0, sizeof a);
-    a.keys = &keys;
-    a.values = &values;
-    a.n_heads = n_heads;
-    a.n_queries = row->n_queries;
-    a.end = row->end;
+    tqkv_attention a = test_attention(&keys, &values, n_heads, row->n_queries, row->end);
     a.window = row->window;
     a.softcap = row->softcap;
     a.sinks = row->sink != 0.0f ? sinks : NULL;
