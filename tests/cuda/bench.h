@@ -94,6 +94,7 @@ void run_bench(int n_copies, const std::function<void()> &check,
 // Nothing if the name was not timed.
 void report_share(const std::string &ratio, const std::string &name, double microseconds);
 void report_ratio(const std::string &ratio, const std::string &name, const std::string &of);
+bool has_integers(const tqkv_store *s); // whether the processor's attention has other centroids
 void report_right(const std::string &name, bool right, double error);
 
 // The largest error of a row of D values, relative to the row. Each side may differ from double precision by 2e-5.

@@ -189,8 +189,7 @@ void report_right(const std::string &name, bool right, double error)
     n_wrong += !right;
 }
 
-// Whether the processor's attention has other centroids for a stream.
-static bool has_integers(const tqkv_store *s)
+bool has_integers(const tqkv_store *s)
 {
     return s && s->format != TQKV_F16 && s->format != TQKV_I8 && s->format != TQKV_TQ8;
 }
