@@ -1,5 +1,4 @@
-/* The plans of a cache that learns its scales: what is dispatched at each step, where it lies,
- */
+/* The plans of a cache that learns its scales: what is dispatched at each step, and where it lies. */
 #include "plan_fixture.h"
 #include "../cache_fixture.h"
 
@@ -133,6 +132,9 @@ static void check_learning(const void *parameters)
     tqkv_metal_cache_appended(l.cache, 20);
     letters = append(&l, 3, &plan);
     CHECK(!strcmp(letters, row->rest), "rows behind what it has learned from: %s", letters);
+    CHECK_RESULT(tqkv_metal_cache_failed(l.cache, 0), TQKV_OK);
+    CHECK(!test_keys(l.cache)->channel_scale && !tqkv_cache_end(l.cache), "an empty cache has forgotten the scale");
+    CHECK_RESULT(tqkv_metal_cache_failed(l.cache, 1), TQKV_OUT_OF_RANGE);
     tqkv_cache_destroy(l.cache);
     CHECK_NO_LEAK(&l.memory);
 }
@@ -152,7 +154,10 @@ static void check_learning_refused(const void *parameters)
     cache_append_seed(cache, 1, 19, 64);
     CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 0), NULL, NULL, none, 1, none, none, &plan),
                  TQKV_UNSUPPORTED);
-    cache_append_seed(cache, 1, 1, 64);
+    cache_append_seed(cache, 1, 1, 64); /* which it has learned from: queries before still read the halves */
+    CHECK_RESULT(tqkv_metal_plan_cache_append(cache, at(0, 0), NULL, none, none, 1, none, &plan), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 0), NULL, NULL, none, 1, none, none, &plan),
+                 TQKV_UNSUPPORTED);
     cache_append_seed(cache, 1, 1, 64);
     CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 0), NULL, NULL, none, 1, none, none, &plan), TQKV_OK);
     CHECK_RESULT(tqkv_metal_plan_cache_append(cache, at(0, 0), NULL, none, none, 80, none, &plan), TQKV_OUT_OF_RANGE);
