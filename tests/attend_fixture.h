@@ -36,6 +36,7 @@ typedef struct attend_row {
     float list_share;            /* of the blocks, named at random */
     bool list_by_head;           /* a row for each KV head */
     int exact_first, exact_last; /* positions as halves */
+    int exact_held;              /* after an edit so many of the last ones of exact_last alone; 0: all */
     int codes_of_ends;           /* 1: the keys, 2: the values have no halves */
 } attend_row;
 
@@ -127,6 +128,7 @@ static inline void attend_fill_ends(attend_problem *problem, const attend_row *r
     const tqkv_store **const stores[2][2] = {{&a->first.keys, &a->first.values}, {&a->last.keys, &a->last.values}};
     a->first.n = row->exact_first;
     a->last.n = row->exact_last;
+    a->last.from = row->exact_held && row->end > row->exact_held ? row->end - row->exact_held : 0;
     for (int last = 0; last < 2; last++)
         for (int side = 0; side < (row->shared ? 1 : 2); side++) {
             const int before = row->n_queries > 1 ? row->n_queries - 1 : 0; /* the newest of the first query */

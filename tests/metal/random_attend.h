@@ -64,6 +64,7 @@ static inline void random_parts(attend_row *p, int most, data_random *random)
         p->value_ring = p->key_ring;
         p->exact_first = data_below(random, 3) ? data_below(random, 1 + most / 4) : 0;
         p->exact_last = data_below(random, 4) ? 1 + data_below(random, most / 2) : 0;
+        p->exact_held = p->exact_last % 4 == 3 ? p->exact_last / 2 : 0;
         p->codes_of_ends = !p->shared && data_below(random, 4) == 0 ? 1 + data_below(random, 2) : 0;
     }
     if (parts != 1 && parts != 2) return;
