@@ -538,7 +538,6 @@ struct item {
     attend_problem problem;
     std::unique_ptr<pool> keys, values;
     tqkv_attention call;
-    std::vector<float> expected, got;
     item(const attend_row &row, int page_size, data_random *random); // 0: no pages
     ~item() { attend_tear_down(&problem); }
     item(const item &) = delete;
@@ -548,8 +547,6 @@ item::item(const attend_row &row, int page_size, data_random *random)
 {
     attend_set_up_floats(&problem, &row);
     call = problem.attention;
-    expected.assign(problem.n_rows * problem.value_dim, NAN);
-    got = expected;
     if (!page_size) return;
     keys.reset(new pool(problem.keys, page_size, row.key_capacity, random));
     values.reset(new pool(problem.values, 128, row.key_capacity, random));
@@ -579,7 +576,8 @@ attend_row row_of_item(attend_row p, int seed, bool paged, data_random *random)
 
 const int batch_dims[] = {64, 128, 80, 64, 192, 32, 512, 448};
 
-// Each call has the bits that it has alone, also where the outputs of some lie between those of others.
+// Each call has the bits that it has alone. Queries and outputs of all lie in one array, in some layouts between those
+// of others.
 void run_batch(const void *parameters)
 {
     const int seed = *(const int *)parameters;
@@ -591,64 +589,38 @@ void run_batch(const void *parameters)
         if (*format == TQKV_F16 && seed % 6 < 2) *format = TQKV_TQ4;
     if (lanes) common.group = 1 + common.group % 5; // calls of several parts run as they are planned
     std::vector<std::unique_ptr<item>> items;
-    std::vector<tqkv_attention> calls;
-    std::vector<const void *> q;
-    std::vector<void *> out;
+    int n = 0, n_heads = common.n_kv_heads * common.group;
     for (int i = 0; i < 1 + seed % 5; i++) {
         const attend_row row = row_of_item(common, seed, paged, &random);
         items.emplace_back(new item(row, !paged ? 0 : seed % 3 == 1 && i % 2 == 0 ? 16 : 64, &random));
-        item &own = *items.back();
-        if (i == 3) own.call.end = own.call.kv_len = 0; // sees nothing
-        if (i == 3 && paged) own.keys->store.n_pages = 0;
-        CHECK_RUN(gpu_attend(&own.call, own.problem.q, own.expected.data(), {0, 0, 0, 0, lanes ? GPU_LANES : 0}));
-        calls.push_back(own.call);
-        q.push_back(own.problem.q);
-        out.push_back(own.got.data());
+        if (i == 3) items[3]->call.end = items[3]->call.kv_len = 0; // sees nothing
+        if (i == 3 && paged) items[3]->keys->store.n_pages = 0;
+        n += row.n_queries;
     }
-    CHECK_RUN(gpu_attend_batch(calls, q, out, lanes));
-    for (size_t i = 0; i < items.size(); i++)
-        CHECK(!memcmp(items[i]->expected.data(), items[i]->got.data(), items[i]->got.size() * sizeof(float)),
-              "item %zu of %zu has other bits alone", i, items.size());
-}
-
-// Sequences whose queries and outputs lie head by head: those of one lie between those of the others.
-void run_batch_of_strides(const void *parameters)
-{
-    enum { ITEMS = 3 };
-    const bool by_heads = *(const bool *)parameters;
-    const int n_queries[ITEMS] = {1, 4, 2}, all = 7;
-    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
-    const int n_heads = row.n_kv_heads * row.group;
-    typed_rows q(TQKV_TYPE_F16, all, n_heads, 64, by_heads ? 4 : 1),
-        to(TQKV_TYPE_BF16, all, n_heads, 64, by_heads ? 2 : 3);
-    q.fill(5, DATA_GAUSSIAN, 1.5f);
+    typed_rows q(test_no_type(seed % 3), n, n_heads, (int)items[0]->problem.head_dim,
+                 seed % 5 ? 0 : seed % READ_LAYOUTS),
+        to(test_no_type(seed / 3 % 3), n, n_heads, (int)items[0]->problem.value_dim, seed % 5 > 1 ? 0 : seed % LAYOUTS);
+    q.fill(5, DATA_GAUSSIAN, common.query_size);
     const std::vector<char> packed_q = q.packed();
     std::vector<char> expected = to.packed();
-    attend_problem problems[ITEMS];
     std::vector<tqkv_attention> calls;
     std::vector<const void *> sources;
     std::vector<void *> outputs;
-    for (int i = 0, token = 0; i < ITEMS; token += n_queries[i++]) {
-        row.n_queries = n_queries[i];
-        row.end = 40 - 7 * i;
-        row.non_causal = i == 1;
-        row.window = i ? 9 : 0;
-        row.bits_alone = true;
-        attend_set_up_floats(&problems[i], &row);
-        tqkv_attention a = problems[i].attention;
-        a.query_type = TQKV_TYPE_F16;
-        a.output_type = TQKV_TYPE_BF16;
-        const size_t at = (size_t)(token * n_heads * 64) * 2;
-        CHECK_RUN(gpu_attend(&a, &packed_q[at], &expected[at], as_planned));
-        a.query_strides = q.at.strides;
-        a.output_strides = to.at.strides;
-        calls.push_back(a);
-        sources.push_back(q.row(token * n_heads));
-        outputs.push_back(to.row(token * n_heads));
+    int at = 0; // of rows
+    for (std::unique_ptr<item> &own : items) {
+        own->call.query_type = q.type;
+        own->call.output_type = to.type;
+        CHECK_RUN(gpu_attend(&own->call, &packed_q[(size_t)(at * q.dim) * size_of(q.type)],
+                             &expected[(size_t)(at * to.dim) * size_of(to.type)], {0, 0, 0, 0, lanes ? GPU_LANES : 0}));
+        own->call.query_strides = q.at.strides;
+        own->call.output_strides = to.at.strides;
+        calls.push_back(own->call);
+        sources.push_back(q.row(at));
+        outputs.push_back(to.row(at));
+        at += own->call.n_queries * n_heads;
     }
-    CHECK_RUN(gpu_attend_batch(calls, sources, outputs, false));
-    CHECK(to.holds(expected), "an item has other bits alone");
-    for (attend_problem &p : problems) attend_tear_down(&p);
+    CHECK_RUN(gpu_attend_batch(calls, sources, outputs, lanes));
+    CHECK(to.holds(expected), "an item of %zu has other bits alone", items.size());
 }
 
 // ---- Shapes that are not found at random ----
@@ -833,8 +805,6 @@ void attend_shader_cases()
     for (int seed = 0; seed < 4; seed++) test_add(run_strands_of_one, &seed, sizeof seed, "attend/strands/%d", seed);
     for (int seed = 0; seed < 48; seed++)
         test_add(run_batch, &seed, sizeof seed, "batch/d%d/%d", batch_dims[seed % 8], seed);
-    for (bool by_heads : {false, true})
-        test_add(run_batch_of_strides, &by_heads, sizeof by_heads, "batch/strides/%s", by_heads ? "heads" : "tokens");
     const bool sanitized = gpu_schedules.size() == 1 && !gpu_on_device; // too slow for a million positions
     for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING}) {
         const int positions = sanitized ? 1 << 13 : share == GPU_EVERYTHING || gpu_on_device ? 1 << 20 : 1 << 18;

@@ -1,7 +1,9 @@
 #include "gpu.h"
 #include <algorithm>
 #include <limits.h>
+#include <map>
 #include <math.h>
+#include <memory>
 #include <stdio.h>
 #include <string.h>
 
@@ -383,111 +385,52 @@ std::string gpu_attend_finish(const tqkv_attention *a, const gpu_slice &from, vo
 namespace
 {
 
-// Arrays behind one another in one buffer, each at a multiple of 16 bytes.
+// Arrays that go into one buffer, each once and at a multiple of 16 bytes.
 struct block {
     std::vector<char> bytes;
-    size_t used = 16;
-    explicit block(size_t size) : bytes(size) {}
-    tqkv_metal_buffer put(const void *from, size_t size);
+    std::vector<std::pair<tqkv_metal_buffer *, size_t>> arrays;
+    void add(tqkv_metal_buffer &array, size_t size)
+    {
+        if (array.buffer) arrays.emplace_back(&array, size);
+    }
+    void add(tqkv_metal_store &s);
+    void add(gpu_attention &a);
+    void place();
 };
 
-tqkv_metal_buffer block::put(const void *from, size_t size)
+void block::add(tqkv_metal_store &s)
 {
-    const tqkv_metal_buffer at = {bytes.data(), used};
-    if (!from || !size) return {nullptr, 0};
-    memcpy(bytes.data() + used, from, size);
-    used += (size + 31) / 16 * 16; // and a gap
-    return at;
+    const size_t channels = (size_t)(s.shape.n_kv_heads * s.shape.head_dim) * sizeof(float);
+    add(s.codes, s.shape.codes_size);
+    add(s.norms, s.shape.norms_size);
+    add(s.center, channels);
+    add(s.channel_scale, channels);
+    add(s.pages, (size_t)s.shape.n_pages * sizeof(int32_t));
 }
 
-// Bytes of the rows of a call, with their gaps.
-size_t values_size(const tqkv_attention &a, tqkv_type type, tqkv_strides strides, int head_dim)
+void block::add(gpu_attention &a)
 {
-    const size_t d = (size_t)head_dim, heads = (size_t)a.n_heads, token = strides.token ? strides.token : heads * d,
-                 head = strides.head ? strides.head : d;
-    return (((size_t)a.n_queries - 1) * token + (heads - 1) * head + d) * (type == TQKV_TYPE_F32 ? 4 : 2);
+    const tqkv_attention &call = a.metal.attention;
+    const size_t n_queries = (size_t)call.n_queries, rows = n_queries * (size_t)std::max(call.list.heads, 1);
+    for (tqkv_metal_store *s : {&a.keys, &a.values, &a.tail}) add(*s);
+    for (tqkv_metal_store &s : a.ends) add(s);
+    add(a.metal.sinks, (size_t)call.n_heads * sizeof(float));
+    add(a.metal.tree, n_queries * sizeof(uint64_t));
+    add(a.metal.list, rows * (size_t)call.list.length * sizeof(int32_t));
 }
 
-int query_dim(const tqkv_attention &a) { return a.keys->head_dim + (a.tail ? a.tail->head_dim : 0); }
-
-tqkv_metal_store put_store(block &to, const tqkv_store &s)
+void block::place()
 {
-    tqkv_metal_store store = gpu_store(&s);
-    store.codes = to.put(s.codes, s.codes_size);
-    store.norms = to.put(s.norms, s.norms_size);
-    store.center = to.put(s.center, (size_t)s.n_kv_heads * (size_t)s.head_dim * sizeof(float));
-    store.pages = to.put(s.pages, (size_t)s.n_pages * sizeof(int32_t));
-    if (s.pages && !s.n_pages) store.pages = {to.bytes.data(), 0};
-    return store;
-}
-
-size_t list_size(const tqkv_attention &a)
-{
-    const size_t heads = (size_t)std::max(a.list.heads, 1);
-    return a.list.rows ? (size_t)a.n_queries * heads * (size_t)a.list.length * sizeof(int32_t) : 0;
-}
-
-size_t size_of_items(const std::vector<tqkv_attention> &items)
-{
-    size_t size = 4096;
-    for (const tqkv_attention &a : items) {
-        for (const tqkv_store *s :
-             {a.keys, a.values, a.tail, a.first.keys, a.first.values, a.last.keys, a.last.values, a.first.tail})
-            if (s) size += s->codes_size + s->norms_size + (size_t)(s->n_kv_heads * s->head_dim + s->n_pages) * 4 + 128;
-        size +=
-            values_size(a, a.query_type, a.query_strides, query_dim(a)) + (size_t)a.n_queries * 8 + 128 + list_size(a);
+    std::map<const void *, size_t> places;
+    size_t size = 16;
+    for (const auto &array : arrays)
+        if (places.emplace(array.first->buffer, size).second) size += (array.second + 31) / 16 * 16; // and a gap
+    bytes.resize(size);
+    for (const auto &array : arrays) {
+        const size_t at = places[array.first->buffer];
+        memcpy(&bytes[at], array.first->buffer, array.second);
+        *array.first = {bytes.data(), at};
     }
-    return size;
-}
-
-// The items of a batch with all that they read in one block of memory.
-struct batch_items {
-    block in;
-    std::vector<tqkv_metal_store> stores; // eight an item
-    std::vector<tqkv_metal_attention> metal;
-    std::vector<tqkv_metal_buffer> q;
-    batch_items(const std::vector<tqkv_attention> &items, const std::vector<const void *> &queries);
-    void put(const tqkv_attention &item, const void *queries, tqkv_metal_buffer sinks);
-    const tqkv_metal_store *put(const tqkv_store *s);
-};
-
-const tqkv_metal_store *batch_items::put(const tqkv_store *s)
-{
-    if (!s) return nullptr;
-    stores.push_back(put_store(in, *s));
-    return &stores.back();
-}
-
-// Halves have the centre of the codes.
-void batch_items::put(const tqkv_attention &item, const void *queries, tqkv_metal_buffer sinks)
-{
-    tqkv_metal_attention a = {};
-    a.attention = item;
-    a.keys = put(item.keys);
-    a.values = item.values == item.keys ? a.keys : put(item.values);
-    a.tail = put(item.tail);
-    if (item.tail) stores.back().pages = a.keys->pages;
-    const tqkv_store *const from[] = {item.first.keys, item.first.values, item.last.keys, item.last.values};
-    const tqkv_metal_store **const to[] = {&a.first.keys, &a.first.values, &a.last.keys, &a.last.values};
-    for (int i = 0; i < 4; i++) {
-        *to[i] = put(from[i]);
-        if (from[i]) stores.back().center = i % 2 ? a.values->center : a.keys->center;
-    }
-    a.first.tail = put(item.first.tail);
-    if (item.first.tail) stores.back().center = a.tail->center;
-    a.sinks = sinks;
-    a.tree = in.put(item.tree, (size_t)item.n_queries * sizeof(uint64_t));
-    a.list = in.put(item.list.rows, list_size(item));
-    metal.push_back(a);
-    q.push_back(in.put(queries, values_size(item, item.query_type, item.query_strides, query_dim(item))));
-}
-
-batch_items::batch_items(const std::vector<tqkv_attention> &items, const std::vector<const void *> &queries)
-    : in(size_of_items(items))
-{
-    const tqkv_metal_buffer sinks = in.put(items[0].sinks, (size_t)items[0].n_heads * sizeof(float));
-    stores.reserve(8 * items.size());
-    for (size_t i = 0; i < items.size(); i++) put(items[i], queries[i], sinks);
 }
 
 } // namespace
@@ -495,33 +438,33 @@ batch_items::batch_items(const std::vector<tqkv_attention> &items, const std::ve
 std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std::vector<const void *> &q,
                              const std::vector<void *> &out, bool lanes)
 {
-    const int n_items = (int)items.size();
-    batch_items batch(items, q);
-    for (tqkv_metal_attention &a : batch.metal)
-        if (lanes) a.matrix_group = INT_MAX;
-    std::vector<tqkv_metal_buffer> outs;
-    size_t out_size = 0;
-    std::vector<size_t> out_sizes;
-    const bool spread = items[0].output_strides.token != 0; // then outputs lie in one array, from the first on
+    const auto within = [](const void *first, const void *at) {
+        return tqkv_metal_buffer{const_cast<void *>(first), (size_t)((const char *)at - (const char *)first)};
+    };
+    const int n = (int)items.size();
+    block in;
+    std::vector<std::unique_ptr<gpu_attention>> own;
+    std::vector<tqkv_metal_attention> calls;
+    std::vector<tqkv_metal_buffer> queries, outputs;
     for (size_t i = 0; i < items.size(); i++) {
-        const tqkv_attention &item = items[i];
-        out_sizes.push_back(values_size(item, item.output_type, item.output_strides, item.values->head_dim));
-        outs.push_back({nullptr, spread ? (size_t)((char *)out[i] - (char *)out[0]) : out_size});
-        out_size = std::max(out_size, outs[i].offset + out_sizes[i]);
+        own.emplace_back(new gpu_attention(items[i]));
+        own[i]->metal.sinks = own[0]->metal.sinks;
+        if (lanes) own[i]->metal.matrix_group = INT_MAX;
+        in.add(*own[i]);
+        queries.push_back(within(q[0], q[i]));
+        outputs.push_back(within(out[0], out[i]));
     }
+    in.place();
+    for (const auto &item : own) calls.push_back(item->metal);
     tqkv_metal_plan plan;
-    const tqkv_result r = tqkv_metal_plan_attend_batch(batch.metal.data(), n_items, nullptr, gpu_buffer(nullptr),
-                                                       nullptr, gpu_buffer(nullptr), nullptr, &plan);
-    std::vector<char> results(out_size, (char)0xff), arguments(std::max(plan.arguments_size, (size_t)1));
-    if (spread) memcpy(results.data(), out[0], out_size);
+    const tqkv_metal_buffer none = {nullptr, 0};
+    const tqkv_result r = tqkv_metal_plan_attend_batch(calls.data(), n, nullptr, none, nullptr, none, nullptr, &plan);
+    if (r != TQKV_OK) return tqkv_result_string(r);
+    std::vector<char> arguments(std::max(plan.arguments_size, (size_t)1));
     std::vector<float> scratch(std::max(plan.scratch_size / sizeof(float), (size_t)1), NAN);
-    for (tqkv_metal_buffer &b : outs) b.buffer = results.data();
-    tqkv_metal_plan_attend_batch(batch.metal.data(), n_items, batch.q.data(), gpu_buffer(arguments.data()),
-                                 arguments.data(), gpu_buffer(scratch.data()), outs.data(), &plan);
-    const std::string wrong = r == TQKV_OK ? gpu_run(plan) : tqkv_result_string(r);
-    if (spread) memcpy(out[0], results.data(), out_size);
-    for (size_t i = 0; i < items.size() && !spread; i++) memcpy(out[i], results.data() + outs[i].offset, out_sizes[i]);
-    return wrong;
+    tqkv_metal_plan_attend_batch(calls.data(), n, queries.data(), gpu_buffer(arguments.data()), arguments.data(),
+                                 gpu_buffer(scratch.data()), outputs.data(), &plan);
+    return gpu_run(plan);
 }
 
 gpu_index::gpu_index(const tqkv_index &x) : keys(gpu_store(x.keys)), metal()

@@ -68,7 +68,7 @@ struct gpu_attention {
     explicit gpu_attention(const tqkv_attention &a);
     gpu_attention(const gpu_attention &) = delete;
     gpu_attention &operator=(const gpu_attention &) = delete;
-    const tqkv_metal_store keys, values, tail;
+    tqkv_metal_store keys, values, tail;
     tqkv_metal_store ends[5]; // first keys and values, last keys and values, the first of a tail
     tqkv_metal_attention metal;
 };
@@ -118,7 +118,8 @@ std::string gpu_attend_partial(const tqkv_attention *a, const void *q, int64_t f
 std::string gpu_attend_merge(const tqkv_attention *a, gpu_slice &to, const tqkv_attention *slice,
                              const gpu_slice &from);
 std::string gpu_attend_finish(const tqkv_attention *a, const gpu_slice &from, void *out);
-// Copies what the items read into one block of memory. With lanes attend takes the place of attend_matrix.
+// Copies what the items read, but for queries, into one block of memory; queries and outputs lie in one array each, the
+// first ones first. With lanes attend takes the place of attend_matrix.
 std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std::vector<const void *> &q,
                              const std::vector<void *> &out, bool lanes);
 // The arguments of an index on the CPU.
