@@ -1,108 +1,10 @@
 /* Scores of an index against double precision, their bits in company, and the choice of blocks against a sort. */
 #include "counting.h"
-#include "reference.h"
-
-/* ---- Problems at random ---- */
-
-typedef struct problem {
-    tqkv_index index;
-    tqkv_store keys;
-    int32_t pages[8];
-    int64_t first, n_blocks; /* the oldest resident key */
-    int n_rows;              /* queries times heads */
-    float *q, *weights, *center, *scales, *scores;
-    uint16_t *halves; /* q as bfloat16 */
-} problem;
-
-/* Where keys lie: linear, ring or pages in another order. */
-static void place_keys(problem *p, data_random *random, tqkv_format format, int head_dim)
-{
-    const int place = data_below(random, 3), capacity = place == 2 ? 512 : 1 + data_below(random, 500);
-    int end = 1 + data_below(random, place == 1 ? 3 * capacity : capacity);
-    p->keys = test_store(format, head_dim, 1, capacity, place == 1);
-    if (place == 2) {
-        for (int i = 0; i < 8; i++) p->pages[i] = (int32_t)(5 * i + 3) % 8;
-        p->keys.pages = p->pages;
-        p->keys.n_pages = 8;
-        p->keys.page_size = 64;
-    }
-    const int held = end < capacity ? end : capacity;
-    p->index.end = end;
-    p->index.kv_len = data_below(random, 3) ? 0 : 1 + data_below(random, held);
-    p->first = end - (p->index.kv_len ? p->index.kv_len : held);
-}
-
-static void set_options(problem *p, data_random *random)
-{
-    tqkv_index *x = &p->index;
-    static const int heads[6] = {1, 2, 5, 16, 64, 71}, blocks[6] = {0, 1, 4, 16, 64, 100};
-    x->n_heads = heads[data_below(random, 6)];
-    x->n_queries = data_below(random, 3) ? 1 + data_below(random, x->n_heads > 16 ? 3 : 20) : 1;
-    x->ratio = data_below(random, 2) ? 4 : 0;
-    if (x->ratio && data_below(random, 2)) x->positions = x->end * x->ratio + data_below(random, 3 * x->ratio);
-    x->block = blocks[data_below(random, 6)];
-    x->pool = data_below(random, 2) ? TQKV_POOL_MEAN : TQKV_POOL_MAX;
-    x->relu = data_below(random, 2);
-    x->query_basis = data_below(random, 2) ? TQKV_ROTATED : TQKV_ORIGINAL;
-    x->query_type = data_below(random, 2) ? TQKV_TYPE_BF16 : TQKV_TYPE_F32;
-    if (data_below(random, 2)) x->parallel.run = test_run_backwards;
-}
-
-static void set_up(problem *p, int seed)
-{
-    static const int dims[6] = {32, 64, 80, 128, 128, 512};
-    data_random random = {(uint64_t)seed};
-    memset(p, 0, sizeof *p);
-    const tqkv_format format = test_formats[data_below(&random, TEST_FORMATS)];
-    const int d = dims[data_below(&random, 6)];
-    place_keys(p, &random, format, d);
-    set_options(p, &random);
-    p->index.keys = &p->keys;
-    const int n_queries = p->index.n_queries, size = p->index.block ? p->index.block : 1;
-    p->n_rows = n_queries * p->index.n_heads;
-    p->n_blocks = (p->index.end + size - 1) / size;
-    if (data_below(&random, 2)) p->keys.center = p->center = test_rows(3, DATA_GAUSSIAN, 1, d);
-    if (data_below(&random, 2)) p->keys.channel_scale = p->scales = test_scales(4, 1, d, 8.0);
-    const int resident = (int)(p->index.end - p->first);
-    float *rows = test_rows((uint64_t)seed, DATA_GAUSSIAN, resident, d);
-    for (int i = 0; p->scales && i < resident * d; i++) rows[i] *= p->scales[i % d];
-    for (int i = 0; p->scales && p->center && i < d; i++) p->center[i] *= p->scales[i];
-    CHECK_RESULT(tqkv_encode(&p->keys, rows, resident, p->first), TQKV_OK);
-    free(rows);
-    p->q = test_rows((uint64_t)seed + 1, DATA_GAUSSIAN, p->n_rows, d);
-    p->halves = (uint16_t *)test_alloc((size_t)(p->n_rows * d) * sizeof *p->halves);
-    for (int i = 0; i < p->n_rows * d; i++) {
-        uint32_t bits;
-        memcpy(&bits, &p->q[i], sizeof bits);
-        p->halves[i] = (uint16_t)(bits >> 16);
-        bits &= 0xffff0000u;
-        if (p->index.query_type == TQKV_TYPE_BF16) memcpy(&p->q[i], &bits, sizeof bits);
-    }
-    p->weights =
-        data_below(&random, 3) ? test_rows((uint64_t)seed + 2, DATA_STUDENT, n_queries, p->index.n_heads) : NULL;
-    p->index.weights = p->weights;
-    p->scores = (float *)test_alloc_filled((size_t)(n_queries * p->n_blocks) * sizeof(float), 0xff);
-}
-
-static const void *queries_of(const problem *p)
-{
-    return p->index.query_type == TQKV_TYPE_BF16 ? (const void *)p->halves : (const void *)p->q;
-}
-
-static void tear_down(problem *p)
-{
-    test_store_free(&p->keys);
-    free(p->q);
-    free(p->halves);
-    free(p->weights);
-    free(p->center);
-    free(p->scales);
-    free(p->scores);
-}
+#include "index_fixture.h"
 
 /* ---- Scores ---- */
 
-static void check_error(const problem *p)
+static void check_error(const index_problem *p)
 {
     double *keys = reference_decode_all(&p->keys, 0, p->first, p->index.end, REFERENCE_INTEGERS);
     double *expected = (double *)test_alloc(2 * (size_t)p->n_blocks * sizeof *expected),
@@ -120,7 +22,7 @@ static void check_error(const problem *p)
 }
 
 /* Each query alone has the bits that it has among others, with and without the hook. other: [n_queries][n_blocks] */
-static void check_alone(const problem *p, float *other)
+static void check_alone(const index_problem *p, float *other)
 {
     tqkv_index one = p->index;
     const int n_queries = p->index.n_queries, d = p->keys.head_dim;
@@ -144,21 +46,21 @@ static void check_scores(const void *parameters)
 {
     static const char *const sets[4] = {"scalar", "avx2", "avx512", "neon"};
     const char *in_use = tqkv_isa_name();
-    problem p;
-    set_up(&p, *(const int *)parameters);
+    index_problem p;
+    index_set_up(&p, *(const int *)parameters, 0);
     const size_t bytes = (size_t)(p.index.n_queries * p.n_blocks) * sizeof(float);
     float *other = (float *)test_alloc(bytes);
-    CHECK_RESULT(tqkv_index_scores(&p.index, queries_of(&p), p.scores), TQKV_OK);
+    CHECK_RESULT(tqkv_index_scores(&p.index, index_queries(&p), p.scores), TQKV_OK);
     check_error(&p);
     check_alone(&p, other);
     for (int i = 0; i < 4; i++) {
         if (tqkv_isa_force(sets[i]) != TQKV_OK) continue;
-        CHECK_RESULT(tqkv_index_scores(&p.index, queries_of(&p), other), TQKV_OK);
+        CHECK_RESULT(tqkv_index_scores(&p.index, index_queries(&p), other), TQKV_OK);
         CHECK(!memcmp(other, p.scores, bytes), "%s gives other bits", sets[i]);
     }
     CHECK_RESULT(tqkv_isa_force(in_use), TQKV_OK);
     free(other);
-    tear_down(&p);
+    index_tear_down(&p);
 }
 
 /* ---- The choice ---- */
@@ -250,18 +152,18 @@ static void check_choices(const void *parameters)
 static void check_fault(const void *parameters)
 {
     counting counter = {0, 1, 0, 0, 0};
-    problem p;
-    set_up(&p, 5);
+    index_problem p;
+    index_set_up(&p, 5, 0);
     (void)parameters;
     const size_t bytes = (size_t)(p.index.n_queries * p.n_blocks) * sizeof(float);
     float *before = (float *)test_alloc_filled(bytes, 0xff);
     p.index.allocator = counting_allocator(&counter);
-    CHECK_RESULT(tqkv_index_scores(&p.index, queries_of(&p), p.scores), TQKV_OUT_OF_MEMORY);
+    CHECK_RESULT(tqkv_index_scores(&p.index, index_queries(&p), p.scores), TQKV_OUT_OF_MEMORY);
     CHECK(!memcmp(before, p.scores, bytes), "a failed call has written");
-    CHECK_RESULT(tqkv_index_scores(&p.index, queries_of(&p), p.scores), TQKV_OK);
+    CHECK_RESULT(tqkv_index_scores(&p.index, index_queries(&p), p.scores), TQKV_OK);
     CHECK_NO_LEAK(&counter);
     free(before);
-    tear_down(&p);
+    index_tear_down(&p);
 }
 
 void test_index_cases(void)
