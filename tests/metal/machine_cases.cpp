@@ -68,34 +68,6 @@ void run_refusals(const void *)
     check_refusal(rotate_after([](simt::launch &l) { l.constants.set[TQKV_FC_UNROTATE] = false; }), "is not set");
 }
 
-// Attention with 8 simdgroups, more than tqkv.h plans, stays within Metal's 32 KiB of threadgroup memory; where rows
-// lie apart with those 4 that it plans.
-void check_memory_limits(int n, int slot_lists)
-{
-    for (int d : gpu_head_dims) {
-        const int tail = TQKV__TAIL_DIM(d), tail_table = tail ? TQKV__TABLE_BYTES : 0, columns = TQKV__MAX_COLUMNS(d);
-        int attend = TQKV__ATTEND_TABLE_BYTES + tail_table +
-                     4 * (TQKV__QUERY_FLOATS(d) + TQKV__QUERY_FLOATS(tail)) * columns +
-                     TQKV__ATTEND_SUM_BYTES(d, columns) * n + TQKV__COLUMN_BYTES(columns) +
-                     TQKV__STATE_BYTES(columns) * n + TQKV__SLOT_BYTES(tail ? slot_lists + 1 : slot_lists) * n;
-        const int matrices = TQKV__MOST_MATRIX_COLUMNS(d) / 8;
-        const int queries = TQKV__MATRIX_QUERY_BYTES(d + tail) * matrices;
-        const int sums = d > 256 ? TQKV__LONG_WEIGHT_BYTES(matrices) : TQKV__MATRIX_SUM_BYTES(d);
-        const int shared = d > 256 ? TQKV__LONG_SIMDGROUPS : n, lists = d > 256 ? slot_lists > 0 : slot_lists;
-        int by_matrices = TQKV__ATTEND_TABLE_BYTES + TQKV__COLUMN_BYTES(8 * matrices) + tail_table +
-                          (TQKV__STATE_BYTES(8 * matrices) + TQKV__SLOT_BYTES(lists)) * shared + queries + sums;
-        CHECK(attend <= 32768, "attend at D=%d takes %d bytes", d, attend);
-        CHECK(!gpu_has_matrices(d) || by_matrices <= 32768, "attend_matrix at D=%d takes %d bytes", d, by_matrices);
-        CHECK(TQKV__MERGE_BYTES(d, TQKV__MERGE_SIMDGROUPS(d)) <= 32768, "attend_merge at D=%d", d);
-    }
-}
-
-void run_memory_limits(const void *)
-{
-    check_memory_limits(8, 0);
-    check_memory_limits(4, 2); // of keys and of values
-}
-
 // ---- Matrices ----
 
 typedef metal::simdgroup_matrix<float, 8, 8> matrix;
@@ -194,5 +166,4 @@ void machine_cases()
     test_add(run_matrix_places, nullptr, 0, "machine/matrix_places");
     test_add(run_entry_points, nullptr, 0, "machine/entry_points");
     test_add(run_refusals, nullptr, 0, "machine/refusals");
-    test_add(run_memory_limits, nullptr, 0, "machine/memory_limits");
 }

@@ -45,18 +45,21 @@ static void check_stretches(const tqkv_metal_plan *plan, int64_t end)
           "the merge");
 }
 
-/* Contexts of all lengths: the blocks hold all rows, and the splits fit into the scratch of
- * tqkv_metal_plan_attend_scratch. */
+/* Contexts of all lengths, in pages, too, whose slots take memory: the blocks hold all rows, and the splits fit into the
+ * scratch that the plan without it tells. */
 static void check_split(const void *row)
 {
     const int head_dim = *(const int *)row, groups[] = {1, 3, 8, 16}, queries[] = {1, 2, 9, 64, 300};
-    for (int g = 0; g < 4; g++)
+    for (int g = 0; g < 8; g++)
         for (int q = 0; q < 5; q++) {
-            const int capacity = 90000, rows = groups[g] * queries[q];
-            const tqkv_metal_store keys = plan_store(TQKV_TQ4, head_dim, capacity, false, 0),
-                                   values = plan_store(TQKV_TQ8, head_dim, capacity, false, 2);
+            const int capacity = 90048, group = groups[g % 4], rows = group * queries[q];
+            tqkv_metal_store keys = plan_store(TQKV_TQ4, head_dim, capacity, false, 0),
+                             values = plan_store(TQKV_TQ8, head_dim, capacity, false, 2);
+            keys.shape.page_size = values.shape.page_size = 64;
+            keys.shape.n_pages = values.shape.n_pages = capacity / 64;
+            if (g >= 4) keys.pages = at(MORE, 0), values.pages = at(MORE, 8192);
             tqkv_metal_attention a = plan_attention(&keys, &values);
-            a.attention.n_heads = 3 * groups[g];
+            a.attention.n_heads = 3 * group;
             a.attention.n_queries = queries[q];
             for (a.attention.end = 0; a.attention.end <= capacity; a.attention.end += 2500) {
                 tqkv_metal_plan plan;
