@@ -281,35 +281,6 @@ static void check_quality(const run *r)
 
 /* ---- Other places, types and formats ---- */
 
-/* Rows with gaps, token by token or head by head, as sources and decoded; nothing is written between them. */
-static void check_gaps(const run *r, bool by_head)
-{
-    tqkv_store s = new_store(&r->store);
-    const size_t dim = (size_t)s.head_dim, heads = (size_t)s.n_kv_heads, n = (size_t)r->n_tokens, gap = 16;
-    const size_t size = (n * heads * (dim + gap) + n * gap + heads * gap) * sizeof(float);
-    float *rows = (float *)test_alloc_filled(size, 0xff), packed[REFERENCE_MAX_DIM * 3];
-    s.strides.token = by_head ? dim + gap : heads * (dim + gap) + gap;
-    s.strides.head = by_head ? n * (dim + gap) + gap : dim + gap;
-    for (size_t i = 0; i < n * heads; i++)
-        memcpy(rows + i / heads * s.strides.token + i % heads * s.strides.head, r->source + i * dim,
-               dim * sizeof *rows);
-    CHECK_RESULT(tqkv_encode(&s, rows, r->n_tokens, r->position), TQKV_OK);
-    check_same_store(&s, &r->store, "rows with gaps");
-    const tqkv_store *const stores[2] = {&r->store, &s};
-    const void *const sources[2] = {r->source, rows};
-    check_looks(stores, sources, r->n_tokens);
-    const int64_t last = r->position + r->n_tokens - 1;
-    memset(rows, 0xff, size);
-    CHECK_RESULT(tqkv_decode(&r->store, last, 1, TQKV_ORIGINAL, packed), TQKV_OK);
-    CHECK_RESULT(tqkv_decode(&s, last, 1, TQKV_ORIGINAL, rows), TQKV_OK);
-    for (size_t h = 0; h < heads; h++) {
-        check_same_floats(packed + h * dim, rows + h * s.strides.head, (int)dim, "with gaps");
-        CHECK(test_is_untouched(rows + h * s.strides.head + dim, gap * sizeof *rows), "a gap was written");
-    }
-    free(rows);
-    test_store_free(&s);
-}
-
 /* The store's description with pages in a random order. pages: [n_pages] */
 static tqkv_store paged(const tqkv_store *s, data_random *random, int page_size, int n_pages, int32_t *pages)
 {
@@ -455,35 +426,46 @@ static tqkv_result expected_result(const run *r, bool finite)
     return finite ? TQKV_OK : TQKV_NOT_FINITE;
 }
 
-/* Typed rows are encoded as their floats are. */
-static void check_types(tqkv_type type, const run *r, float *source, size_t n)
+/* Rows of a type, with gaps token by token or head by head, are encoded as their floats without gaps are, decoded as the
+   rounded floats, and looked at as these; nothing is written between them. n: values */
+static void check_form(tqkv_type type, const run *r, float *source, size_t n)
 {
     const tqkv_store *s = &r->store;
-    tqkv_store typed;
-    void *rows = fuzz_typed(type, source, n);
-    typed = new_store(s);
-    typed.type = type;
+    const size_t dim = (size_t)s->head_dim, heads = (size_t)s->n_kv_heads, tokens = (size_t)r->n_tokens, gap = 16;
+    const size_t size = type == TQKV_TYPE_F32 ? sizeof(float) : sizeof(uint16_t),
+                 all = (tokens * heads * (dim + gap) + tokens * gap + heads * gap) * size;
+    char *packed = (char *)fuzz_typed(type, source, n), *rows = (char *)test_alloc_filled(all, 0xff);
+    tqkv_store form = new_store(s);
+    form.type = type;
+    form.strides.token = r->seed & 1 ? dim + gap : heads * (dim + gap) + gap;
+    form.strides.head = r->seed & 1 ? tokens * (dim + gap) + gap : dim + gap;
+    for (size_t i = 0; i < tokens * heads; i++)
+        memcpy(rows + (i / heads * form.strides.token + i % heads * form.strides.head) * size, packed + i * dim * size,
+               dim * size);
     memset(s->codes, 0xff, s->codes_size);
     if (s->norms_size) memset(s->norms, 0xff, s->norms_size);
     const tqkv_result result = tqkv_encode(s, source, r->n_tokens, r->position);
-    CHECK_RESULT(tqkv_encode(&typed, rows, r->n_tokens, r->position), result);
-    check_same_store(s, &typed, "typed");
-    const tqkv_store *const stores[2] = {s, &typed};
+    CHECK_RESULT(tqkv_encode(&form, rows, r->n_tokens, r->position), result);
+    check_same_store(s, &form, "in another form");
+    const tqkv_store *const stores[2] = {s, &form};
     const void *const sources[2] = {source, rows};
     if (r->n_tokens) check_looks(stores, sources, r->n_tokens);
     if (result == TQKV_OK && r->n_tokens) {
         const int64_t last = r->position + r->n_tokens - 1;
-        const size_t n_last = (size_t)s->n_kv_heads * (size_t)s->head_dim;
         float *floats = fuzz_new_floats(1, s->n_kv_heads, s->head_dim);
-        void *decoded = test_alloc(n_last * (type == TQKV_TYPE_F32 ? sizeof(float) : sizeof(uint16_t)));
+        memset(rows, 0xff, all);
         CHECK_RESULT(tqkv_decode(s, last, 1, TQKV_ORIGINAL, floats), TQKV_OK);
-        CHECK_RESULT(tqkv_decode(&typed, last, 1, TQKV_ORIGINAL, decoded), TQKV_OK);
-        CHECK(fuzz_is_rounded(type, decoded, floats, n_last), "decoded rows are not the rounded floats");
+        CHECK_RESULT(tqkv_decode(&form, last, 1, TQKV_ORIGINAL, rows), TQKV_OK);
+        for (size_t h = 0; h < heads; h++) {
+            const char *row = rows + h * form.strides.head * size;
+            CHECK(fuzz_is_rounded(type, row, floats + h * dim, dim), "decoded rows are not the rounded floats");
+            CHECK(test_is_untouched(row + dim * size, gap * size), "a gap was written");
+        }
         free(floats);
-        free(decoded);
     }
+    free(packed);
     free(rows);
-    test_store_free(&typed);
+    test_store_free(&form);
 }
 
 static void check_ways(const run *r)
@@ -492,7 +474,6 @@ static void check_ways(const run *r)
     check_one_by_one(r);
     check_environment(r);
     check_quality(r);
-    check_gaps(r, r->seed & 1);
     check_pages(r, r->seed);
     check_convert(r, r->seed); /* changes the store */
 }
@@ -523,7 +504,7 @@ static void check_run(fuzz_input *input, run *r)
     else if (r->n_tokens)
         check_ways(r);
     if (finite) check_rotation(source, rows, s->head_dim);
-    check_types(test_no_type(fuzz_byte(input) % 3), r, source, (size_t)rows * (size_t)s->head_dim);
+    check_form(test_no_type(fuzz_byte(input) % 3), r, source, (size_t)rows * (size_t)s->head_dim);
     free(source);
     free(center);
     free(scale);

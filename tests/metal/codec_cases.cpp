@@ -53,6 +53,20 @@ void check_same_store(const tqkv_store &a, const tqkv_store &b)
 // ---- Rows at random: linear stores, rings, pages and slots; types, strides, centres, scales; rows that are not finite
 // ----
 
+// Where the tokens go, of keys and of values alike: to a linear store, a ring or a table.
+struct place {
+    bool ring, paged;
+    int64_t position;
+    explicit place(data_random *random)
+    {
+        const int kind = data_below(random, 4);
+        ring = kind == 1;
+        paged = kind > 1;
+        position = data_below(random, 9);
+        if (ring) position = data_below(random, 2) ? 1000000000007 : data_below(random, 50);
+    }
+};
+
 // Keys or values: the store that C writes and that of the GPU, filled with 0xff: other slots must stay so.
 struct stream {
     tqkv_store expected, got;
@@ -60,7 +74,7 @@ struct stream {
     std::vector<int32_t> table;
     float *scale;
     std::unique_ptr<typed_rows> rows, source; // as C takes them, and as the GPU does
-    stream(tqkv_format format, int head_dim, int n_tokens, data_random *random);
+    stream(tqkv_format format, int head_dim, int n_tokens, const place &at, data_random *random);
     ~stream()
     {
         test_store_free(&expected);
@@ -68,7 +82,7 @@ struct stream {
         free(scale);
     }
     stream(const stream &) = delete;
-    void add_pages(int n_positions, data_random *random);
+    int make_table(int n_positions, data_random *random);
     bool spoil(data_random *random);
     bool is_same() const
     {
@@ -83,11 +97,32 @@ tqkv_type random_type(data_random *random)
     return gpu_schedules[0].flush_subnormals ? TQKV_TYPE_F32 : types[data_below(random, 4)];
 }
 
-stream::stream(tqkv_format format, int head_dim, int n_tokens, data_random *random) : center(), scale(nullptr)
+// Pages in any order, of which some tokens have none. Returns the size of a page.
+int stream::make_table(int n_positions, data_random *random)
+{
+    const int sizes[] = {64, 1, 16, 7, 192}, size = sizes[data_below(random, 5)], n = (n_positions + size - 1) / size;
+    for (int i = 0; i < n; i++) {
+        table.push_back(i + 3);
+        std::swap(table[(size_t)data_below(random, i + 1)], table.back());
+    }
+    for (int32_t &entry : table)
+        if (data_below(random, 6) == 0) entry = -1;
+    return size;
+}
+
+stream::stream(tqkv_format format, int head_dim, int n_tokens, const place &at, data_random *random)
+    : center(), scale(nullptr)
 {
     const bool off = reference_can_be_unrotated(format) && data_below(random, 3) == 0,
                on = format == TQKV_F16 && data_below(random, 2);
-    expected = test_store(format, head_dim, HEADS, n_tokens + data_below(random, 9), false);
+    const int positions = (int)at.position + n_tokens, page_size = at.paged ? make_table(positions, random) : 0,
+              capacity = at.ring    ? 1 + data_below(random, n_tokens + 5)
+                         : at.paged ? ((int)table.size() + 3) * page_size
+                                    : positions + data_below(random, 9);
+    expected = test_store(format, head_dim, HEADS, capacity, at.ring);
+    if (at.paged) expected.pages = table.data();
+    expected.n_pages = (int)table.size();
+    expected.page_size = page_size;
     expected.rotation = off ? TQKV_ROTATION_OFF : on ? TQKV_ROTATION_ON : TQKV_ROTATION_DEFAULT;
     expected.block_scale = head_dim >= 512 && data_below(random, 2) ? 1.25f : 0.0f;
     expected.type = random_type(random);
@@ -101,28 +136,9 @@ stream::stream(tqkv_format format, int head_dim, int n_tokens, data_random *rand
     data_rows(8, DATA_GAUSSIAN, center.data(), HEADS, head_dim);
     expected.channel_scale = scale;
     expected.center = data_below(random, 2) ? center.data() : nullptr;
-}
-
-// Pages in any order, most of the entries known; some tokens have no slot.
-void stream::add_pages(int n_positions, data_random *random)
-{
-    const int sizes[] = {64, 1, 16, 7, 192}, size = sizes[data_below(random, 5)], n = (n_positions + size - 1) / size;
-    const tqkv_store shape = expected;
-    const pool pages(shape, size, n_positions, random);
-    table = pages.table;
-    test_store_free(&expected);
-    expected = test_store(shape.format, shape.head_dim, HEADS, pages.store.capacity, false);
-    expected.type = shape.type;
-    expected.rotation = shape.rotation;
-    expected.block_scale = shape.block_scale;
-    expected.center = shape.center;
-    expected.channel_scale = shape.channel_scale;
-    expected.strides = shape.strides;
-    for (int i = 0; i < n; i++)
-        if (data_below(random, 6) == 0) table[(size_t)i] = -1;
-    expected.pages = table.data();
-    expected.n_pages = n;
-    expected.page_size = size;
+    got = expected;
+    got.codes = test_alloc_filled(got.codes_size, 0xff);
+    got.norms = got.norms_size ? (float *)test_alloc_filled(got.norms_size, 0xff) : nullptr;
 }
 
 // A row with NaN or Inf is stored like one of zeros beside no centre: C gets such a row. False: there is none.
@@ -139,31 +155,6 @@ bool stream::spoil(data_random *random)
     for (size_t i = 0; i < (size_t)rows->dim; i++) rows->set(rows->row(row) + i * size, own ? own[i] : 0.0f);
     source->set(source->row(row) + at * size, bad[data_below(random, 3)]);
     return true;
-}
-
-// Where the tokens go: a position of a linear store, of a ring, of a table; the same for keys and values.
-int64_t place(stream *streams, int n, data_random *random)
-{
-    const int kind = data_below(random, 4);
-    int64_t position = data_below(random, 9);
-    if (kind == 1) position = data_below(random, 2) ? 1000000000007 : data_below(random, 50);
-    for (int i = 0; i < 2; i++) {
-        tqkv_store &s = streams[i].expected;
-        const int capacity = kind == 1 ? 1 + data_below(random, n + 5) : s.capacity + (int)position;
-        tqkv_store empty = test_store(s.format, s.head_dim, HEADS, capacity, kind == 1);
-        std::swap(empty.codes, s.codes);
-        std::swap(empty.codes_size, s.codes_size);
-        std::swap(empty.norms, s.norms);
-        std::swap(empty.norms_size, s.norms_size);
-        s.capacity = capacity;
-        s.ring = empty.ring;
-        test_store_free(&empty);
-        if (kind > 1) streams[i].add_pages((int)position + n, random);
-        streams[i].got = s;
-        streams[i].got.codes = test_alloc_filled(s.codes_size, 0xff);
-        streams[i].got.norms = s.norms_size ? (float *)test_alloc_filled(s.norms_size, 0xff) : nullptr;
-    }
-    return position;
 }
 
 void check_decode(tqkv_store s, int64_t position, int n, data_random *random)
@@ -197,24 +188,24 @@ void run_codec(const void *parameters)
                           : (d == 448 || d == 512) && row->seed % 2 ? 64
                                                                     : d;
     const tqkv_format value_format = test_formats[(row->format * 3 + row->seed) % TEST_FORMATS];
-    stream streams[2] = {{row->format, d, n, &random}, {value_format, value_dim, n, &random}};
+    const place at(&random);
+    stream streams[2] = {{row->format, d, n, at, &random}, {value_format, value_dim, n, at, &random}};
     stream &keys = streams[0], &values = streams[1];
-    const int64_t position = place(streams, n, &random);
     const bool bad_keys = keys.spoil(&random), bad = values.spoil(&random) || bad_keys;
-    for (stream &s : streams) CHECK_RESULT(tqkv_encode(&s.expected, s.rows->first(), n, position), TQKV_OK);
+    for (stream &s : streams) CHECK_RESULT(tqkv_encode(&s.expected, s.rows->first(), n, at.position), TQKV_OK);
     uint32_t flags[2] = {7, 7};
     gpu_known_tables = row->seed % 2 == 0;
-    CHECK_RUN(gpu_encode(&keys.got, keys.source->first(), n, position, &flags[0]));
+    CHECK_RUN(gpu_encode(&keys.got, keys.source->first(), n, at.position, &flags[0]));
     check_same_store(keys.expected, keys.got);
     memset(keys.got.codes, 0xff, keys.got.codes_size);
     CHECK_RUN(
-        gpu_encode_kv(&keys.got, &values.got, keys.source->first(), values.source->first(), n, position, &flags[1]));
+        gpu_encode_kv(&keys.got, &values.got, keys.source->first(), values.source->first(), n, at.position, &flags[1]));
     CHECK(keys.is_same(), "keys of the pair: codes or norms differ");
     CHECK(values.is_same(), "values of the pair: codes or norms differ");
     CHECK(flags[0] == bad_keys && flags[1] == bad, "flags are %u and %u", flags[0], flags[1]);
     const int stored = keys.got.ring && n > keys.got.capacity ? keys.got.capacity : n;
     const bool whole = std::find(keys.table.begin(), keys.table.end(), -1) == keys.table.end();
-    if (whole) check_decode(keys.expected, position + n - stored, stored, &random);
+    if (whole) check_decode(keys.expected, at.position + n - stored, stored, &random);
     check_probe(keys, n);
     gpu_known_tables = true;
 }
