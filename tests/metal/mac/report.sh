@@ -21,7 +21,7 @@ fi
 status=0
 [ -n "$FULL" ] && REPORT_LIMIT=${REPORT_LIMIT:-36000}
 options=${REPORT_OPTIONS:-${FULL:+--all}} few=--brief
-host_cases=${HOST_CASES:-cache/ context/ refusals/ rotate/ attend/ batch/ index/ learn/ encode/ golden/tq4/ golden/i8/}
+host_cases=${HOST_CASES:-cache/ context/ refusals/ rotate/ attend/ batch/ index/ encode/ golden/tq4/ golden/i8/}
 [ -n "$FULL" ] && few=--all host_cases=''
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
