@@ -142,6 +142,19 @@ static void fill_wildly(fuzz_input *input, tqkv_store *s)
     for (size_t i = 0; i < n; i++) s->norms[i] = i < period ? fuzz_float(input) : s->norms[i - period];
 }
 
+/* Rows of a list that are shorter, of blocks of another size, and of any numbers. */
+static void make_list_wild(fuzz_input *input, attend_problem *p)
+{
+    tqkv_list *list = &p->attention.list;
+    const int rows = p->attention.n_queries * (list->heads ? list->heads : 1), n = rows * list->length;
+    const uint8_t flags = fuzz_byte(input);
+    for (int i = 0; i < n && flags & 1; i++) p->list[i] = i < 8 ? fuzz_int(input) : p->list[i - 8];
+    if (flags & 2) list->length = fuzz_range(input, -1, list->length);
+    if (flags & 4) list->block = fuzz_range(input, -1, 130);
+    if (flags & 8) list->newest = fuzz_range(input, -1, 70);
+    if (flags & 16) list->heads = list->heads ? fuzz_range(input, -1, list->heads) : 0;
+}
+
 static void make_wild(fuzz_input *input, attend_problem *p)
 {
     tqkv_attention *a = &p->attention;
@@ -157,7 +170,7 @@ static void make_wild(fuzz_input *input, attend_problem *p)
     if (flags & 16) a->end = (int64_t)fuzz_bits(input, 8);
     if (flags & 32) a->kv_len = fuzz_range(input, 0, 200);
     if (flags & 64) a->window = fuzz_range(input, 0, 200);
-    if (flags & 128 && p->list) p->list[fuzz_byte(input) % a->list.length] = fuzz_int(input);
+    if (flags & 128 && p->list) make_list_wild(input, p);
 }
 
 static void check_wild(fuzz_input *input, attend_problem *p, uint64_t seed)

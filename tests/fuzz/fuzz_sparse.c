@@ -1,24 +1,22 @@
 /* make fuzz FUZZERS=sparse SECONDS=60; AFL++: make fuzz-afl FUZZERS=sparse. Scores of an index over arbitrary codes and
-   norms, the choice over arbitrary scores, attention over arbitrary lists. */
+   norms, the choice over arbitrary scores. */
 #include "fuzz.h"
 
-enum { CAPACITY = 192, DIM = 32, HEADS = 2, MAX_QUERIES = 3, MAX_LIST = 40, MAX_K = 50, MAX_SCORES = 256 };
+enum { CAPACITY = 192, DIM = 32, HEADS = 2, MAX_QUERIES = 3, MAX_K = 50, MAX_SCORES = 256 };
 
 typedef struct problem {
-    tqkv_store keys, index_keys;
-    int32_t pages[8], list[MAX_QUERIES * HEADS * MAX_LIST];
-    uint64_t tree[MAX_QUERIES];
+    tqkv_store keys;
+    int32_t pages[8];
     float q[MAX_QUERIES * HEADS * DIM], weights[MAX_QUERIES * HEADS];
-    tqkv_attention attention;
     tqkv_index index;
 } problem;
 
 /* tame: norms near 1, else the input's bit patterns. */
-static tqkv_store read_store(fuzz_input *input, int n_kv_heads, bool tame, int32_t *pages)
+static tqkv_store read_store(fuzz_input *input, bool tame, int32_t *pages)
 {
     const int place = fuzz_range(input, 0, 2);
     const tqkv_format format = test_formats[fuzz_range(input, 0, TEST_FORMATS - 1)];
-    tqkv_store s = test_store(format, DIM, n_kv_heads, CAPACITY, place == 1);
+    tqkv_store s = test_store(format, DIM, 1, CAPACITY, place == 1);
     data_random random = {fuzz_byte(input)};
     uint8_t *codes = (uint8_t *)s.codes;
     for (size_t i = 0; i < s.codes_size; i++) codes[i] = (uint8_t)data_bits(&random);
@@ -39,71 +37,11 @@ static int64_t read_end(fuzz_input *input)
     return fuzz_byte(input) % 16 ? fuzz_byte(input) : (int64_t)fuzz_bits(input, 8);
 }
 
-/* Rows of ascending blocks, now and then of the input's bits. */
-static void read_list(fuzz_input *input, problem *p)
-{
-    static const int blocks[6] = {1, 4, 16, 64, 128, 3};
-    tqkv_attention *a = &p->attention;
-    const int step = fuzz_range(input, 1, 20), wild = fuzz_range(input, 0, 7);
-    a->list.rows = p->list;
-    a->list.block = blocks[fuzz_range(input, 0, 5) % (wild ? 5 : 6)];
-    a->list.length = fuzz_range(input, wild ? 0 : -1, MAX_LIST);
-    a->list.heads = fuzz_range(input, 0, wild ? 2 : 3);
-    a->list.newest = fuzz_range(input, wild ? 0 : -1, 70);
-    for (int row = 0; row < MAX_QUERIES * HEADS; row++) {
-        int32_t *to = p->list + row * (a->list.length > 0 ? a->list.length : 0), at = -1;
-        for (int i = 0; i < a->list.length && row < MAX_QUERIES * (a->list.heads > 1 ? HEADS : 1); i++) {
-            at = at == -1 && i ? -1 : at + 1 + fuzz_byte(input) % step;
-            if (fuzz_byte(input) % 32 == 0) at = -1;
-            to[i] = !wild && fuzz_byte(input) % 16 == 0 ? fuzz_int(input) : at;
-        }
-    }
-}
-
-static void read_attention(fuzz_input *input, problem *p)
-{
-    tqkv_attention *a = &p->attention;
-    const uint8_t flags = fuzz_byte(input);
-    a->keys = a->values = &p->keys;
-    a->n_heads = HEADS;
-    a->n_queries = fuzz_range(input, 0, MAX_QUERIES);
-    a->end = read_end(input);
-    a->kv_len = flags & 1 ? fuzz_byte(input) : 0;
-    a->window = flags & 2 ? fuzz_byte(input) : 0;
-    a->non_causal = (flags & 24) == 8;
-    if (flags & 16) a->tree = p->tree;
-    for (int i = 0; i < MAX_QUERIES; i++) p->tree[i] = fuzz_byte(input);
-    read_list(input, p);
-}
-
-static void check_attention(problem *p, bool tame)
-{
-    tqkv_attention *a = &p->attention;
-    float out[2][MAX_QUERIES * HEADS * DIM];
-    double expected[MAX_QUERIES * HEADS * DIM];
-    const int n = a->n_queries * HEADS * DIM;
-    memset(out, 0xff, sizeof out);
-    const tqkv_result result = tqkv_attend(a, p->q, out[0]);
-    a->parallel.run = test_run_backwards;
-    CHECK_RESULT(tqkv_attend(a, p->q, out[1]), result);
-    if (result != TQKV_OK) CHECK(test_is_untouched(out, sizeof out), "%s, but written", tqkv_result_string(result));
-    for (int i = 0; i < n; i++)
-        CHECK(!memcmp(&out[0][i], &out[1][i], sizeof(float)) || out[0][i] != out[0][i], "other bits by the hook");
-    bool all = true; /* the reference decodes pages that nothing sees, too */
-    for (int i = 0; i < 8; i++) all = all && (!p->keys.pages || p->pages[i] >= 0);
-    if (result != TQKV_OK || !tame || !all || !n) return;
-    reference_attend(a, p->q, expected);
-    for (int i = 0; i < n; i += DIM) {
-        const double error = reference_relative_error(out[0] + i, expected + i, DIM);
-        CHECK(error <= (reference_attention_tolerance(a, 1.0)), "row %d: relative error %.3g", i / DIM, error);
-    }
-}
-
 static void read_index(fuzz_input *input, problem *p, bool tame)
 {
     tqkv_index *x = &p->index;
     const uint8_t flags = fuzz_byte(input);
-    x->keys = &p->index_keys;
+    x->keys = &p->keys;
     x->n_heads = fuzz_range(input, -1, HEADS);
     x->n_queries = fuzz_range(input, 0, MAX_QUERIES);
     x->end = read_end(input);
@@ -160,13 +98,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
     fuzz_choose_isa(fuzz_byte(&input));
     const bool tame = fuzz_byte(&input) & 1;
     fuzz_data(fuzz_byte(&input), DATA_GAUSSIAN, p.q, MAX_QUERIES * HEADS, DIM);
-    p.keys = read_store(&input, HEADS, tame, p.pages);
-    p.index_keys = read_store(&input, 1, tame, p.pages);
-    read_attention(&input, &p);
-    check_attention(&p, tame);
+    p.keys = read_store(&input, tame, p.pages);
     read_index(&input, &p, tame);
     check_index(&input, &p);
     test_store_free(&p.keys);
-    test_store_free(&p.index_keys);
     return 0;
 }

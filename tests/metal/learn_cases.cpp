@@ -396,18 +396,22 @@ void history::append()
             gpu.raw = -1;
         results[RECORDED] = run_attend(machine_as_context(), caches[RECORDED], queries, n, out[RECORDED].first());
         check_outputs(n, results);
+        for (int i = 0; i < 3 && fresh; i++) attend();
     }
     tqkv_cache_destroy(alone);
 }
 
-// Queries by a list, a tree or both, which only plans take.
+// Queries by a list, a tree or both, which only plans take: of a cache that has just learned on both sides of the last
+// position that is read as it came.
 void history::attend()
 {
     enum { LENGTH = 3 };
-    const int n = 1 + below(6), t = below(TOKENS - MOST), way = 1 + below(3);
+    const int learned_from = std::min(desc.calibrate, std::max(16, desc.capacity / 4)),
+              beyond = fresh ? (int)tqkv_cache_end(caches[CPU]) - learned_from : 0,
+              n = std::min(1 + below(6) + std::max(beyond, 0), (int)MOST), t = below(TOKENS - MOST), way = 1 + below(3);
     const void *queries = q.row(t * desc.n_heads);
-    uint64_t tree[6];
-    int32_t list[6 * LENGTH];
+    uint64_t tree[MOST];
+    int32_t list[MOST * LENGTH];
     tqkv_attention some = {};
     tqkv_result results[SIDES];
     for (int i = 0; i < n; i++) tree[i] = data_bits(&random) | (uint64_t)1 << i;
