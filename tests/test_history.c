@@ -4,11 +4,4 @@
 
 #include "history.h"
 
-void test_history_cases(void)
-{
-    enum { CASES = 8, SEEDS = 100 };
-    for (int i = 0; i < CASES; i++) {
-        const history_row row = {run_cache_history, i * SEEDS, SEEDS};
-        test_add(check_history, &row, sizeof row, "history/cache/%d", i);
-    }
-}
+void test_history_cases(void) { history_add(run_cache_history, "cache", 8, 100); }

@@ -4,11 +4,4 @@
 
 #include "history.h"
 
-void test_learn_history_cases(void)
-{
-    enum { CASES = 8, SEEDS = 30 };
-    for (int i = 0; i < CASES; i++) {
-        const history_row row = {run_learn_history, i * SEEDS, SEEDS};
-        test_add(check_history, &row, sizeof row, "history/learn/%d", i);
-    }
-}
+void test_learn_history_cases(void) { history_add(run_learn_history, "learn", 8, 30); }

@@ -521,10 +521,39 @@ void run_history(const void *parameters)
     printf("\n");
 }
 
+// A cache with a context allocates from it, fails as it does and is then as it was; what a cache refuses does not get
+// there.
+void run_context(const void *)
+{
+    const cache_row shape = {TQKV_I8, TQKV_TQ4, 64, 8, false, 0, -1};
+    counting others = {};
+    machine gpu = {};
+    open_machine(&gpu, -1);
+    tqkv_cache_desc desc = cache_desc(&shape, &others);
+    desc.metal = (tqkv_metal *)(void *)&gpu;
+    tqkv_cache *cache = cache_make(&shape, &desc);
+    REQUIRE(cache, "no cache");
+    CHECK(gpu.memory.live == 1 && gpu.memory.calls == 1 && others.calls == 0, "memory of another");
+    cache_append_seed(cache, 3, 5, 64);
+    float *rows = cache_data(9, 4, 64), out[CACHE_HEADS * CACHE_GROUP * 64];
+    gpu.answer = TQKV_METAL_ERROR;
+    CHECK_RESULT(tqkv_cache_append(cache, rows, rows, 4), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_cache_append(cache, rows, rows, 1), TQKV_METAL_ERROR);
+    CHECK_RESULT(tqkv_cache_attend(cache, rows, 1, out), TQKV_METAL_ERROR);
+    CHECK_RESULT(tqkv_cache_attend(cache, rows, 1, rows), TQKV_INVALID_ARGUMENT);
+    CHECK(tqkv_cache_end(cache) == 5, "a failed append counts");
+    tqkv_cache_destroy(cache);
+    desc.head_dim = 112; // no kernels
+    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_UNSUPPORTED);
+    CHECK_NO_LEAK(&gpu.memory);
+    free(rows);
+}
+
 } // namespace
 
 void learn_shader_cases()
 {
     for (int seed = 0; seed < (gpu_record ? 48 : gpu_on_device ? 8 : 100); seed++)
         test_add(run_history, &seed, sizeof seed, "cache/history/%d", seed);
+    if (!gpu_on_device) test_add(run_context, nullptr, 0, "cache/context");
 }
