@@ -409,10 +409,10 @@ BUGS = {
         "relative error"),
     "weights_of_the_first_heads": (
         "shaders/index_scores.h", "index.weights[head + c]", "index.weights[c]", "index_scores", (64,), "plain",
-        "index/scores", "block"),
+        "index/scores/d64", "block"),
     "queries_of_the_next_pass_too_early": (
         "shaders/index_scores.h", "        threadgroup_barrier(mem_flags::mem_threadgroup); // before the queries",
-        "        // before the queries", "index_scores", (64,), "tsan", "index/scores", "data race"),
+        "        // before the queries", "index_scores", (64,), "tsan", "index/scores/d64", "data race"),
     "gathered_behind_its_own_chunk": (
         "shaders/index_choice.h", "task.at.n_simdgroups < task.chunk ?", "task.at.n_simdgroups <= task.chunk ?",
         "index_choice", (), "plain", "index/choose/700_of_17000", "entry"),
