@@ -252,6 +252,24 @@ static void check_remains(const void *parameters)
     ends_close(&e);
 }
 
+/* Defect: kept whole, a run of positions that reaches below the newest halves took them all. */
+static void check_keep_all(const void *parameters)
+{
+    static const ends_row row = {TQKV_TQ4, TQKV_TQ3, 200, false, 0, 4, 4};
+    int kept[150];
+    ends e;
+    (void)parameters;
+    if (!ends_open(&e, &row, NULL)) return;
+    for (int i = 0; i < 150; i++) kept[i] = i;
+    for (int i = 0; i < 3; i++) ends_append(&e, 50);
+    for (int n = 150; n > 100; n -= 49) { /* then all but the newest 49 */
+        CHECK_RESULT(tqkv_cache_keep(e.cache, (int)tqkv_cache_end(e.cache), kept, n), TQKV_OK);
+        CHECK_RESULT(ends_attend(&e, 1), TQKV_OK);
+        CHECK(test_view(e.cache, 1).last.n == 4, "%d newest positions", test_view(e.cache, 1).last.n);
+    }
+    ends_close(&e);
+}
+
 /* ---- Forks ---- */
 
 /* A ring keeps its first positions whatever its newest ones are: no copy has less room than these take. */
@@ -402,6 +420,7 @@ void test_ends_cases(void)
     test_add(check_too_many, NULL, 0, "ends/too_many");
     test_add(check_lost_windows, NULL, 0, "ends/lost_windows");
     test_add(check_remains, NULL, 0, "ends/remains");
+    test_add(check_keep_all, NULL, 0, "ends/keep_all");
     test_add(check_fork_below_first, NULL, 0, "ends/fork_below_first");
     test_add(check_fork_from_f16, NULL, 0, "ends/fork_from_f16");
     test_add(check_fork_from_f16_ring, NULL, 0, "ends/fork_from_f16_ring");
