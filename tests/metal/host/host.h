@@ -87,6 +87,5 @@ void cache_host_cases(void);
 void library_host_cases(void);
 void context_host_cases(void);
 void pipeline_host_cases(void);
-void standin_host_cases(void);
 
 #endif

@@ -43,18 +43,6 @@ static void run_idle(const void *parameters)
     standin_idle(false);
 }
 
-/* Metal's compiler learns how many threads there will be. */
-static void run_threads_of_pipelines(const void *parameters)
-{
-    (void)parameters;
-    const int before = standin_unlimited();
-    tqkv_metal *m = host_context();
-    REQUIRE(m, "no context");
-    host_check_works(m);
-    CHECK(standin_unlimited() == before, "%d pipelines without a limit", standin_unlimited() - before);
-    tqkv_metal_destroy(m);
-}
-
 /* Plans what a cache of such a desc will append, up to `end` tokens, and attend to. */
 static void prepare_cache(tqkv_metal *m, const tqkv_cache_desc *desc, int end)
 {
@@ -101,15 +89,16 @@ static void run_prepared(const void *parameters)
     tqkv_metal_destroy(m);
 }
 
-/* Calls that wait release what they used: a second round leaves no more objects than the first. */
-static void run_given_back(const void *parameters)
+/* Calls that wait release what they used: a second round leaves no more objects than the first. Recorded again, no call
+   builds a pipeline, allocates memory or makes a Metal call that may fail. */
+static void run_again(const void *parameters)
 {
     (void)parameters;
-    tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 1, .capacity = 8, .ring = true};
+    tqkv_metal *m = test_host.metal;
+    tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 1, .capacity = 8, .ring = true, .metal = m};
     tqkv_cache *cache = NULL;
     float *x = host_floats(4, 64), out[64];
     int live = 0;
-    desc.metal = test_host.metal;
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
     for (int i = 0; i < 3; i++) {
         CHECK_RESULT(tqkv_cache_append(cache, x, x, 1), TQKV_OK);
@@ -119,29 +108,16 @@ static void run_given_back(const void *parameters)
         if (i == 1) standin_fail_at(0); /* from here on: command buffer, encoder and completion of two calls */
         live = standin_live_objects();
     }
-    tqkv_cache_destroy(cache);
-    free(x);
-}
-
-/* Recorded again, no call of a cache builds a pipeline, allocates memory or makes a Metal call that may fail. */
-static void run_recorded_again(const void *parameters)
-{
-    (void)parameters;
-    tqkv_metal *m = test_host.metal;
-    tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 1, .capacity = 8, .metal = m};
-    tqkv_cache *cache = NULL;
     const tqkv_metal_buffer b[3] = {host_zeros(256), host_zeros(256), host_zeros(4096)};
-    CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_OK);
-    for (int round = 0; round < 2; round++) {
-        host_work work = host_begin(false);
-        standin_fail_at(0);
-        CHECK_RESULT(tqkv_metal_cache_append(m, work.encoder, cache, b[0], b[0], 1, host_none), TQKV_OK);
-        CHECK_RESULT(tqkv_metal_cache_attend(m, work.encoder, cache, b[0], 1, b[2], b[1]), TQKV_OK);
-        CHECK(round == 0 || standin_calls() == 0, "%d calls that can fail", standin_calls());
-        host_end(&work);
-    }
+    host_work work = host_begin(false);
+    standin_fail_at(0);
+    CHECK_RESULT(tqkv_metal_cache_append(m, work.encoder, cache, b[0], b[0], 1, host_none), TQKV_OK);
+    CHECK_RESULT(tqkv_metal_cache_attend(m, work.encoder, cache, b[0], 1, b[2], b[1]), TQKV_OK);
+    CHECK(standin_calls() == 0, "%d recorded calls that can fail", standin_calls());
+    host_end(&work);
     for (int i = 0; i < 3; i++) host_release(b[i]);
     tqkv_cache_destroy(cache);
+    free(x);
 }
 
 /* Makes every call once on a new context. Gives the first result other than TQKV_OK and the failure's texts. */
@@ -149,19 +125,12 @@ static tqkv_result live_through(char *text, size_t size)
 {
     tqkv_metal *m = NULL;
     tqkv_cache *cache = NULL;
-    tqkv_metal_desc desc = {0};
-    tqkv_cache_desc cache_desc = {0};
-    desc.library_path = test_host.library;
-    desc.error = text;
-    desc.error_size = size;
+    const tqkv_metal_desc desc = {.library_path = test_host.library, .error = text, .error_size = size};
     tqkv_result r = tqkv_metal_create(&desc, &m);
     if (r != TQKV_OK) return r;
     float x[3 * 64], out[64];
     data_rows(1, DATA_GAUSSIAN, x, 3, 64);
-    cache_desc.head_dim = 64;
-    cache_desc.n_kv_heads = cache_desc.n_heads = 1;
-    cache_desc.capacity = 8;
-    cache_desc.metal = m;
+    const tqkv_cache_desc cache_desc = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 1, .capacity = 8, .metal = m};
     r = tqkv_cache_create(&cache_desc, &cache);
     if (r == TQKV_OK) r = tqkv_cache_append(cache, x, x, 3);
     if (r != TQKV_OK) CHECK(tqkv_cache_end(cache) == 0, "a failed append counts");
@@ -220,8 +189,7 @@ void pipeline_host_cases(void)
 #ifdef STANDIN
     test_add(run_half_recorded, NULL, 0, "context/half_recorded");
     test_add(run_idle, NULL, 0, "context/idle");
-    test_add(run_threads_of_pipelines, NULL, 0, "context/threads_of_pipelines");
-    test_add(run_given_back, NULL, 0, "context/given_back");
+    test_add(run_again, NULL, 0, "context/again");
     const tqkv_cache_desc prepared[] = {
         {.head_dim = 64, .n_kv_heads = 1, .n_heads = 3, .capacity = 12},
         {.head_dim = 64, .n_kv_heads = 1, .n_heads = 2, .capacity = 12, .exact_first = 4, .exact_last = 5},
@@ -251,7 +219,6 @@ void pipeline_host_cases(void)
                                           "cache_latent", "learns",     "learns_latent"};
     for (int i = 0; i < 6; i++)
         test_add(run_prepared, &prepared[i], sizeof prepared[i], "context/prepared/%s", prepared_names[i]);
-    test_add(run_recorded_again, NULL, 0, "context/recorded_again");
     test_add(run_failures, NULL, 0, "context/failures");
 #endif
 }

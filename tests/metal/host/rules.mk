@@ -4,8 +4,7 @@
 
 HOST_BUILD := $(METAL_BUILD)/host
 comma := ,
-HOST_TESTS := main buffers refusal_tests cache_tests library_tests context_tests pipeline_tests \
-	standin_tests
+HOST_TESTS := main buffers refusal_tests cache_tests library_tests context_tests pipeline_tests
 HOST_HEADERS := $(TQKV_FILES) tests/metal/host/host.h $(wildcard tests/*.h tests/metal/*.h)
 HOST_WARNINGS := -DTQKV_METAL -Wall -Wextra -Werror
 HOST_EXAMPLES := metal_encode_attend
@@ -194,7 +193,7 @@ $(HOST_BUILD)/metal_encode_attend: $(HOST_BUILD)/examples/metal_encode_attend.o 
 	@clang++ $^ -o $@ $(HOST_LINK)
 
 # What makes, keeps or frees an object, and of the rest one format.
-HOST_ARC_CASES := context/ cache/one cache/strides cache/history/1 refusals/ standin/ rotate/ attend/pages/d64 encode/tq4/d64 batch/d64
+HOST_ARC_CASES := context/ cache/one cache/strides cache/history/1 refusals/ rotate/ attend/pages/d64 encode/tq4/d64 batch/d64
 # Of the shaders' cases what goes through tqkv_metal.m as others do, and takes long here.
 HOST_LATER := $(if $(HOST_GNUSTEP),-golden/ -attend/length -attend/sections -attend/shape)
 
