@@ -7,6 +7,7 @@ comma := ,
 HOST_TESTS := main buffers refusal_tests cache_tests library_tests context_tests pipeline_tests
 HOST_HEADERS := $(TQKV_FILES) tests/metal/host/host.h $(wildcard tests/*.h tests/metal/*.h)
 HOST_WARNINGS := -DTQKV_METAL -Wall -Wextra -Werror
+STANDIN_HEADERS := $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h)
 HOST_EXAMPLES := metal_encode_attend
 # The host alone, beside an object with the implementation: that takes half a minute to compile.
 HOST_SOURCE := $(TQKV)/tqkv_metal.m
@@ -16,6 +17,18 @@ HOST_TQKV := $(HOST_BUILD)/tests/test_tables.o $(HOST_BUILD)/tests/runner.o
 HOST_SHADER_CASES := $(HOST_BUILD)/driver.o $(patsubst %,$(METAL_BUILD)/plain/%.o,simt $(filter-out driver machine_cases,$(SHADER_TESTS)))
 
 DEB_TEST += clang lld gobjc libgnustep-base-dev gnustep-make
+
+# Objects of tests, and of the host alone. $(1) folder, $(2) flags, $(3) of the host's, in which allocations and locks can fail
+# too, not only calls of Metal, $(4) Objective-C's headers
+define host_objects
+$(1)/%.o: %.m $(HOST_HEADERS) $(STANDIN_HEADERS) $(4)
+	@mkdir -p $$(@D)
+	@clang $(2) -c $$< -o $$@
+
+$(1)/tqkv_metal.o: $(HOST_SOURCE) $(HOST_HEADERS) $(STANDIN_HEADERS) $(4)
+	@mkdir -p $$(@D)
+	@clang $(2) $(3) $(HOST_ALONE) -c $$< -o $$@
+endef
 
 ifeq ($(SYSTEM),Darwin)
 
@@ -47,6 +60,7 @@ HOST_OBJECTS := tqkv_metal $(HOST_TESTS:%=tests/metal/host/%) tests/runner tests
 HOST_STALE := tables_alone $(foreach bits,2 8,codebook_$(bits) boundaries_$(bits) factors_$(bits)) signs version dispatch matrices \
 	rows_args rotate_args attend_args merge_args batch_item
 
+HOST_OBJC := $(HOST_BUILD)/gnustep/objc
 # clang uses gcc's Objective-C runtime: link its headers, and no other header of gcc, into the include path.
 $(HOST_BUILD)/gnustep/objc:
 	@mkdir -p $(@D)
@@ -64,14 +78,7 @@ $(HOST_BUILD)/arc/examples/%.o: examples/%.m $(HOST_HEADERS) $(HOST_BUILD)/arc/o
 	@mkdir -p $(@D)
 	@clang $(HOST_WARNINGS) $(INCLUDE) $(CPPFLAGS) $(HOST_ARC) -c $< -o $@
 
-$(HOST_BUILD)/arc/tqkv_metal.o: $(HOST_SOURCE) $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) \
-		$(HOST_BUILD)/arc/objc
-	@mkdir -p $(@D)
-	@clang $(HOST_FLAGS) $(HOST_FAILING) $(HOST_ARC) $(HOST_ALONE) -c $< -o $@
-
-$(HOST_BUILD)/arc/%.o: %.m $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) $(HOST_BUILD)/arc/objc
-	@mkdir -p $(@D)
-	@clang $(HOST_FLAGS) $(HOST_FAILING) $(HOST_ARC) -c $< -o $@
+$(eval $(call host_objects,$(HOST_BUILD)/arc,$(HOST_FLAGS) $(HOST_FAILING) $(HOST_ARC),,$(HOST_BUILD)/arc/objc))
 
 $(HOST_BUILD)/runner-arc: $(HOST_BUILD)/arc/tqkv_metal.o $(HOST_BUILD)/$(STANDIN)/arc.o \
 		$(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o)) $(HOST_SHADER_CASES)
@@ -114,20 +121,11 @@ $(HOST_BUILD)/stale/made: $(METAL_BUILD)/cpu/prepared $(SHADER_SHARED) $(STANDIN
 
 endif
 
-# Allocations and locks can fail too, not only calls of Metal.
-$(HOST_BUILD)/tqkv_metal.o: $(HOST_SOURCE) $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) \
-		$(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
-	@mkdir -p $(@D)
-	@clang $(HOST_FLAGS) $(HOST_FAILING) $(HOST_GNUSTEP) $(HOST_ALONE) -c $< -o $@
+$(eval $(call host_objects,$(HOST_BUILD),$(HOST_FLAGS) $(HOST_GNUSTEP),$(HOST_FAILING),$(HOST_OBJC)))
 
-$(HOST_BUILD)/examples/%.o: examples/%.m $(HOST_HEADERS) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
+$(HOST_BUILD)/examples/%.o: examples/%.m $(HOST_HEADERS) $(HOST_OBJC)
 	@mkdir -p $(@D)
 	@clang $(HOST_WARNINGS) $(INCLUDE) $(CPPFLAGS) $(HOST_GNUSTEP) -c $< -o $@
-
-$(HOST_BUILD)/%.o: %.m $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) \
-		$(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
-	@mkdir -p $(@D)
-	@clang $(HOST_FLAGS) $(HOST_GNUSTEP) -c $< -o $@
 
 # The implementation and what counts the cases, without sanitizers: tests/rules.mk has its sanitized builds.
 $(HOST_BUILD)/tests/%.o: $(TEST_BUILD)/$(REFERENCE_BUILD)/%.o
@@ -150,16 +148,15 @@ REPORT_LINK := $(if $(HOST_GNUSTEP),$(GNUSTEP_LINK),-framework Metal -framework 
 # As on a Mac the programs, the stand-in and the shaders under them have no sanitizers: they run seven times.
 PLAIN_LIBRARY := $(if $(HOST_GNUSTEP),$(HOST_BUILD)/tsan/standin.metallib,$(HOST_LIBRARY))
 
-$(HOST_BUILD)/mac/standin.o: $(STANDIN)/standin.m $(HOST_HEADERS) $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h) \
-		$(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
+$(HOST_BUILD)/mac/standin.o: $(STANDIN)/standin.m $(HOST_HEADERS) $(STANDIN_HEADERS) $(HOST_OBJC)
 	@mkdir -p $(@D)
 	@clang $(filter-out $(STANDIN_SANITIZE),$(HOST_FLAGS)) -O1 $(HOST_GNUSTEP) -c $< -o $@
 
-$(HOST_BUILD)/mac/tqkv_metal.o: $(HOST_SOURCE) $(HOST_HEADERS) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
+$(HOST_BUILD)/mac/tqkv_metal.o: $(HOST_SOURCE) $(HOST_HEADERS) $(HOST_OBJC)
 	@mkdir -p $(@D)
 	@clang $(REPORT_FLAGS) $(HOST_GNUSTEP) $(if $(HOST_GNUSTEP),$(HOST_ALONE)) -Itests/metal/mac/hash -c $< -o $@
 
-$(HOST_BUILD)/mac/%.o: tests/metal/mac/%.m tests/metal/mac/report.h $(TQKV_FILES) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
+$(HOST_BUILD)/mac/%.o: tests/metal/mac/%.m tests/metal/mac/report.h $(TQKV_FILES) $(HOST_OBJC)
 	@mkdir -p $(@D)
 	@clang $(REPORT_FLAGS) $(HOST_GNUSTEP) -c $< -o $@
 
@@ -176,7 +173,7 @@ $(LOOKUP_SOURCE): tests/metal/mac/lookup.metal metallib/amalgamate.py metallib/m
 $(HOST_BUILD)/mac/lookup: | $(LOOKUP_SOURCE)
 
 # The library is embedded in the object file.
-$(HOST_BUILD)/embedded.o: $(HOST_SOURCE) $(TQKV_FILES) $(HOST_LIBRARY) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
+$(HOST_BUILD)/embedded.o: $(HOST_SOURCE) $(TQKV_FILES) $(HOST_LIBRARY) $(HOST_OBJC)
 	@clang $(HOST_FLAGS) $(HOST_GNUSTEP) $(HOST_ALONE) -DTQKV_METALLIB_EMBED='"$(HOST_LIBRARY)"' -c $< -o $@
 
 $(HOST_BUILD)/runner-embedded: $(HOST_BUILD)/embedded.o $(filter-out %/tqkv_metal.o,$(HOST_OBJECTS:%=$(HOST_BUILD)/%.o)) \
@@ -184,7 +181,7 @@ $(HOST_BUILD)/runner-embedded: $(HOST_BUILD)/embedded.o $(filter-out %/tqkv_meta
 	@clang++ $^ -o $@ $(HOST_LINK)
 
 # As on a Mac: the example, and tqkv_metal.m as it ships, which is all else.
-$(HOST_BUILD)/whole/tqkv_metal.o: tqkv_metal.m tqkv.h $(if $(HOST_GNUSTEP),$(HOST_BUILD)/gnustep/objc)
+$(HOST_BUILD)/whole/tqkv_metal.o: tqkv_metal.m tqkv.h $(HOST_OBJC)
 	@mkdir -p $(@D)
 	@clang $(filter-out -fsanitize%,$(HOST_FLAGS)) $(HOST_GNUSTEP) -DTQKV_NO_AVX512 -c $< -o $@
 
@@ -248,13 +245,7 @@ HOST_TSAN_FLAGS := -fsanitize=thread $(filter-out $(STANDIN_SANITIZE),$(HOST_FLA
 HOST_TSAN_RUN := TSAN_OPTIONS=halt_on_error=1:detect_deadlocks=0 setarch -R
 TSAN_NAMES := $(filter-out tests/test_tables,$(HOST_OBJECTS))
 
-$(HOST_TSAN)/%.o: %.m $(HOST_HEADERS) $(HOST_BUILD)/gnustep/objc $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h)
-	@mkdir -p $(@D)
-	@clang $(HOST_TSAN_FLAGS) -c $< -o $@
-
-$(HOST_TSAN)/tqkv_metal.o: $(HOST_SOURCE) $(HOST_HEADERS) $(HOST_BUILD)/gnustep/objc $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h)
-	@mkdir -p $(@D)
-	@clang $(HOST_TSAN_FLAGS) $(HOST_ALONE) -c $< -o $@
+$(eval $(call host_objects,$(HOST_TSAN),$(HOST_TSAN_FLAGS),,$(HOST_OBJC)))
 
 $(HOST_TSAN)/tests/runner.o: tests/runner.c $(HOST_HEADERS)
 	@mkdir -p $(@D)

@@ -1,5 +1,5 @@
 /* Runs the kernels of a library or source on the GPU and compares with the processor: report LIBRARY|SOURCE.metal
-   [--brief | --all] [--one-thread]
+   [--brief | --all]
 
    Otherwise: the default pair at each head_dim, all formats at 128, and groups that multiply matrices. --all: all pairs
    of formats at each head_dim. --brief: one head_dim. `result` lines have the bits of what the GPU computed: those of
@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { KV_HEADS = 2, TOKENS = 48, QUERIES = 3, MOST_THREADS = 16, MOST_JOBS = 3000 };
+enum { KV_HEADS = 2, TOKENS = 48, QUERIES = 3, THREADS = 4, MOST_JOBS = 3000 };
 
 static int n_results, n_wrong;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of the two, and of lines */
@@ -272,13 +272,13 @@ static void *run_jobs(void *context)
     }
 }
 
-static void run_on_threads(tqkv_metal *m, int n)
+static void run_on_threads(tqkv_metal *m)
 {
-    pthread_t threads[MOST_THREADS];
-    bool started[MOST_THREADS];
-    for (int i = 1; i < n; i++) started[i] = !pthread_create(&threads[i], NULL, run_jobs, m);
+    pthread_t threads[THREADS];
+    bool started[THREADS];
+    for (int i = 1; i < THREADS; i++) started[i] = !pthread_create(&threads[i], NULL, run_jobs, m);
     run_jobs(m);
-    for (int i = 1; i < n; i++)
+    for (int i = 1; i < THREADS; i++)
         if (started[i]) pthread_join(threads[i], NULL);
 }
 
@@ -296,13 +296,6 @@ static void run_self_test(tqkv_metal *m, int head_dim, int group)
                (report_seconds() - built) * 1e3);
 }
 
-static bool has_option(int argc, char **argv, const char *option)
-{
-    for (int i = 2; i < argc; i++)
-        if (!strcmp(argv[i], option)) return true;
-    return false;
-}
-
 int main(int argc, char **argv)
 {
     if (argc < 2) return 2;
@@ -316,15 +309,16 @@ int main(int argc, char **argv)
     const double start = report_seconds();
     const tqkv_result r = tqkv_metal_create(&desc, &m);
     printf("library %s: %s %s (%.2f s)\n", argv[1], tqkv_result_string(r), error, report_seconds() - start);
-    if (has_option(argc, argv, "--brief"))
+    const char *option = argc > 2 ? argv[2] : "";
+    if (!strcmp(option, "--brief"))
         add_brief();
-    else if (has_option(argc, argv, "--all"))
+    else if (!strcmp(option, "--all"))
         add_all();
     else
         add_usual();
     if (m) run_self_test(m, 64, 1);
     if (m && n_jobs > 10) run_self_test(m, 128, 4);
-    if (m) run_on_threads(m, has_option(argc, argv, "--one-thread") ? 1 : 4);
+    if (m) run_on_threads(m);
     printf("%d results, %d wrong, %.1f s with every pipeline built\n", n_results, n_wrong, report_seconds() - start);
     tqkv_metal_destroy(m);
     [pool release];
