@@ -189,20 +189,52 @@ static int largest_mark(const unsigned char *marks, size_t n)
     return largest;
 }
 
-/* Queries and outputs at random places, the outputs with random strides, are refused exactly if an output shares a value
- * with queries or with another one. */
+enum { PLACED_DIM = 32, PLACED_VALUES = 16384 };
+
+/* Puts outputs and most queries of some items at random places of a block, and marks them. True where an output shares a
+ * value with queries or with another one. */
+static bool place_at_random(batch *b, float *block, unsigned char *marks, data_random *random)
+{
+    const size_t inner = (size_t)(3 + data_below(random, 6)) * PLACED_DIM / 3,
+                 outer = (size_t)(9 + data_below(random, 9)) * PLACED_DIM;
+    const bool by_token = data_below(random, 2) == 0;
+    bool overlap = false;
+    memset(marks, 0, PLACED_VALUES);
+    for (int i = 0; i < b->n; i++) {
+        const size_t at = (size_t)data_below(random, 120 * b->n) * PLACED_DIM / 2;
+        b->items[i].output_strides.token = by_token ? outer : inner;
+        b->items[i].output_strides.head = by_token ? inner : outer;
+        b->out[i] = block + at;
+        overlap = mark_rows(marks, at, &b->items[i], PLACED_DIM) || overlap;
+    }
+    for (int i = 0; i < b->n; i++) {
+        const size_t at = (size_t)data_below(random, 120 * b->n) * PLACED_DIM / 2,
+                     n = b->problems[i].n_rows * PLACED_DIM;
+        const float *own_out = (const float *)b->out[i];
+        const int mark = largest_mark(marks + at, n);
+        b->q[i] = b->problems[i].q;
+        /* queries of another item, or perhaps between rows of the own output, which is refused */
+        if (mark > 1 || (block + at + n > own_out && block + at < own_out + 4 * outer)) continue;
+        b->q[i] = memcpy(block + at, b->q[i], n * sizeof *block);
+        memset(marks + at, 2, n);
+        overlap = mark || overlap;
+    }
+    return overlap;
+}
+
+/* Such calls are refused exactly where there is an overlap. */
 static void check_random_places(const void *parameters)
 {
-    enum { N = 7, DIM = 32, VALUES = 16384, TRIES = 400 };
+    enum { N = 7, TRIES = 400 };
     data_random random = {(uint64_t) * (const int *)parameters};
     batch *b = (batch *)test_alloc(sizeof *b);
-    float *block = (float *)test_alloc(VALUES * sizeof *block);
-    unsigned char *marks = (unsigned char *)test_alloc(VALUES);
+    float *block = (float *)test_alloc(PLACED_VALUES * sizeof *block);
+    unsigned char *marks = (unsigned char *)test_alloc(PLACED_VALUES);
     void *own[N];
     int refused = 0;
     memset(b, 0, sizeof *b);
     for (int i = 0; i < N; i++) {
-        attend_row row = attend_default_row(TQKV_TQ4, TQKV_TQ4, DIM);
+        attend_row row = attend_default_row(TQKV_TQ4, TQKV_TQ4, PLACED_DIM);
         row.n_kv_heads = 1;
         row.group = 1 + i % 3;
         row.n_queries = 3 - i % 3;
@@ -211,30 +243,8 @@ static void check_random_places(const void *parameters)
         own[i] = b->out[i];
     }
     for (int attempt = 0; attempt < TRIES; attempt++) {
-        const size_t inner = (size_t)(3 + data_below(&random, 6)) * DIM / 3,
-                     outer = (size_t)(9 + data_below(&random, 9)) * DIM;
-        const bool by_token = data_below(&random, 2) == 0;
-        bool overlap = false;
-        memset(marks, 0, VALUES);
         b->n = 1 + data_below(&random, N);
-        for (int i = 0; i < b->n; i++) {
-            const size_t at = (size_t)data_below(&random, 120 * b->n) * DIM / 2;
-            b->items[i].output_strides.token = by_token ? outer : inner;
-            b->items[i].output_strides.head = by_token ? inner : outer;
-            b->out[i] = block + at;
-            overlap = mark_rows(marks, at, &b->items[i], DIM) || overlap;
-        }
-        for (int i = 0; i < b->n; i++) {
-            const size_t at = (size_t)data_below(&random, 120 * b->n) * DIM / 2, n = b->problems[i].n_rows * DIM;
-            const float *own_out = (const float *)b->out[i];
-            const int mark = largest_mark(marks + at, n);
-            b->q[i] = b->problems[i].q;
-            /* queries of another item, or perhaps between rows of the own output, which is refused */
-            if (mark > 1 || (block + at + n > own_out && block + at < own_out + 4 * outer)) continue;
-            b->q[i] = memcpy(block + at, b->q[i], n * sizeof *block);
-            memset(marks + at, 2, n);
-            overlap = mark || overlap;
-        }
+        const bool overlap = place_at_random(b, block, marks, &random);
         refused += overlap;
         CHECK_RESULT(attend_batch(b), overlap ? TQKV_INVALID_ARGUMENT : TQKV_OK);
         for (int i = 0; i < b->n && !overlap; i++) check_strided(b, i);

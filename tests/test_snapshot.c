@@ -367,8 +367,8 @@ static cache_row crossing_row(int index)
 
 enum { CROSSING_STORES = 4 };
 
-/* A store of 9 positions in one page, with a centre: of rotated halves, with a scale, not rotated, or none of these. The
-   caller frees both. */
+/* A store of 9 positions in one page, with a centre: of rotated halves, with a scale, not rotated, or none of these.
+   The caller frees both. */
 static tqkv_store crossing_store(int index)
 {
     static const int32_t page = 1;
