@@ -3168,13 +3168,6 @@ static float tqkv__panel_factor(const tqkv__stream *s, const float *norms, int p
 /* An infinite norm of a key counts as NaN: its score could be -infinity, which would leave the position out. */
 static float tqkv__norm_of_key(float norm) { return norm + norm * 0.0f; }
 
-static void tqkv__decode_key(const tqkv__stream *s, const uint8_t *codes, const float *norms, float *to)
-{
-    float checked[TQKV_MAX_HEAD_DIM / 256];
-    for (int b = 0; b < s->norms_per_row; b++) checked[b] = tqkv__norm_of_key(norms[b]);
-    tqkv__decode_row(s, codes, checked, to);
-}
-
 /* Products that 16 sums take: 1024 equal ones, all rounded to one side, would give keys of constant halves an error of
    3.4e-5. */
 #define TQKV__MOST_PRODUCTS 512
@@ -3209,12 +3202,14 @@ static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tq
 {
     float key[TQKV_MAX_HEAD_DIM];
     int8_t integers[TQKV_MAX_HEAD_DIM];
+    float checked[TQKV_MAX_HEAD_DIM / 256];
     const bool in_floats = tqkv__in_floats(s);
     for (int j = 0; j < segment->n; j++) {
         const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot + j);
         const float *norms = tqkv__norms_at(s, kv_head, segment->slot + j);
+        for (int b = 0; in_floats && b < s->norms_per_row; b++) checked[b] = tqkv__norm_of_key(norms[b]);
         if (in_floats)
-            tqkv__decode_key(s, codes, norms, key);
+            tqkv__decode_row(s, codes, checked, key);
         else
             tqkv__integers_at(s, codes, 0, s->head_dim, integers);
         for (int row = 0; row < n_rows; row++) {
@@ -4317,27 +4312,6 @@ TQKV__LOOP void TQKV__(score_decoded)(const float *keys, int dim, int n, const f
     (false, dim, (const uint8_t *)(const void *)keys, (size_t)dim * sizeof *keys, n, 0, q, n_rows, add, scores);
 }
 
-TQKV__LOOP void TQKV__(score_floats)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q,
-                                     int n_rows, bool add, float *scores)
-{
-    TQKV__ALIGNED float keys[TQKV__DECODED_FLOATS];
-    const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
-    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
-    const int dim = s->head_dim, n = segment->n, fit = TQKV__DECODED_FLOATS / dim / 4 * 4, most = fit > 16 ? 16 : fit;
-    const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    if (s->kind == TQKV__HALF) {
-        TQKV__(score_all)(true, dim, codes, s->row_bytes, n, ahead, q, n_rows, add, scores);
-        return;
-    }
-    for (int j = 0; j < n; j += most) {
-        const int now = n - j < most ? n - j : most;
-        tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
-        TQKV__(decode_floats)
-        (s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, true, keys);
-        TQKV__(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
-    }
-}
-
 /* Adds: out[row][d] += weights[row][j] * value j, for `width` vectors of dimensions; rows, width and halves are
    constants. */
 TQKV__OP void TQKV__(add_half_vectors)(const int rows, const int width, const bool halves, int dim,
@@ -4402,24 +4376,29 @@ TQKV__LOOP void TQKV__(add_decoded)(const float *values, int dim, int n, const f
     (false, dim, (const uint8_t *)(const void *)values, (size_t)dim * sizeof *values, n, 0, weights, n_rows, out);
 }
 
-TQKV__LOOP void TQKV__(add_floats)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                   const float *weights, int n_rows, float *out)
+/* A tile's products of halves, or of TQ8 decoded to floats. of: weights if these are values, else queries; to: outputs,
+   or scores, which keys add to or not */
+TQKV__LOOP void TQKV__(floats_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, bool values,
+                                    const float *of, int n_rows, bool add, float *to)
 {
-    TQKV__ALIGNED float values[TQKV__DECODED_FLOATS];
+    TQKV__ALIGNED float rows[TQKV__DECODED_FLOATS];
     const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
     const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
-    const int dim = s->head_dim, n = segment->n, most = TQKV__DECODED_FLOATS / dim;
+    const int dim = s->head_dim, n = segment->n, fit = TQKV__DECODED_FLOATS / dim / 4 * 4, most = fit > 16 ? 16 : fit;
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    if (s->kind == TQKV__HALF) {
-        TQKV__(add_to_all)(true, dim, codes, s->row_bytes, n, ahead, weights, n_rows, out);
-        return;
-    }
-    for (int j = 0; j < n; j += most) {
+    if (s->kind == TQKV__HALF && values)
+        TQKV__(add_to_all)(true, dim, codes, s->row_bytes, n, ahead, of, n_rows, to);
+    else if (s->kind == TQKV__HALF)
+        TQKV__(score_all)(true, dim, codes, s->row_bytes, n, ahead, of, n_rows, add, to);
+    for (int j = 0; s->kind != TQKV__HALF && j < n; j += most) {
         const int now = n - j < most ? n - j : most;
         tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
         TQKV__(decode_floats)
-        (s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, false, values);
-        TQKV__(add_decoded)(values, dim, now, weights + j, n_rows, out);
+        (s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, !values, rows);
+        if (values)
+            TQKV__(add_decoded)(rows, dim, now, of + j, n_rows, to);
+        else
+            TQKV__(score_decoded)(rows, dim, now, of, n_rows, add, to + j);
     }
 }
 #endif
@@ -5041,7 +5020,7 @@ TQKV__TARGET static void TQKV__I(score_tile)(const tqkv__stream *s, int kv_head,
     TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
     const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
     if (tqkv__in_floats(s)) {
-        TQKV__(score_floats)(s, kv_head, segment, q, n_rows, add, scores);
+        TQKV__(floats_tile)(s, kv_head, segment, false, q, n_rows, add, scores);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
@@ -5084,7 +5063,7 @@ TQKV__TARGET static void TQKV__I(value_tile)(const tqkv__stream *s, int kv_head,
     TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
     const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
     if (tqkv__in_floats(s)) {
-        TQKV__(add_floats)(s, kv_head, segment, weights, n_rows, out);
+        TQKV__(floats_tile)(s, kv_head, segment, true, weights, n_rows, true, out);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, false, factors);
@@ -7128,11 +7107,6 @@ static tqkv_result tqkv__check_seen(const tqkv__attention *a, tqkv__range range)
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 
-static int tqkv__tile_room(const tqkv__stream *s, int64_t position)
-{
-    return s->page_size % TQKV__TILE || s->ring ? TQKV__TILE : tqkv__slots_left(s, position);
-}
-
 /* Whether a ring ends within n positions. */
 static bool tqkv__wraps(const tqkv__region *region, int64_t position, int64_t n)
 {
@@ -7152,8 +7126,9 @@ static int tqkv__tile_length(const tqkv__region *region, int64_t position, int64
     int64_t n = end - position < aligned ? end - position : aligned;
     if (n > border) n = border;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const int room = region->streams[i] ? tqkv__tile_room(region->streams[i], position) : TQKV__TILE;
-        if (n > room) n = room;
+        const tqkv__stream *s = region->streams[i];
+        if (!s || s->page_size % TQKV__TILE || s->ring) continue; /* rows are gathered there if need be */
+        if (n > tqkv__slots_left(s, position)) n = tqkv__slots_left(s, position);
     }
     return (int)n;
 }
@@ -7774,13 +7749,6 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
     }
 }
 
-/* Whether the KV heads of a call come one after the other, with one list for all. Queries with lists of their own take
-   one KV head after the other: neighbours share most entries, whose rows the L2 cache still has. */
-static bool tqkv__heads_follow(const tqkv__attention *a)
-{
-    return !a->call.list.rows || (a->call.n_queries == 1 && a->call.list.heads == 1);
-}
-
 /* Does what tqkv__attend_rows does, for lists and small pages; range: of ranks */
 static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
 {
@@ -7830,11 +7798,6 @@ static size_t tqkv__row_begin(const tqkv__attention *a, tqkv_strides strides, si
 static const void *tqkv__query_at(const tqkv__attention *a, const void *q, size_t row)
 {
     return (const uint8_t *)q + tqkv__row_begin(a, a->call.query_strides, row) * tqkv__type_size(a->call.query_type);
-}
-
-static void *tqkv__output_at(const tqkv__attention *a, void *out, size_t row)
-{
-    return (uint8_t *)out + tqkv__row_begin(a, a->call.output_strides, row) * tqkv__type_size(a->call.output_type);
 }
 
 /* Returns a part of the caller's query: [head_dim] of part 0 or 1 of the keys */
@@ -8054,11 +8017,14 @@ typedef struct tqkv__job {
     float *waves; /* [wave_floats] */
 } tqkv__job;
 
+/* The KV heads of rows come one after the other where they share a list. Queries with lists of their own take one KV head
+   after the other: neighbours share most entries, whose rows the L2 cache still has. */
 static tqkv__item tqkv__item_of(const tqkv__request *request, int index)
 {
     TQKV_ASSERT(index >= 0 && index < request->n_items);
     const int n_kv_heads = request->a->n_kv_heads, each = (request->n_rows - 1) / request->rows_each + 1;
-    const bool follow = tqkv__heads_follow(request->a);
+    const tqkv_attention *call = &request->a->call;
+    const bool follow = !call->list.rows || (call->n_queries == 1 && call->list.heads == 1);
     const int of_head = request->n_items / n_kv_heads; /* items */
     const int kv_head = follow ? index % n_kv_heads : index / of_head,
               i = follow ? index / n_kv_heads : index % of_head;
@@ -10500,8 +10466,9 @@ static tqkv_result tqkv__cut_queries(const tqkv_cache *c, bool raw, tqkv__range 
     if (r == TQKV_OK && !raw) r = tqkv__check_newest(c, &a->call);
     if (r == TQKV_OK) r = tqkv__attention_ends(a);
     if (r != TQKV_OK) return r;
-    const size_t row = (size_t)(positions.from - first) * (size_t)call.n_heads;
-    void *to = tqkv__output_at(a, out, row);
+    const size_t row = (size_t)(positions.from - first) * (size_t)call.n_heads,
+                 wide = tqkv__type_size(call.output_type);
+    void *to = (uint8_t *)out + tqkv__row_begin(a, a->call.output_strides, row) * wide;
     if (tqkv__in_cache(c, to, a->out_size)) return TQKV__INVALID("out overlaps the cache");
     return tqkv__cut_whole(a, tqkv__query_at(a, q, row), to, request);
 }
@@ -10692,7 +10659,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     c->attention.end = first + n_kept;
     if (c->exact_below > below) c->exact_below = below;
     if (same < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
-    if (n_kept < n) tqkv__exact_begins(c, first < kept_from ? c->attention.end : kept_from);
+    if (n_kept < n) tqkv__exact_begins(c, same < kept_from ? c->attention.end : kept_from);
     if (c->learning && c->attention.end >= c->learn_from) tqkv__settle(c, c->attention.end, c->attention.end);
     tqkv__follow_tail(c);
     return TQKV_OK;

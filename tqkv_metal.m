@@ -1092,15 +1092,6 @@ static void tqkv__tiles_seen(const tqkv__attention *a, int64_t slice_end, int64_
     *end = ((wraps ? a->keys.capacity : slot + seen) + TQKV__SIMD_WIDTH - 1) / TQKV__SIMD_WIDTH;
 }
 
-/* Whether attention multiplies matrices. A query must have the same bits alone and in company, so the number of queries
-   does not decide. By counted operations narrow groups lose up to half of their speed on Apple's GPUs: hence 8. */
-static bool tqkv__choose_matrix(const tqkv__attention *a)
-{
-    const int head_dim = a->keys.head_dim, least = a->matrix_group ? a->matrix_group : 8;
-    return a->group >= least && head_dim == a->value_dim &&
-           (head_dim == 64 || head_dim == 128 || head_dim == 256 || tqkv__is_long(head_dim));
-}
-
 /* Returns the query rows of a threadgroup that multiplies matrices: 64 registers of sums. The benchmark's GPU, with 255
    registers a thread, takes 32 up to D=128. */
 static int tqkv__matrix_rows(int head_dim) { return head_dim <= 64 ? 32 : head_dim <= 128 ? 16 : 8; }
@@ -1133,15 +1124,19 @@ static bool tqkv__choose_strands(const tqkv__split *split, int head_dim, int64_t
            (size_t)split->n_splits <= tqkv__most_stranded(split, head_dim, end, most_sums);
 }
 
-/* Divides query rows and the tiles [first, end) of the keys. most_sums: bytes of the stretches' sums; SIZE_MAX: each
-   stretch has its own, and all are short */
+/* Divides query rows and the tiles [first, end) of the keys. A query must have the same bits alone and in company, so
+   the number of queries does not decide whether matrices are multiplied. By counted operations narrow groups lose up to
+   half of their speed on Apple's GPUs: hence 8. most_sums: bytes of the stretches' sums; SIZE_MAX: each stretch has its
+   own, and all are short */
 static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, int64_t end, size_t most_sums,
                                       tqkv__split *split)
 {
-    split->matrix = tqkv__choose_matrix(a);
+    const int head_dim = a->keys.head_dim, least = a->matrix_group ? a->matrix_group : 8;
+    split->matrix = a->group >= least && head_dim == a->value_dim &&
+                    (head_dim == 64 || head_dim == 128 || head_dim == 256 || tqkv__is_long(head_dim));
     const int64_t each =
         a->call.list.rows ? a->group : (int64_t)a->call.n_queries * a->group; /* rows that share tiles */
-    const int64_t most = split->matrix ? tqkv__matrix_rows(a->keys.head_dim) : TQKV__MAX_COLUMNS(a->keys.head_dim);
+    const int64_t most = split->matrix ? tqkv__matrix_rows(head_dim) : TQKV__MAX_COLUMNS(head_dim);
     const int64_t shares = (each + most - 1) / most, section = TQKV__SECTION;
     const int64_t groups = a->call.list.rows ? shares * a->call.n_queries : shares;
     const size_t row = ((size_t)a->value_dim + 2) * sizeof(float);
@@ -1157,10 +1152,10 @@ static tqkv_result tqkv__choose_split(const tqkv__attention *a, int64_t first, i
     split->n_groups = (size_t)(groups * a->n_kv_heads);
     split->n_partials = full && n_sections > 1 ? 2 : split->n_splits;
     split->columns = tqkv__choose_columns((each + shares - 1) / shares, a->call.list.rows ? 1 : a->call.n_queries);
-    split->strands = tqkv__choose_strands(split, a->keys.head_dim, end, most_sums) ? TQKV__STRANDS : 1;
+    split->strands = tqkv__choose_strands(split, head_dim, end, most_sums) ? TQKV__STRANDS : 1;
     split->n_splits *= split->strands;
     split->n_partials *= split->strands;
-    const bool shared = split->matrix && tqkv__is_long(a->keys.head_dim); /* rows by all simdgroups of a threadgroup */
+    const bool shared = split->matrix && tqkv__is_long(head_dim); /* rows by all simdgroups of a threadgroup */
     split->n_simdgroups = shared ? TQKV__LONG_SIMDGROUPS : end > 4 ? 4 : end > 1 ? (int)end : 1;
     const size_t n = (size_t)split->n_partials;
     if (a->n_rows > SIZE_MAX / 8 / row / (n + 1)) return TQKV__INVALID(TQKV__LARGE_SCRATCH);

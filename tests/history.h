@@ -127,11 +127,11 @@ static inline void check_history(const void *parameters)
 }
 
 /* Cases NAME/0 and so on, of n_seeds each. */
-static inline void history_add(int (*run)(const uint8_t *bytes, size_t size), const char *name, int n_cases,
+static inline void history_add(int (*function)(const uint8_t *bytes, size_t size), const char *name, int n_cases,
                                int n_seeds)
 {
     for (int i = 0; i < n_cases; i++) {
-        const history_row row = {run, i * n_seeds, n_seeds};
+        const history_row row = {function, i * n_seeds, n_seeds};
         test_add(check_history, &row, sizeof row, "history/%s/%d", name, i);
     }
 }

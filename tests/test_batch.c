@@ -191,8 +191,8 @@ static int largest_mark(const unsigned char *marks, size_t n)
 
 enum { PLACED_DIM = 32, PLACED_VALUES = 16384 };
 
-/* Puts outputs and most queries of some items at random places of a block, and marks them. True where an output shares a
- * value with queries or with another one. */
+/* Puts outputs and most queries of some items at random places of a block, and marks them. True where an output shares
+ * a value with queries or with another one. */
 static bool place_at_random(batch *b, float *block, unsigned char *marks, data_random *random)
 {
     const size_t inner = (size_t)(3 + data_below(random, 6)) * PLACED_DIM / 3,

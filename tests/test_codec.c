@@ -75,9 +75,9 @@ static void check_around(tqkv_store *store, const float *source, float first, fl
         }
 }
 
-/* Floats at every positive boundary, which get the lower code, and around it, also multiplied by a factor; and around every edge of the 2^bits cells of equal width that fast
-   encoders start with; also their negatives. A row of 1024 with a single 32 rotates to values of exactly +-1 with
-   alternating signs. */
+/* Floats at every positive boundary, which get the lower code, and around it, also multiplied by a factor; and around
+   every edge of the 2^bits cells of equal width that fast encoders start with; also their negatives. A row of 1024 with
+   a single 32 rotates to values of exactly +-1 with alternating signs. */
 static void check_neighbours(const void *parameters)
 {
     tqkv_format format = *(const tqkv_format *)parameters;

@@ -197,13 +197,6 @@ static void tqkv__attend_rows(tqkv__work *w, int pass, tqkv__range range)
     }
 }
 
-/* Whether the KV heads of a call come one after the other, with one list for all. Queries with lists of their own take
-   one KV head after the other: neighbours share most entries, whose rows the L2 cache still has. */
-static bool tqkv__heads_follow(const tqkv__attention *a)
-{
-    return !a->call.list.rows || (a->call.n_queries == 1 && a->call.list.heads == 1);
-}
-
 /* Does what tqkv__attend_rows does, for lists and small pages; range: of ranks */
 static void tqkv__attend_ranks(tqkv__work *w, tqkv__range range)
 {

@@ -42,11 +42,14 @@ typedef struct tqkv__job {
     float *waves; /* [wave_floats] */
 } tqkv__job;
 
+/* The KV heads of rows come one after the other where they share a list. Queries with lists of their own take one KV head
+   after the other: neighbours share most entries, whose rows the L2 cache still has. */
 static tqkv__item tqkv__item_of(const tqkv__request *request, int index)
 {
     TQKV_ASSERT(index >= 0 && index < request->n_items);
     const int n_kv_heads = request->a->n_kv_heads, each = (request->n_rows - 1) / request->rows_each + 1;
-    const bool follow = tqkv__heads_follow(request->a);
+    const tqkv_attention *call = &request->a->call;
+    const bool follow = !call->list.rows || (call->n_queries == 1 && call->list.heads == 1);
     const int of_head = request->n_items / n_kv_heads; /* items */
     const int kv_head = follow ? index % n_kv_heads : index / of_head,
               i = follow ? index / n_kv_heads : index % of_head;

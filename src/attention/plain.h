@@ -111,13 +111,6 @@ static float tqkv__panel_factor(const tqkv__stream *s, const float *norms, int p
 /* An infinite norm of a key counts as NaN: its score could be -infinity, which would leave the position out. */
 static float tqkv__norm_of_key(float norm) { return norm + norm * 0.0f; }
 
-static void tqkv__decode_key(const tqkv__stream *s, const uint8_t *codes, const float *norms, float *to)
-{
-    float checked[TQKV_MAX_HEAD_DIM / 256];
-    for (int b = 0; b < s->norms_per_row; b++) checked[b] = tqkv__norm_of_key(norms[b]);
-    tqkv__decode_row(s, codes, checked, to);
-}
-
 /* Products that 16 sums take: 1024 equal ones, all rounded to one side, would give keys of constant halves an error of
    3.4e-5. */
 #define TQKV__MOST_PRODUCTS 512
@@ -152,12 +145,14 @@ static void tqkv__score_tile_scalar(const tqkv__stream *s, int kv_head, const tq
 {
     float key[TQKV_MAX_HEAD_DIM];
     int8_t integers[TQKV_MAX_HEAD_DIM];
+    float checked[TQKV_MAX_HEAD_DIM / 256];
     const bool in_floats = tqkv__in_floats(s);
     for (int j = 0; j < segment->n; j++) {
         const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot + j);
         const float *norms = tqkv__norms_at(s, kv_head, segment->slot + j);
+        for (int b = 0; in_floats && b < s->norms_per_row; b++) checked[b] = tqkv__norm_of_key(norms[b]);
         if (in_floats)
-            tqkv__decode_key(s, codes, norms, key);
+            tqkv__decode_row(s, codes, checked, key);
         else
             tqkv__integers_at(s, codes, 0, s->head_dim, integers);
         for (int row = 0; row < n_rows; row++) {

@@ -34,11 +34,6 @@ static const void *tqkv__query_at(const tqkv__attention *a, const void *q, size_
     return (const uint8_t *)q + tqkv__row_begin(a, a->call.query_strides, row) * tqkv__type_size(a->call.query_type);
 }
 
-static void *tqkv__output_at(const tqkv__attention *a, void *out, size_t row)
-{
-    return (uint8_t *)out + tqkv__row_begin(a, a->call.output_strides, row) * tqkv__type_size(a->call.output_type);
-}
-
 /* Returns a part of the caller's query: [head_dim] of part 0 or 1 of the keys */
 static const void *tqkv__query_part(const tqkv__attention *a, const void *query, int part)
 {

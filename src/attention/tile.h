@@ -2,11 +2,6 @@
 
 static int tqkv__clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
 
-static int tqkv__tile_room(const tqkv__stream *s, int64_t position)
-{
-    return s->page_size % TQKV__TILE || s->ring ? TQKV__TILE : tqkv__slots_left(s, position);
-}
-
 /* Whether a ring ends within n positions. */
 static bool tqkv__wraps(const tqkv__region *region, int64_t position, int64_t n)
 {
@@ -26,8 +21,9 @@ static int tqkv__tile_length(const tqkv__region *region, int64_t position, int64
     int64_t n = end - position < aligned ? end - position : aligned;
     if (n > border) n = border;
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) {
-        const int room = region->streams[i] ? tqkv__tile_room(region->streams[i], position) : TQKV__TILE;
-        if (n > room) n = room;
+        const tqkv__stream *s = region->streams[i];
+        if (!s || s->page_size % TQKV__TILE || s->ring) continue; /* rows are gathered there if need be */
+        if (n > tqkv__slots_left(s, position)) n = tqkv__slots_left(s, position);
     }
     return (int)n;
 }

@@ -354,8 +354,9 @@ static tqkv_result tqkv__cut_queries(const tqkv_cache *c, bool raw, tqkv__range 
     if (r == TQKV_OK && !raw) r = tqkv__check_newest(c, &a->call);
     if (r == TQKV_OK) r = tqkv__attention_ends(a);
     if (r != TQKV_OK) return r;
-    const size_t row = (size_t)(positions.from - first) * (size_t)call.n_heads;
-    void *to = tqkv__output_at(a, out, row);
+    const size_t row = (size_t)(positions.from - first) * (size_t)call.n_heads,
+                 wide = tqkv__type_size(call.output_type);
+    void *to = (uint8_t *)out + tqkv__row_begin(a, a->call.output_strides, row) * wide;
     if (tqkv__in_cache(c, to, a->out_size)) return TQKV__INVALID("out overlaps the cache");
     return tqkv__cut_whole(a, tqkv__query_at(a, q, row), to, request);
 }

@@ -138,7 +138,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     c->attention.end = first + n_kept;
     if (c->exact_below > below) c->exact_below = below;
     if (same < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
-    if (n_kept < n) tqkv__exact_begins(c, first < kept_from ? c->attention.end : kept_from);
+    if (n_kept < n) tqkv__exact_begins(c, same < kept_from ? c->attention.end : kept_from);
     if (c->learning && c->attention.end >= c->learn_from) tqkv__settle(c, c->attention.end, c->attention.end);
     tqkv__follow_tail(c);
     return TQKV_OK;

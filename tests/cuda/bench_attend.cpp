@@ -69,7 +69,7 @@ tqkv_attention call_over(const attention &a, const tqkv_store &keys, const tqkv_
     return call;
 }
 
-// Whether narrow groups multiply matrices on this GPU (tqkv__choose_matrix has the times).
+// Whether narrow groups multiply matrices on this GPU (tqkv__choose_split has the times).
 bool gains_at_two(const tqkv_store &s) { return (s.format == TQKV_TQ4 || s.format == TQKV_I8) && s.head_dim <= 256; }
 
 tqkv_metal_plan plan_attention(const attention &a, const streams &s)

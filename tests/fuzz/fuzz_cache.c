@@ -1,6 +1,6 @@
 /* make fuzz FUZZERS=cache SECONDS=60; AFL++: make fuzz-afl FUZZERS=cache. Sequences of cache calls, checked against a
-   model that keeps every position ever appended: the stores hold what it says, and answers are those of tqkv_attend over
-   them. */
+   model that keeps every position ever appended: the stores hold what it says, and answers are those of tqkv_attend
+   over them. */
 #include "fuzz.h"
 #include "tests/counting.h"
 
@@ -492,8 +492,10 @@ static void keep_some(fuzz_input *input, model *m)
     CHECK_RESULT(tqkv_cache_keep(m->cache, n, kept, n_kept), expected);
     if (expected != TQKV_OK) return;
     if (n_kept < n) forget_halves(m);
-    bool all = true; /* of which none moves otherwise */
-    for (int i = 0; i < n; i++) all = all && m->kept[1][m->end - 1 - i];
+    bool all = true; /* from the first on that moves */
+    int same = 0;
+    while (same < n_kept && kept[same] == same) same++;
+    for (int i = same; i < n; i++) all = all && m->kept[1][m->end - n + i];
     for (int i = 0; i < n_kept; i++) model_move(m, m->end - n + kept[i], m->end - n + i, 1);
     m->end -= n - n_kept;
     for (int64_t at = 0; at < m->end && !all; at++) m->kept[1][at] = false;

@@ -426,8 +426,8 @@ static tqkv_result expected_result(const run *r, bool finite)
     return finite ? TQKV_OK : TQKV_NOT_FINITE;
 }
 
-/* Rows of a type, with gaps token by token or head by head, are encoded as their floats without gaps are, decoded as the
-   rounded floats, and looked at as these; nothing is written between them. n: values */
+/* Rows of a type, with gaps token by token or head by head, are encoded as their floats without gaps are, decoded as
+   the rounded floats, and looked at as these; nothing is written between them. n: values */
 static void check_form(tqkv_type type, const run *r, float *source, size_t n)
 {
     const tqkv_store *s = &r->store;

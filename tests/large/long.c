@@ -55,8 +55,8 @@ static tqkv_store fill(const long_row *row, tqkv_format format, float sigma, flo
     return store;
 }
 
-/* One row in double precision. Keys and values stay as they are stored, and what is rotated is the query and the output:
-   that saves most of the time. q, out: [head_dim] */
+/* One row in double precision. Keys and values stay as they are stored, and what is rotated is the query and the
+   output: that saves most of the time. q, out: [head_dim] */
 static void expect_row(const tqkv_attention *a, int head, int query, const float *q, double *out)
 {
     const int d = a->keys->head_dim, kv_head = head / (a->n_heads / a->keys->n_kv_heads);

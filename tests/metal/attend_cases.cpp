@@ -609,7 +609,7 @@ void run_batch(const void *parameters)
         if (*format == TQKV_F16 && seed % 6 < 2) *format = TQKV_TQ4;
     if (lanes) common.group = 1 + common.group % 5; // calls of several parts run as they are planned
     std::vector<std::unique_ptr<item>> items;
-    int n = 0, n_heads = common.n_kv_heads * common.group;
+    int n = 0, at = 0, n_heads = common.n_kv_heads * common.group; // n: queries; at: rows
     for (int i = 0; i < 1 + seed % 5; i++) {
         const attend_row row = row_of_item(common, seed, paged, &random);
         items.emplace_back(new item(row, !paged ? 0 : seed % 3 == 1 && i % 2 == 0 ? 16 : 64, &random));
@@ -626,7 +626,6 @@ void run_batch(const void *parameters)
     std::vector<tqkv_attention> calls;
     std::vector<const void *> sources;
     std::vector<void *> outputs;
-    int at = 0; // of rows
     for (std::unique_ptr<item> &own : items) {
         own->call.query_type = q.type;
         own->call.output_type = to.type;

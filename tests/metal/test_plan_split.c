@@ -45,8 +45,8 @@ static void check_stretches(const tqkv_metal_plan *plan, int64_t end)
           "the merge");
 }
 
-/* Contexts of all lengths, in pages, too, whose slots take memory: the blocks hold all rows, and the splits fit into the
- * scratch that the plan without it tells. */
+/* Contexts of all lengths, in pages, too, whose slots take memory: the blocks hold all rows, and the splits fit into
+ * the scratch that the plan without it tells. */
 static void check_split(const void *row)
 {
     const int head_dim = *(const int *)row, groups[] = {1, 3, 8, 16}, queries[] = {1, 2, 9, 64, 300};

@@ -106,27 +106,6 @@ TQKV__LOOP void TQKV__(score_decoded)(const float *keys, int dim, int n, const f
     (false, dim, (const uint8_t *)(const void *)keys, (size_t)dim * sizeof *keys, n, 0, q, n_rows, add, scores);
 }
 
-TQKV__LOOP void TQKV__(score_floats)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, const float *q,
-                                     int n_rows, bool add, float *scores)
-{
-    TQKV__ALIGNED float keys[TQKV__DECODED_FLOATS];
-    const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
-    const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
-    const int dim = s->head_dim, n = segment->n, fit = TQKV__DECODED_FLOATS / dim / 4 * 4, most = fit > 16 ? 16 : fit;
-    const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    if (s->kind == TQKV__HALF) {
-        TQKV__(score_all)(true, dim, codes, s->row_bytes, n, ahead, q, n_rows, add, scores);
-        return;
-    }
-    for (int j = 0; j < n; j += most) {
-        const int now = n - j < most ? n - j : most;
-        tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
-        TQKV__(decode_floats)
-        (s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, true, keys);
-        TQKV__(score_decoded)(keys, dim, now, q, n_rows, add, scores + j);
-    }
-}
-
 /* Adds: out[row][d] += weights[row][j] * value j, for `width` vectors of dimensions; rows, width and halves are
    constants. */
 TQKV__OP void TQKV__(add_half_vectors)(const int rows, const int width, const bool halves, int dim,
@@ -191,24 +170,29 @@ TQKV__LOOP void TQKV__(add_decoded)(const float *values, int dim, int n, const f
     (false, dim, (const uint8_t *)(const void *)values, (size_t)dim * sizeof *values, n, 0, weights, n_rows, out);
 }
 
-TQKV__LOOP void TQKV__(add_floats)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment,
-                                   const float *weights, int n_rows, float *out)
+/* A tile's products of halves, or of TQ8 decoded to floats. of: weights if these are values, else queries; to: outputs,
+   or scores, which keys add to or not */
+TQKV__LOOP void TQKV__(floats_tile)(const tqkv__stream *s, int kv_head, const tqkv__segment *segment, bool values,
+                                    const float *of, int n_rows, bool add, float *to)
 {
-    TQKV__ALIGNED float values[TQKV__DECODED_FLOATS];
+    TQKV__ALIGNED float rows[TQKV__DECODED_FLOATS];
     const uint8_t *codes = tqkv__codes_at(s, kv_head, segment->slot);
     const float *norms = tqkv__norms_at(s, kv_head, segment->slot);
-    const int dim = s->head_dim, n = segment->n, most = TQKV__DECODED_FLOATS / dim;
+    const int dim = s->head_dim, n = segment->n, fit = TQKV__DECODED_FLOATS / dim / 4 * 4, most = fit > 16 ? 16 : fit;
     const ptrdiff_t ahead = (ptrdiff_t)segment->ahead * (ptrdiff_t)s->row_bytes;
-    if (s->kind == TQKV__HALF) {
-        TQKV__(add_to_all)(true, dim, codes, s->row_bytes, n, ahead, weights, n_rows, out);
-        return;
-    }
-    for (int j = 0; j < n; j += most) {
+    if (s->kind == TQKV__HALF && values)
+        TQKV__(add_to_all)(true, dim, codes, s->row_bytes, n, ahead, of, n_rows, to);
+    else if (s->kind == TQKV__HALF)
+        TQKV__(score_all)(true, dim, codes, s->row_bytes, n, ahead, of, n_rows, add, to);
+    for (int j = 0; s->kind != TQKV__HALF && j < n; j += most) {
         const int now = n - j < most ? n - j : most;
         tqkv__prefetch(TQKV__L2, codes + (size_t)j * s->row_bytes + ahead, (size_t)now * s->row_bytes);
         TQKV__(decode_floats)
-        (s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, false, values);
-        TQKV__(add_decoded)(values, dim, now, weights + j, n_rows, out);
+        (s, codes + (size_t)j * s->row_bytes, norms + j * s->norms_per_row, now, !values, rows);
+        if (values)
+            TQKV__(add_decoded)(rows, dim, now, of + j, n_rows, to);
+        else
+            TQKV__(score_decoded)(rows, dim, now, of, n_rows, add, to + j);
     }
 }
 #endif

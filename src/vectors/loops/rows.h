@@ -615,7 +615,7 @@ TQKV__TARGET static void TQKV__I(score_tile)(const tqkv__stream *s, int kv_head,
     TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
     const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
     if (tqkv__in_floats(s)) {
-        TQKV__(score_floats)(s, kv_head, segment, q, n_rows, add, scores);
+        TQKV__(floats_tile)(s, kv_head, segment, false, q, n_rows, add, scores);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, true, factors);
@@ -658,7 +658,7 @@ TQKV__TARGET static void TQKV__I(value_tile)(const tqkv__stream *s, int kv_head,
     TQKV__ALIGNED uint8_t room[16 * TQKV_MAX_HEAD_DIM];
     const uint8_t *row = tqkv__codes_at(s, kv_head, segment->slot);
     if (tqkv__in_floats(s)) {
-        TQKV__(add_floats)(s, kv_head, segment, weights, n_rows, out);
+        TQKV__(floats_tile)(s, kv_head, segment, true, weights, n_rows, true, out);
         return;
     }
     TQKV__(factors)(s, tqkv__norms_at(s, kv_head, segment->slot), segment, false, factors);
