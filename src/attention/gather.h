@@ -151,9 +151,10 @@ static tqkv__tile *tqkv__tile_of_ranks(const tqkv__work *w, const tqkv__ranks *r
     const int pass = ranks->region.number / 2;
     tile->region = tqkv__region_at(streams, tqkv__position_of(tqkv__list_in_pass(w, pass), ranks->rank), pass);
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++) { /* in scratch, or where the rows are */
+        if (!ranks->region.streams[i]) continue;
         const int first = ranks->slot_lists[i][0], at = ranks->together ? first : slot;
         const tqkv__segment segment = {at, ranks->n, ahead ? next->slot_lists[i][0] - first : 0};
-        if (ranks->region.streams[i]) tile->segments[i] = segment;
+        tile->segments[i] = segment;
     }
     const bool asks = tqkv__asks_meanwhile(ranks, next);
     if (ahead)

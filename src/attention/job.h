@@ -42,8 +42,8 @@ typedef struct tqkv__job {
     float *waves; /* [wave_floats] */
 } tqkv__job;
 
-/* The KV heads of rows come one after the other where they share a list. Queries with lists of their own take one KV head
-   after the other: neighbours share most entries, whose rows the L2 cache still has. */
+/* The KV heads of rows come one after the other where they share a list. Queries with lists of their own take one KV
+   head after the other: neighbours share most entries, whose rows the L2 cache still has. */
 static tqkv__item tqkv__item_of(const tqkv__request *request, int index)
 {
     TQKV_ASSERT(index >= 0 && index < request->n_items);
