@@ -250,23 +250,6 @@ void check_beyond(const random_problem &p, int64_t first, int64_t end)
     }
 }
 
-// Slices that begin with a stretch, planned or a shorter one, and are added in their order, have the bits of the whole
-// call.
-void check_bits_of_slices(random_problem &p)
-{
-    const reference_shape shape = reference_attention_shape(&p.attention);
-    const int tiles = (p.row.key_capacity + 31) / 32, n = 1 + p.below(10);
-    const bool planned = p.below(2);
-    const int64_t length = planned ? 512 : 32 * ((tiles + n - 1) / n);
-    const gpu_split split = planned ? p.planned : gpu_split{0, 0, n, 0, p.split.kernel};
-    std::vector<int64_t> cuts = {shape.oldest};
-    for (int64_t at = (shape.oldest / length + 1) * length; at < shape.end; at += length)
-        if (p.below(3)) cuts.push_back(at);
-    cuts.push_back(shape.end);
-    check_bits(in_slices(p, cuts, 0, false, split), p.run(p.attention, split),
-               "slices have other bits than the whole call");
-}
-
 // Four slices of the resident positions, one of them empty. The processor's go with formats whose centroids are a
 // GPU's.
 void check_slices(random_problem &p)
@@ -280,9 +263,6 @@ void check_slices(random_problem &p)
     std::sort(cuts.begin(), cuts.end());
     if (mixed) p.tolerance += attend_tolerance(&p.row);
     attend_check(&p, in_slices(p, cuts, (size_t)p.below(4), mixed, p.split).data(), "slices");
-    const bool promised =
-        reference_is_rotated(p.attention.values) && (p.row.key_center == 0.0f || p.row.softcap > 0.0f);
-    if (promised && !parts && !p.row.key_ring && !p.row.list_block) check_bits_of_slices(p);
     if (!parts) check_beyond(p, cuts[1], cuts[3]);
 }
 
@@ -697,6 +677,49 @@ void run_sections(const void *parameters)
                p.run(p.attention, {0, 2, 150, share}), "slices have other bits than the whole call");
 }
 
+// Slices that begin with a stretch, added in this order, have the bits of the whole call: by both kernels.
+struct slices_row {
+    tqkv_format keys, values;
+    int head_dim, group, n_queries, end, window;
+    float softcap, key_center;
+    gpu_split split;
+    int cuts[5];
+};
+
+void run_bits_of_slices(const void *parameters)
+{
+    const slices_row *from = (const slices_row *)parameters;
+    attend_row row = attend_default_row(from->keys, from->values, from->head_dim);
+    row.n_kv_heads = 1;
+    row.group = from->group;
+    row.n_queries = from->n_queries;
+    row.end = row.key_capacity = row.value_capacity = from->end;
+    row.window = from->window;
+    row.softcap = from->softcap;
+    row.key_center = from->key_center; // under softcap a part of each score
+    row.sinks = SINKS_SOME;
+    row.query_size = 10.0f; // maxima differ between the slices
+    row.bits_alone = true;
+    random_problem p(row, 0);
+    std::vector<int64_t> cuts(1, 0);
+    for (int at : from->cuts)
+        if (at) cuts.push_back(at);
+    cuts.push_back(from->end);
+    check_bits(in_slices(p, cuts, 0, false, from->split), p.run(p.attention, from->split),
+               "slices have other bits than the whole call");
+}
+
+void add_bits_of_slices()
+{
+    const slices_row rows[] = {{TQKV_I8, TQKV_TQ4, 64, 2, 1, 1690, 0, 0.0f, 0.0f, as_planned, {512, 1024, 1536}},
+                               {TQKV_I8, TQKV_TQ4, 64, 8, 3, 1690, 0, 0.0f, 0.0f, as_planned, {512, 1024, 1536}},
+                               {TQKV_I8, TQKV_TQ4, 64, 8, 1, 1690, 0, 4.0f, 0.5f, as_planned, {1024, 1536}},
+                               {TQKV_I8, TQKV_TQ4, 512, 8, 1, 300, 0, 0.0f, 0.0f, {0, 0, 10}, {192, 224, 256, 288}},
+                               {TQKV_F16, TQKV_TQ3, 32, 2, 1, 4790, 1200, 0.0f, 0.0f, {0, 2, 150}, {3584, 4096, 4608}}};
+    for (const slices_row &row : rows)
+        test_add(run_bits_of_slices, &row, sizeof row, "attend/bits_of_slices/%d", (int)(&row - rows));
+}
+
 struct shape_row {
     attend_row problem;
     gpu_split split;
@@ -726,6 +749,30 @@ void add_shapes()
     }
 }
 
+// A position that only some queries see holds NaN in norms or halves.
+void add_poisons()
+{
+    const tqkv_format formats[] = {TQKV_F16, TQKV_TQ4, TQKV_I8};
+    for (int i = 0; i < 18; i++) {
+        shape_row row = {attend_default_row(formats[i % 3], formats[i / 3 % 3], 256), {GPU_MOST, 2, 1}};
+        row.problem.n_queries = 3;
+        row.problem.window = i < 9 ? 0 : 20;
+        row.problem.poison = i < 9 ? POISON_NEWEST : POISON_OLDEST;
+        test_add(run_shape, &row, sizeof row, "attend/poison/%d", i);
+    }
+}
+
+// The masks of a tree have two words.
+void add_tree()
+{
+    shape_row row = {attend_default_row(TQKV_TQ4, TQKV_TQ4, 64), {GPU_MOST, 2, 2}};
+    row.problem.n_kv_heads = 1;
+    row.problem.n_queries = 64;
+    row.problem.end = row.problem.key_capacity = row.problem.value_capacity = 100;
+    row.problem.tree = true;
+    test_add(run_shape, &row, sizeof row, "attend/tree");
+}
+
 // Long rows in stretches that do not end with a round of tiles; one with scores in the hundreds, one by lanes whose
 // newest keys are halves and have their tails among the others.
 void add_rounds()
@@ -750,6 +797,9 @@ void attend_shader_cases()
 {
     add_random(gpu_record ? 48 : gpu_on_device ? 120 : 432);
     add_shapes();
+    add_bits_of_slices();
+    add_poisons();
+    add_tree();
     add_rounds();
     for (int seed = 0; seed < 4; seed++) test_add(run_strands_of_one, &seed, sizeof seed, "attend/strands/%d", seed);
     for (int seed = 0; seed < 48; seed++)

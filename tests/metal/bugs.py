@@ -237,7 +237,7 @@ BUGS = {
         (64, 128, 256), "plain", "attend/divided/d64", "by matrices"),
     "halves_not_cleared": (
         "shaders/attend_matrix.h", "clear_not_finite<W, N>(values[h].raw);", "values[h].raw[0].main[0] += 0u;", "attend_matrix", (256,), "plain",
-        "attend/divided/d256", "by matrices"),
+        "attend/poison", "by matrices"),
     "queries_of_matrices_as_halves": (
         "shaders/attend.h", "load_typed_row<D>(row_type,", "load_typed_row<D>(uint(TQKV_TYPE_F16),", "attend_matrix", (64,),
         "plain", "attend/strides/d64", "relative error"),
@@ -249,7 +249,7 @@ BUGS = {
         "max_of_column(largest);\n            before[f][i] = state.maximum[f][i];\n"
         "            began = began || before[f][i] != NOTHING_SEEN;\n"
         "            state.maximum[f][i] = max(largest, before[f][i]);",
-        "attend_matrix", (64,), "plain", "attend/slices/d64", "other bits than the whole"),
+        "attend_matrix", (64,), "plain", "attend/bits_of_slices/1", "other bits than the whole"),
     # Keys of two parts.
     "tail_ignored": (
         "shaders/attend.h", "score[c] = fma(own, scale, score[c] * key_scale);", "score[c] = fma(0.0f * own, scale, score[c] * key_scale);",
@@ -313,14 +313,14 @@ BUGS = {
         "attend_matrix", (64,), "plain", "attend/slices/d64",
         "slices: query 0"),
     "maximum_left_as_it_was_rounded": (
-        "shaders/softmax.h", "? whole : maximum", "? maximum : maximum", "attend_merge", (64,), "plain", "attend/slices/d64",
+        "shaders/softmax.h", "? whole : maximum", "? maximum : maximum", "attend_merge", (64,), "plain", "attend/bits_of_slices/0",
         "other bits than the whole"),
     "maximum_not_whole": (
         "shaders/attend.h", "rint(simd_max(score[c]))", "simd_max(score[c])", "attend", (64,), "plain", "attend/company/d64",
         "strands have other bits"),
     "maximum_of_matrices_not_whole": (
         "shaders/attend_matrix.h", "rint(max_of_column(largest));\n            before", "max_of_column(largest);\n            before", "attend_matrix", (64,), "plain",
-        "attend/slices/d64", "other bits than the whole"),
+        "attend/bits_of_slices/1", "other bits than the whole"),
     "slice_in_another_basis": (
         "shaders/merge.h", "if (task.rotate && row.sum != 0.0f) rotate_row<D>(row.x, part);", "", "attend_merge", (64,),
         "plain", "attend/slices/d64", "relative error"),
@@ -423,11 +423,11 @@ BUGS = {
         "shaders/tiles.h", "if (!tail_elsewhere) return result;", "return result;", "attend", (512,), "plain",
         "attend/rounds/share4", "relative error"),
     "tree_by_lanes": (
-        "shaders/tiles.h", "tree[query * 2u + bit / 32u]", "tree[query * 2u]", "attend", (64,), "plain", "attend/divided/d64",
+        "shaders/tiles.h", "tree[query * 2u + bit / 32u]", "tree[query * 2u]", "attend", (64,), "plain", "attend/tree",
         "relative error"),
     "tree_ignored_by_matrices": (
         "shaders/attend_matrix.h", "if (has_tree && last >= args.first_of_tree) return false;", "", "attend_matrix", (64,),
-        "plain", "attend/divided/d64", "by matrices"),
+        "plain", "attend/tree", "by matrices"),
 }
 
 

@@ -4,7 +4,7 @@ LIBRARY_TESTS := tests/metal/library
 # Left to `make test-metallib`: modules of most head_dims, other versions of LLVM and targets; cases that launch the same kernels in
 # another way.
 LIBRARY_CHECKS := library/kernels library/attributes _d128 index tables attend_list damage/ refusals/ lowering
-LIBRARY_LATER := -attend/company -attend/slices -attend/strides -attend/shape -attend/pages -cache/ -golden/
+LIBRARY_LATER := -attend/company -attend/slices -attend/strides -attend/shape -attend/pages -bits_of_slices -cache/ -golden/
 
 # Another library, and the source beside it: make test-metallib-quick LIBRARY=FILE LIBRARY_SOURCE=FILE
 LIBRARY ?= $(METALLIB_TESTED)
