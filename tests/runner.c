@@ -13,6 +13,7 @@ enum { MAX_FAILURES_PRINTED = 5 };
 
 bool test_failure_aborts = false;
 int test_faults = 0;
+void (*test_behind)(const char *name);
 __thread const char *test_explained;
 
 void test_explain(const char *text) { test_explained = text; }
@@ -173,6 +174,7 @@ int test_run_selected(bool list, int n_filters, char **filters)
         table.running = &table.cases[i];
         table.failures = 0;
         table.running->run(table.running->row.bytes);
+        if (test_behind) test_behind(table.running->name);
         if (table.failures > MAX_FAILURES_PRINTED)
             printf("  and %d more in this case\n", table.failures - MAX_FAILURES_PRINTED);
         if (table.failures)

@@ -48,6 +48,9 @@ int test_failures(void);
 /* If true, a failed check aborts the program: for the fuzzers. */
 extern bool test_failure_aborts;
 
+/* Called behind each case, if it is not NULL. */
+extern void (*test_behind)(const char *name);
+
 /* The runner's TQKV_EXPLAIN: keeps the last text of this thread in test_explained. */
 extern __thread const char *test_explained;
 void test_explain(const char *text);
