@@ -36,7 +36,8 @@ BREW_TEST := clang-format lcov
 
 ifeq ($(SYSTEM),Darwin)
 BREW_PREFIX := $(shell brew --prefix 2>/dev/null)
-CPPFLAGS += $(if $(BREW_PREFIX),-I$(BREW_PREFIX)/include)
+# The Swift package's xxhash.h serves where Homebrew's is missing.
+CPPFLAGS += $(if $(BREW_PREFIX),-I$(BREW_PREFIX)/include) -isystem packaging/swift/CTqkv/xxhash
 endif
 
 # What `make test` runs; included files add to it.

@@ -795,7 +795,7 @@ void add_rounds()
 
 void attend_shader_cases()
 {
-    add_random(gpu_record ? 48 : gpu_on_device ? 120 : 432);
+    add_random(gpu_record ? 72 : gpu_on_device ? 120 : 432);
     add_shapes();
     add_bits_of_slices();
     add_poisons();

@@ -1,5 +1,6 @@
 /* The fixture of host.h. */
 #include "host.h"
+#include "tests/metal/mac/report.h"
 #include <math.h>
 #include "tests/reference.h"
 #ifdef STANDIN
@@ -10,7 +11,10 @@ host test_host;
 
 tqkv_metal *host_context(void)
 {
-    return host_create((tqkv_metal_desc){.device = test_host.device, .library_path = test_host.library}, TQKV_OK, "");
+    const char *source = [report_source(test_host.library) UTF8String];
+    const tqkv_metal_desc desc = {
+        .device = test_host.device, .library_path = source ? NULL : test_host.library, .library_source = source};
+    return host_create(desc, TQKV_OK, "");
 }
 
 bool host_open(void)
@@ -193,9 +197,7 @@ void host_check_works(tqkv_metal *m)
 
 const char *host_source(void)
 {
-    NSString *text = [NSString stringWithContentsOfFile:@"metallib/tqkv.metal"
-                                               encoding:NSUTF8StringEncoding
-                                                  error:NULL];
+    NSString *text = report_source("metallib/tqkv.metal");
     CHECK(text, "no metallib/tqkv.metal");
     return [text UTF8String];
 }
@@ -285,6 +287,20 @@ static void check_refusals(const tqkv_metal_plan *plan, id<MTLComputeCommandEnco
     CHECK_RESULT(tqkv_metal_record(NULL, encoder, &wrong), TQKV_INVALID_ARGUMENT);
 }
 
+/* A hash of what the plans of a case wrote; 0: nothing. */
+static uint64_t bits;
+
+static void add_bits(const void *bytes, size_t n)
+{
+    for (size_t i = 0; i < n; i++) bits = (bits + ((const unsigned char *)bytes)[i] + 1) * 0x100000001b3u;
+}
+
+void host_print_bits(const char *name)
+{
+    if (bits) printf("result %s %016llx\n", name, (unsigned long long)bits);
+    bits = 0;
+}
+
 /* Only the stand-in counts the calls of Metal that can fail. */
 #ifdef STANDIN
 static void count_calls(void) { standin_fail_at(0); }
@@ -310,7 +326,7 @@ bool host_run(tqkv_metal_plan *plan, char *error, size_t error_size)
     for (int i = 0; i < n; i++) {
         const void *made = host_contents(arrays[i].at);
         if (arrays[i].shared) continue;
-        if (arrays[i].written) memcpy(arrays[i].plain, made, arrays[i].size);
+        if (arrays[i].written) memcpy(arrays[i].plain, made, arrays[i].size), add_bits(made, arrays[i].size);
         CHECK(!memcmp(arrays[i].plain, made, arrays[i].size), "an array that is only read was written");
         host_release(arrays[i].at);
     }

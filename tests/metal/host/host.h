@@ -8,7 +8,7 @@
 #include "tests/metal/sizes.h"
 
 typedef struct host {
-    const char *library, *stale; /* path of the library, folder of stale ones (stand-in only) */
+    const char *library, *stale; /* path of the library or source, folder of stale ones (stand-in only) */
     bool embedded;               /* tqkv_metal.m was built with TQKV_METALLIB_EMBED */
     id<MTLDevice> device;
     id<MTLCommandQueue> queue;
@@ -57,6 +57,8 @@ tqkv_metal_plan *host_plan(void); /* of this thread */
 /* Runs a plan whose buffers are plain memory through tqkv_metal.m: prepared, then recorded into a concurrent encoder,
    which makes no call of Metal that can fail. False and a text on failure. */
 bool host_run(tqkv_metal_plan *plan, char *error, size_t error_size);
+/* Prints a hash of what the plans of this case wrote, if there were any: the same for each library. */
+void host_print_bits(const char *name);
 /* The cases of the shaders, of tests/metal/driver.cpp; run: what runs their plans. */
 void add_shader_cases(bool (*run)(tqkv_metal_plan *plan, char *error, size_t error_size), tqkv_metal *context);
 /* Attention of one query to 64 positions of a TQ4 store of one head, and its outputs in double precision. */

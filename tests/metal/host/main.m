@@ -1,4 +1,5 @@
-/* The tests of tqkv_metal.m: runner --library FILE [--stale FOLDER | --embedded] [--list] [part of a name]... */
+/* The tests of tqkv_metal.m: runner --library FILE [--stale FOLDER | --embedded | --bits] [--list] [part of a name]...
+   FILE: a library, or for the shaders' cases also a source. */
 #include "host.h"
 #ifdef STANDIN
 #include "tests/metal/standin/standin.h"
@@ -11,6 +12,7 @@ int main(int argc, char **argv)
     int i = 3;
     if (argc > i + 1 && !strcmp(argv[i], "--stale")) test_host.stale = argv[i + 1], i += 2;
     if (argc > i && !strcmp(argv[i], "--embedded")) test_host.embedded = true, i++;
+    if (argc > i && !strcmp(argv[i], "--bits")) test_behind = host_print_bits, i++;
     NSAutoreleasePool *pool = [[NSAutoreleasePool alloc] init];
 #ifdef STANDIN
     standin_set_compiled(test_host.library);

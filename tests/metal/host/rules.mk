@@ -5,7 +5,7 @@
 HOST_BUILD := $(METAL_BUILD)/host
 comma := ,
 HOST_TESTS := main buffers refusal_tests cache_tests library_tests context_tests pipeline_tests
-HOST_HEADERS := $(TQKV_FILES) tests/metal/host/host.h $(wildcard tests/*.h tests/metal/*.h)
+HOST_HEADERS := $(TQKV_FILES) $(wildcard $(addsuffix /*.h,tests tests/metal tests/metal/host tests/metal/mac))
 HOST_WARNINGS := -DTQKV_METAL -Wall -Wextra -Werror
 STANDIN_HEADERS := $(wildcard tests/metal/standin/*.h tests/metal/standin/*/*.h)
 HOST_EXAMPLES := metal_encode_attend
@@ -139,29 +139,20 @@ $(HOST_BUILD)/driver.o: tests/metal/driver.cpp $(SHADER_TEST_HEADERS)
 $(HOST_BUILD)/runner: $(HOST_OBJECTS:%=$(HOST_BUILD)/%.o) $(HOST_SHADER_CASES)
 	@clang++ $^ -o $@ $(HOST_LINK)
 
-# What runs on a Mac for a report; here over the stand-in. A Mac with the Command Line Tools alone can build it: mac/hash
-# takes the place of xxhash.h.
-REPORT_PROGRAMS := pipelines report speed lookup
-REPORT_FLAGS := -O2 $(HOST_WARNINGS) -DTQKV_METAL_ANY_FAMILY -D_DARWIN_C_SOURCE $(INCLUDE)
-REPORT_TQKV := $(if $(HOST_GNUSTEP),$(HOST_TQKV))
+# What runs on a Mac for a report; here over the stand-in. A Mac with the Command Line Tools alone can build it.
+REPORT_PROGRAMS := pipelines speed lookup
+REPORT_FLAGS := -O2 $(HOST_WARNINGS) -DTQKV_METAL_ANY_FAMILY -D_DARWIN_C_SOURCE $(INCLUDE) $(HOST_GNUSTEP)
 REPORT_LINK := $(if $(HOST_GNUSTEP),$(GNUSTEP_LINK),-framework Metal -framework Foundation)
+REPORT_OBJECTS := $(patsubst %,$(HOST_BUILD)/mac/%.o,tqkv_metal $(if $(HOST_GNUSTEP),$(STANDIN)/standin)) $(HOST_TQKV)
 # As on a Mac the programs, the stand-in and the shaders under them have no sanitizers: they run seven times.
 PLAIN_LIBRARY := $(if $(HOST_GNUSTEP),$(HOST_BUILD)/tsan/standin.metallib,$(HOST_LIBRARY))
 
-$(HOST_BUILD)/mac/standin.o: $(STANDIN)/standin.m $(HOST_HEADERS) $(STANDIN_HEADERS) $(HOST_OBJC)
-	@mkdir -p $(@D)
-	@clang $(filter-out $(STANDIN_SANITIZE),$(HOST_FLAGS)) -O1 $(HOST_GNUSTEP) -c $< -o $@
+$(eval $(call host_objects,$(HOST_BUILD)/mac,$(REPORT_FLAGS),,$(HOST_OBJC)))
 
-$(HOST_BUILD)/mac/tqkv_metal.o: $(HOST_SOURCE) $(HOST_HEADERS) $(HOST_OBJC)
-	@mkdir -p $(@D)
-	@clang $(REPORT_FLAGS) $(HOST_GNUSTEP) $(if $(HOST_GNUSTEP),$(HOST_ALONE)) -Itests/metal/mac/hash -c $< -o $@
+$(REPORT_PROGRAMS:%=$(HOST_BUILD)/mac/%): $(HOST_BUILD)/mac/%: $(HOST_BUILD)/mac/tests/metal/mac/%.o $(REPORT_OBJECTS)
+	@clang++ $^ -o $@ $(REPORT_LINK)
 
-$(HOST_BUILD)/mac/%.o: tests/metal/mac/%.m tests/metal/mac/report.h $(TQKV_FILES) $(HOST_OBJC)
-	@mkdir -p $(@D)
-	@clang $(REPORT_FLAGS) $(HOST_GNUSTEP) -c $< -o $@
-
-$(REPORT_PROGRAMS:%=$(HOST_BUILD)/mac/%): $(HOST_BUILD)/mac/%: $(HOST_BUILD)/mac/%.o $(HOST_BUILD)/mac/tqkv_metal.o \
-		$(REPORT_TQKV) $(if $(HOST_GNUSTEP),$(HOST_BUILD)/mac/standin.o)
+$(HOST_BUILD)/mac/runner: $(HOST_TESTS:%=$(HOST_BUILD)/mac/tests/metal/host/%.o) $(REPORT_OBJECTS) $(HOST_SHADER_CASES)
 	@clang++ $^ -o $@ $(REPORT_LINK)
 
 # What lookup compiles when it runs.
@@ -195,7 +186,7 @@ HOST_ARC_CASES := context/ cache/one cache/strides cache/history/1 refusals/ rot
 HOST_LATER := $(if $(HOST_GNUSTEP),-golden/ -attend/length -attend/sections -attend/shape)
 
 HOST_PROGRAMS := $(HOST_BUILD)/runner $(HOST_BUILD)/runner-embedded $(HOST_BUILD)/metal_encode_attend \
-	$(REPORT_PROGRAMS:%=$(HOST_BUILD)/mac/%)
+	$(patsubst %,$(HOST_BUILD)/mac/%,$(REPORT_PROGRAMS) runner)
 
 .PHONY: test-metal
 test-metal: $(HOST_PROGRAMS) $(HOST_LIBRARY) $(PLAIN_LIBRARY) $(if $(HOST_STALE),$(HOST_BUILD)/stale/made)
@@ -223,12 +214,10 @@ endif
 # What a Mac's owner sends back. report.sh builds what it runs: where that fails the report says so.
 MAC_REPORT := $(BUILD)/mac-report.txt
 REPORT_MAKE = $(MAKE) # by this name, `make -n` only prints it
-NO_XXHASH = $(shell echo '\#include <xxhash.h>' | clang $(CPPFLAGS) -E - >/dev/null 2>&1 || \
-	echo 'xxhash.h is missing: brew install xxhash')
 
 .PHONY: mac-report
 mac-report: ## on a Mac: what its GPU makes of the libraries, into build/mac-report.txt, in ten minutes: FULL=1 for all
-	@MAKE="$(strip $(REPORT_MAKE))" NO_TESTS="$(NO_XXHASH)" XCRUN_LIBRARY=$(XCRUN_BUILD)/default.metallib FULL="$(FULL)" \
+	@MAKE="$(strip $(REPORT_MAKE))" XCRUN_LIBRARY=$(XCRUN_BUILD)/default.metallib FULL="$(FULL)" \
 		sh tests/metal/mac/report.sh $(HOST_BUILD) $(MAC_REPORT) $(METALLIB) $(METALLIB_SOURCE)
 
 .PHONY: demo-metal

@@ -2,9 +2,8 @@
 # The report of a Mac: report.sh BUILD FILE LIBRARY SOURCE. Writes what it prints to FILE, too.
 # BUILD: the folder of programs. LIBRARY: the one in the box. SOURCE: all shaders in one file. Environment: MAKE builds the
 # programs and, where Xcode's Metal compiler works, a library by it (XCRUN_LIBRARY). FULL=1: every pair of formats and every
-# test, which takes hours. NO_TESTS: why tests cannot be built. REPORT_LIMIT: seconds after which a
-# step is ended, 300, with FULL=1 ten hours. For the test of this file: REPORT_OPTIONS, REPORT_SPEED and HOST_CASES in place of the
-# programs' options.
+# test, which takes hours. REPORT_LIMIT: seconds after which a step is ended, 300, with FULL=1 ten hours. For the test of
+# this file: REPORT_CASES and REPORT_SPEED in place of the programs' options.
 # What is wanted most comes first: which kernels Metal takes, then whether they are right, then how fast they are. A step that
 # fails is a line of text. Status 1 if one did.
 build=$1 file=$2 library=$3 source=$4
@@ -20,9 +19,10 @@ fi
 
 status=0
 [ -n "$FULL" ] && REPORT_LIMIT=${REPORT_LIMIT:-36000}
-options=${REPORT_OPTIONS:-${FULL:+--all}} few=--brief
-host_cases=${HOST_CASES:-cache/ context/ refusals/ rotate/ attend/ batch/ index/ encode/ golden/tq4/ golden/i8/}
-[ -n "$FULL" ] && few=--all host_cases=''
+# Some 230 pipelines and 20, of every head_dim, format and family, and of 64; all cases but those of a library.
+usual=${REPORT_CASES:-rotate/ encode/tq4/ /d128/0 attend/divided attend/shape}
+few=${REPORT_CASES:-encode/tq4/d64/0 attend/divided/d64/0 attend/shape}
+[ -n "$FULL" ] && usual='' few=-context/
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 touch "$folder/begin"
@@ -51,14 +51,9 @@ run() { # program and arguments: its lines appear as they come
     [ "$code" = 0 ] || failed "$* ended with status $code"
 }
 
-kept() { # library, name, options: run, and the bits of its results
-    run "$build/mac/report" "$1" $3
-    sed -n 's/^result \([^ ]*\) \([^ ]*\) .*/\1 \2/p' "$folder/lines" | sort >"$folder/$2.bits"
-}
-
-tested() { # program and arguments: the failures, and the numbers
-    limited "$@" >"$folder/lines" 2>&1 || failed "$*"
-    grep -v '^device' "$folder/lines"
+kept() { # library or source, name, cases: run, and the bits of what they computed
+    run "$build/mac/runner" --library "$1" --bits $3
+    sed -n 's/^result //p' "$folder/lines" | sort >"$folder/$2.bits"
 }
 
 title machine
@@ -79,9 +74,9 @@ find "$HOME/Library/Logs/DiagnosticReports" /Library/Logs/DiagnosticReports -nam
     -newer "$folder/begin" 2>/dev/null
 
 title "$library, compared with the processor"
-made "$build/mac/report" && kept "$library" box "$options"
+made "$build/mac/runner" && kept "$library" box "$usual"
 title "$library, under Metal's validation"
-run env MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 "$build/mac/report" "$library" --brief
+run env MTL_DEBUG_LAYER=1 MTL_SHADER_VALIDATION=1 "$build/mac/runner" --library "$library" $few
 title "speed of $library"
 made "$build/mac/speed" && run "$build/mac/speed" "$library" $REPORT_SPEED
 title 'look-ups of codes'
@@ -91,19 +86,16 @@ title "$source, compiled by the system"
 kept "$source" source "$few"
 if [ -n "$has_metal" ] && [ -n "$XCRUN_LIBRARY" ] && made "$XCRUN_LIBRARY"; then
     title "$XCRUN_LIBRARY, by Xcode's compiler"
-    kept "$XCRUN_LIBRARY" xcrun "$options"
+    kept "$XCRUN_LIBRARY" xcrun "$usual"
 fi
 for other in source xcrun; do
     [ -f "$folder/$other.bits" ] || continue
     echo "$other: $(wc -l <"$folder/$other.bits") results, $(comm -13 "$folder/box.bits" "$folder/$other.bits" | wc -l) with other bits than $library"
     comm -13 "$folder/box.bits" "$folder/$other.bits" | head -n 20
 done
-
-if [ -n "$NO_TESTS" ]; then
-    echo "not run: the tests. $NO_TESTS"
-else
-    title 'tests of tqkv_metal.m and of the shaders'
-    made "$build/runner" && tested "$build/runner" --library "$library" $host_cases
+if [ -z "$FULL" ]; then
+    title 'more tests of tqkv_metal.m and of the shaders'
+    run "$build/mac/runner" --library "$library" ${REPORT_CASES:-cache/ context/ refusals/ attend/ batch/ index/ encode/ golden/tq4/ golden/i8/}
 fi
 
 title "$(if [ "$status" = 0 ]; then echo 'all as expected'; else echo 'not all as expected:'; fi)"

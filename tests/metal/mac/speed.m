@@ -3,7 +3,8 @@
    are the GPU's own, of several calls in one command buffer, the best of some rounds after 0.3 s of the same work:
    an idle GPU has a low clock.
    GB/s counts codes and norms once a call; `only reading` is a kernel that does nothing else. `share` is of the time of
-   half floats. --tiny: one shape at 64 positions, to see that it runs. */
+   half floats. First comes tqkv's test of itself, without pipelines and with them. --tiny: one shape at 64 positions, to
+   see that it runs. */
 #include "report.h"
 #include "../../shape.h"
 #include <stdlib.h>
@@ -240,6 +241,20 @@ static void time_shape(tqkv_metal *m, const shape *s, const int *lengths)
     }
 }
 
+/* What a program does after an update of the system: the second time pipelines are there. */
+static void time_self_test(tqkv_metal *m, int head_dim, int group)
+{
+    char what[40];
+    const tqkv_cache_desc desc = {.head_dim = head_dim, .n_kv_heads = 2, .n_heads = 2 * group};
+    snprintf(what, sizeof what, "self-test of d%d, group %d", head_dim, group);
+    const double start = report_seconds();
+    if (!succeeded(m, what, tqkv_metal_self_test(m, &desc))) return;
+    const double built = report_seconds();
+    if (succeeded(m, what, tqkv_metal_self_test(m, &desc)))
+        printf("%s: ok, %.0f ms, with pipelines built %.1f ms\n", what, (built - start) * 1e3,
+               (report_seconds() - built) * 1e3);
+}
+
 int main(int argc, char **argv)
 {
     static const int usual[LENGTHS] = {512, 1024, 2048, 4096, 16384, 32768, 131072}, tiny[LENGTHS] = {64};
@@ -254,6 +269,8 @@ int main(int argc, char **argv)
     tqkv_metal *m = NULL;
     if (tqkv_metal_create(&desc, &m) != TQKV_OK) return printf("failed: %s\n", error), 1;
     queue = [device newCommandQueue];
+    time_self_test(m, 64, 1);
+    if (!is_tiny) time_self_test(m, 128, 4);
     time_reading(device);
     const int n = (int)(sizeof shapes / sizeof *shapes);
     for (int i = is_tiny ? n - 2 : 0; i < (is_tiny ? n - 1 : n); i++) time_shape(m, &shapes[i], is_tiny ? tiny : usual);
