@@ -3,9 +3,6 @@
 #include "tests/metal/mac/report.h"
 #include <math.h>
 #include "tests/reference.h"
-#ifdef STANDIN
-#include "tests/metal/standin/standin.h"
-#endif
 
 host test_host;
 
@@ -168,6 +165,14 @@ tqkv_metal *host_create(tqkv_metal_desc desc, tqkv_result expected, const char *
     CHECK((m != NULL) == (expected == TQKV_OK), "a context with result %d", (int)expected);
     CHECK(strstr(error, words), "the text is \"%s\", without \"%s\"", error, words);
     return m;
+}
+
+const char *host_error(tqkv_metal *m)
+{
+    static _Thread_local char text[400];
+    snprintf(text, sizeof text, "untouched");
+    tqkv_metal_error(m, text, sizeof text);
+    return text;
 }
 
 static tqkv_result record_rotations(void *user, tqkv_metal_object encoder)

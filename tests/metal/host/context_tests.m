@@ -4,9 +4,6 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
-#ifdef STANDIN
-#include "tests/metal/standin/standin.h"
-#endif
 
 static void run_memory(const void *parameters)
 {
@@ -59,10 +56,8 @@ static void run_self_test(const void *parameters)
          .sinks = sinks},
         {.head_dim = 512, .n_kv_heads = 1, .n_heads = 8, .shared = true, .tail_dim = 64, .calibrate = 100}};
     for (size_t i = 0; i < sizeof descs / sizeof *descs; i++) {
-        char text[400];
         const tqkv_result r = tqkv_metal_self_test(test_host.metal, &descs[i]);
-        tqkv_metal_error(test_host.metal, text, sizeof text);
-        CHECK(r == TQKV_OK, "case %zu: %s, \"%s\"", i, tqkv_result_string(r), text);
+        CHECK(r == TQKV_OK, "case %zu: %s, \"%s\"", i, tqkv_result_string(r), host_error(test_host.metal));
     }
     const tqkv_cache_desc unknown = {.head_dim = 100, .n_kv_heads = 1, .n_heads = 1}, empty = {.head_dim = 64};
     CHECK_REFUSED(test_host.metal, tqkv_metal_self_test(test_host.metal, &unknown), TQKV_UNSUPPORTED, "head_dim 32");
@@ -221,11 +216,7 @@ static void run_threads(const void *parameters)
     tqkv_metal *m = *(const int *)parameters == 3 ? host_create(from_source, TQKV_OK, "") : host_context();
     REQUIRE(m, "no context");
     for (int i = 0; i < THREADS; i++) {
-        workers[i].metal = m;
-        workers[i].number = i;
-        workers[i].failures = 0;
-        workers[i].work = works[*(const int *)parameters];
-        workers[i].missing = &missing;
+        workers[i] = (worker){.metal = m, .number = i, .work = works[*(const int *)parameters], .missing = &missing};
         CHECK(!pthread_create(&workers[i].thread, NULL, begin_together, &workers[i]), "no thread");
     }
     for (int i = 0; i < THREADS; i++) {
@@ -239,19 +230,27 @@ static void run_threads(const void *parameters)
 
 /* -- Devices and encoders -- */
 
+/* Rotates rows in a buffer of that device. */
+static void rotate_on(id<MTLDevice> device, tqkv_result expected, const char *words)
+{
+    id<MTLBuffer> buffer = [device newBufferWithLength:512 options:MTLResourceStorageModeShared];
+    const tqkv_metal_buffer rows = {buffer, 0};
+    tqkv_metal *m = test_host.metal;
+    memset([buffer contents], 0, 512);
+    host_work work = host_begin(false);
+    CHECK_REFUSED(m, HOST(m, work.encoder, rotate, rows, 2, 64, TQKV_ROTATED), expected, words);
+    host_end(&work);
+    [buffer release];
+}
+
 /* A context refuses the objects of another device. */
 static void run_other_device(const void *parameters)
 {
     (void)parameters;
-    tqkv_metal *m = test_host.metal;
     tqkv_metal_desc desc = {0};
     NSError *error = nil;
     id<MTLDevice> other = MTLCreateSystemDefaultDevice();
-    id<MTLBuffer> buffer = [other newBufferWithLength:512 options:MTLResourceStorageModeShared];
-    const tqkv_metal_buffer rows = {buffer, 0};
-    host_work work = host_begin(false);
-    CHECK_REFUSED(m, HOST(m, work.encoder, rotate, rows, 2, 64, TQKV_ROTATED), TQKV_INVALID_ARGUMENT, "another device");
-    host_end(&work);
+    rotate_on(other, TQKV_INVALID_ARGUMENT, "another device");
     @autoreleasepool {
         NSURL *url = [NSURL fileURLWithPath:[NSString stringWithUTF8String:test_host.library]];
         id<MTLLibrary> library = [other newLibraryWithURL:url error:&error];
@@ -260,7 +259,6 @@ static void run_other_device(const void *parameters)
         host_create(desc, TQKV_INVALID_ARGUMENT, "another device");
         [library release];
     }
-    [buffer release];
     [other release];
 }
 
@@ -269,13 +267,7 @@ static void run_wrapped_device(const void *parameters)
 {
     (void)parameters;
     id<MTLDevice> wrapped = standin_wrapped(test_host.device);
-    id<MTLBuffer> buffer = [wrapped newBufferWithLength:512 options:MTLResourceStorageModeShared];
-    const tqkv_metal_buffer rows = {buffer, 0};
-    memset([buffer contents], 0, 512);
-    host_work work = host_begin(false);
-    CHECK_RESULT(HOST(test_host.metal, work.encoder, rotate, rows, 2, 64, TQKV_ROTATED), TQKV_OK);
-    host_end(&work);
-    [buffer release];
+    rotate_on(wrapped, TQKV_OK, "");
     [wrapped release];
 }
 

@@ -6,6 +6,9 @@
 #import <Metal/Metal.h>
 #include "tests/runner.h"
 #include "tests/metal/sizes.h"
+#ifdef STANDIN
+#include "tests/metal/standin/standin.h"
+#endif
 
 typedef struct host {
     const char *library, *stale; /* path of the library or source, folder of stale ones (stand-in only) */
@@ -22,6 +25,8 @@ void host_close(void);
 tqkv_metal *host_context(void);
 /* Creates a context. Its text must contain `words`. */
 tqkv_metal *host_create(tqkv_metal_desc desc, tqkv_result expected, const char *words);
+/* The context's text of this thread's last failure, until the next call. */
+const char *host_error(tqkv_metal *m);
 /* Checks that the context works: it rotates a row and rotates it back. */
 void host_check_works(tqkv_metal *m);
 /* The shaders as one string; freed with its pool. */
@@ -78,10 +83,8 @@ float *host_floats(uint64_t seed, size_t count);
 /* CHECK_RESULT; the context's text must also contain `words`. */
 #define CHECK_REFUSED(metal, call, expected, words) \
     do { \
-        char text_[400]; \
         CHECK_RESULT(call, expected); \
-        tqkv_metal_error(metal, text_, sizeof text_); \
-        CHECK(strstr(text_, words), "the text is \"%s\"", text_); \
+        CHECK(strstr(host_error(metal), words), "the text is \"%s\"", host_error(metal)); \
     } while (0)
 
 void refusal_host_cases(void);

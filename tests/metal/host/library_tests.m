@@ -1,9 +1,6 @@
 /* Where the shaders come from: every kind of library, a source in the place of one that is refused, GPUs that take not
    all kernels. */
 #include "host.h"
-#ifdef STANDIN
-#include "tests/metal/standin/standin.h"
-#endif
 
 static NSData *library_bytes(void)
 {
@@ -59,9 +56,8 @@ typedef struct refused_library {
 
 static void check_fell_back(tqkv_metal *m, const char *words)
 {
-    char text[400];
     host_check_works(m);
-    tqkv_metal_error(m, text, sizeof text);
+    const char *text = host_error(m);
     CHECK(!strncmp(text, "library refused: ", 17) && strstr(text, words) && strstr(text, "; compiled from source"),
           "the text is \"%s\"", text);
     tqkv_metal_destroy(m);
@@ -98,9 +94,7 @@ static void run_source(const void *parameters)
     @autoreleasepool {
         tqkv_metal_desc desc = {.library_source = host_source()};
         tqkv_metal *m = host_create(desc, TQKV_OK, "");
-        char text[100] = "untouched";
-        tqkv_metal_error(m, text, sizeof text);
-        CHECK(!text[0], "a text without a failure: %s", text);
+        CHECK(!host_error(m)[0], "a text without a failure: %s", host_error(m));
         host_check_works(m);
         tqkv_metal_destroy(m);
         desc.library_source = "int nothing;";
@@ -110,8 +104,7 @@ static void run_source(const void *parameters)
         desc.library_source = "int nothing;"; /* not read: the library is good */
         desc.library_path = test_host.library;
         m = host_create(desc, TQKV_OK, "");
-        tqkv_metal_error(m, text, sizeof text);
-        CHECK(!text[0], "a good library is refused: %s", text);
+        CHECK(!host_error(m)[0], "a good library is refused: %s", host_error(m));
         tqkv_metal_destroy(m);
         desc.library_path = ""; /* a wrong argument stays one */
         for (int i = 0; i < 2; i++) {
@@ -153,14 +146,13 @@ static void run_refused_kernel(const void *parameters)
 {
     (void)parameters;
     @autoreleasepool {
-        char text[400];
-        tqkv_metal_desc desc = {.library_path = test_host.library, .library_source = host_source()};
-        desc.device = test_host.device;
+        const tqkv_metal_desc desc = {
+            .device = test_host.device, .library_path = test_host.library, .library_source = host_source()};
         const tqkv_metal_buffer rows = host_zeros(512);
         standin_refuse("tqkv_rotate_d64", false);
         tqkv_metal *m = host_create(desc, TQKV_OK, "");
         host_check_works(m);
-        tqkv_metal_error(m, text, sizeof text);
+        const char *text = host_error(m);
         CHECK(!strcmp(text, "library refused: tqkv_rotate_d64: refused by name; compiled from source"), "%s", text);
         tqkv_metal_destroy(m);
         m = host_create(desc, TQKV_OK, "");
@@ -194,7 +186,6 @@ static void run_no_product(const void *parameters)
 static void run_without_matrices(const void *parameters)
 {
     const int way = *(const int *)parameters; /* 0: a call that waits, 1: prepare, 2: recorded, 3: in a batch */
-    char text[400];
     const tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 8};
     const tqkv_metal_buffer arguments = host_zeros(1024);
     host_attention a;
@@ -214,9 +205,8 @@ static void run_without_matrices(const void *parameters)
     if (way != 3) CHECK_RESULT(HOST(m, work.encoder, attend, &a.metal, a.q, a.scratch, a.out), TQKV_OK);
     host_end(&work);
     standin_refuse(NULL, false);
-    tqkv_metal_error(m, text, sizeof text);
-    CHECK(strstr(text, way == 3 ? "attend_batch: planned with" : "refused by name; attention without matrices"),
-          "the text is \"%s\"", text);
+    const char *words = way == 3 ? "attend_batch: planned with" : "refused by name; attention without matrices";
+    CHECK(strstr(host_error(m), words), "the text is \"%s\"", host_error(m));
     host_check_attention(&a);
     host_close_attention(&a);
     host_release(arguments);

@@ -1,9 +1,6 @@
 /* The tests of tqkv_metal.m: runner --library FILE [--stale FOLDER | --embedded | --bits] [--list] [part of a name]...
    FILE: a library, or for the shaders' cases also a source. */
 #include "host.h"
-#ifdef STANDIN
-#include "tests/metal/standin/standin.h"
-#endif
 
 int main(int argc, char **argv)
 {

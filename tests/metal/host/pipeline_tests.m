@@ -2,8 +2,8 @@
    failure that Metal can report. Only the stand-in tells. */
 #include "host.h"
 #include "tests/data.h"
+
 #ifdef STANDIN
-#include "tests/metal/standin/standin.h"
 
 /* Attention needs two pipelines. If one cannot be built, nothing is recorded; the next call builds both. */
 static void run_half_recorded(const void *parameters)
@@ -66,6 +66,7 @@ static void run_prepared(const void *parameters)
     tqkv_metal *m = host_context();
     REQUIRE(m, "no context");
     tqkv_cache_desc desc = *(const tqkv_cache_desc *)parameters;
+    desc.n_kv_heads = 1;
     tqkv_cache *cache = NULL;
     const size_t row = (size_t)desc.head_dim + (size_t)desc.tail_dim;
     const int most = desc.calibrate ? 24 : 12;
@@ -191,30 +192,12 @@ void pipeline_host_cases(void)
     test_add(run_idle, NULL, 0, "context/idle");
     test_add(run_again, NULL, 0, "context/again");
     const tqkv_cache_desc prepared[] = {
-        {.head_dim = 64, .n_kv_heads = 1, .n_heads = 3, .capacity = 12},
-        {.head_dim = 64, .n_kv_heads = 1, .n_heads = 2, .capacity = 12, .exact_first = 4, .exact_last = 5},
-        {.head_dim = 64,
-         .n_kv_heads = 1,
-         .n_heads = 1,
-         .ring = true,
-         .capacity = 7,
-         .value_format = TQKV_F16,
-         .exact_last = 3},
-        {.head_dim = 448, .n_kv_heads = 1, .n_heads = 2, .capacity = 12, .shared = true, .tail_dim = 64},
-        {.head_dim = 64,
-         .n_kv_heads = 1,
-         .n_heads = 1,
-         .capacity = 40,
-         .calibrate = 16,
-         .exact_first = 20,
-         .exact_last = 3},
-        {.head_dim = 448,
-         .n_kv_heads = 1,
-         .n_heads = 1,
-         .capacity = 40,
-         .calibrate = 16,
-         .shared = true,
-         .tail_dim = 64}};
+        {.head_dim = 64, .n_heads = 3, .capacity = 12},
+        {.head_dim = 64, .n_heads = 2, .capacity = 12, .exact_first = 4, .exact_last = 5},
+        {.head_dim = 64, .n_heads = 1, .ring = true, .capacity = 7, .value_format = TQKV_F16, .exact_last = 3},
+        {.head_dim = 448, .n_heads = 2, .capacity = 12, .shared = true, .tail_dim = 64},
+        {.head_dim = 64, .n_heads = 1, .capacity = 40, .calibrate = 16, .exact_first = 20, .exact_last = 3},
+        {.head_dim = 448, .n_heads = 1, .capacity = 40, .calibrate = 16, .shared = true, .tail_dim = 64}};
     const char *const prepared_names[] = {"cache",        "cache_ends", "cache_ring",
                                           "cache_latent", "learns",     "learns_latent"};
     for (int i = 0; i < 6; i++)

@@ -312,10 +312,8 @@ dispatch_data_t dispatch_data_create(const void *bytes, size_t size, void *queue
     char error[600];
     StandinFunction *function = pipeline->function;
     if (is_idle) return;
-    for (int i = 0; i < STANDIN_CONSTANTS; i++) {
-        launch.set[i] = function->constants->set[i];
-        launch.value[i] = function->constants->value[i];
-    }
+    memcpy(launch.set, function->constants->set, sizeof launch.set);
+    memcpy(launch.value, function->constants->value, sizeof launch.value);
     pthread_mutex_lock(&machine);
     function->library->run([function->function_name UTF8String], &launch, error, sizeof error);
     pthread_mutex_unlock(&machine);
