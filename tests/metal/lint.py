@@ -14,11 +14,9 @@ from msl import ATTRIBUTE, argument_lists, arguments_at, closing, without_commen
 SPACES = ("device", "constant", "threadgroup", "thread")
 TYPE = (r"(?:float|half|bool|int|uint|uchar|ushort|ulong|char|short|long|void|size_t|u?int\d+_t|float[234]|uint[234]|"
         r"half[234]|int[234]|atomic_uint|simdgroup_matrix|sum_matrix|left_part|right_part|code_value|T|tqkv__\w+|STRUCTS)(?:<[^<>]*>)?")
+# What a kernel may ask for of a thread's place, those that shaders use, and the types that it may have.
 POSITIONS = {
     "threadgroup_position_in_grid": ("uint", "uint2", "uint3", "ushort", "ushort2", "ushort3"),
-    "threadgroups_per_grid": ("uint", "uint2", "uint3", "ushort", "ushort2", "ushort3"),
-    "thread_position_in_threadgroup": ("uint", "uint2", "uint3", "ushort", "ushort2", "ushort3"),
-    "threads_per_threadgroup": ("uint", "uint2", "uint3", "ushort", "ushort2", "ushort3"),
     "thread_index_in_threadgroup": ("uint", "ushort"),
     "thread_index_in_simdgroup": ("uint", "ushort"),
     "simdgroup_index_in_threadgroup": ("uint", "ushort"),

@@ -18,8 +18,7 @@ from msl import ATTRIBUTE, FUNCTION_CONSTANT, blank, included, kernels, read, wi
 
 CUDA_WORDS = {"device": "", "constant": "const", "threadgroup": "", "thread": "", "kernel": "__device__",
               "inline": "__device__ __forceinline__"}
-POSITIONS = {"threadgroup_position_in_grid", "thread_position_in_threadgroup", "threads_per_threadgroup",
-             "threadgroups_per_grid", "thread_index_in_threadgroup", "thread_index_in_simdgroup",
+POSITIONS = {"threadgroup_position_in_grid", "thread_index_in_threadgroup", "thread_index_in_simdgroup",
              "simdgroup_index_in_threadgroup", "simdgroups_per_threadgroup"}
 
 

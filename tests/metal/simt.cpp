@@ -240,11 +240,7 @@ void prepare_fiber(unsigned index, extent group, const launch &l, void *const *t
     t.thread_index_in_simdgroup = index % simd_width;
     t.simdgroup_index_in_threadgroup = index / simd_width;
     t.simdgroups_per_threadgroup = (unsigned)m->simdgroups.size();
-    t.threads_per_threadgroup = l.threads;
-    t.threadgroups_per_grid = l.threadgroups;
     t.threadgroup_position_in_grid = group;
-    t.thread_position_in_threadgroup = {index % l.threads.x, index / l.threads.x % l.threads.y,
-                                        index / l.threads.x / l.threads.y};
     t.buffers = l.buffers;
     t.threadgroup_arguments = threadgroup;
     f.state = ready;

@@ -25,7 +25,7 @@ struct constant_values {
 
 // The arguments of a kernel, and the thread's place in the grid.
 struct thread_state {
-    extent threadgroup_position_in_grid, thread_position_in_threadgroup, threads_per_threadgroup, threadgroups_per_grid;
+    extent threadgroup_position_in_grid;
     unsigned thread_index_in_threadgroup, thread_index_in_simdgroup;
     unsigned simdgroup_index_in_threadgroup, simdgroups_per_threadgroup;
     void *const *buffers;
