@@ -42,9 +42,8 @@ void bench_decode(tqkv_format format)
     const device_scope scope;
     const tqkv_store s = make_stream(format, head_dim, positions, N_KV_HEADS, 3);
     float *out = device_array<float>((size_t)positions * N_KV_HEADS * (size_t)head_dim);
-    const tqkv_metal_store store = gpu_store(&s);
     tqkv_metal_plan plan;
-    check_plan(tqkv_metal_plan_decode(&store, 0, positions, TQKV_ORIGINAL, gpu_buffer(out), &plan));
+    check_plan(gpu_plan(tqkv_metal_plan_decode, &s, 0, positions, TQKV_ORIGINAL, out, &plan));
     run_bench(1, [] {}, {{name, [&](int) { launch(plan); }}});
 }
 

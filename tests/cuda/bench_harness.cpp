@@ -218,10 +218,8 @@ double stored_bytes(const tqkv_store &s) { return (double)(s.codes_size + s.norm
 
 void encode(const tqkv_store &s, const float *source, int n_tokens, int position)
 {
-    const tqkv_metal_store store = gpu_store(&s);
     tqkv_metal_plan plan;
-    check_plan(tqkv_metal_plan_encode(&store, nullptr, gpu_buffer(source), {nullptr, 0}, n_tokens, position,
-                                      gpu_buffer(nullptr), &plan));
+    check_plan(gpu_plan(tqkv_metal_plan_encode, &s, nullptr, source, nullptr, n_tokens, position, nullptr, &plan));
     launch(plan);
 }
 

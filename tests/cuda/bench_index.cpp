@@ -30,17 +30,16 @@ void score_index(const index_memory &m, size_t copy)
 {
     tqkv_metal_plan plan;
     static float not_read; // NULL would be no weights
-    const gpu_index x(index_of(m.keys[copy], opt.list ? &not_read : m.weights));
-    check_plan(tqkv_metal_plan_index_scores(&x.metal, gpu_buffer(m.q), gpu_buffer(m.scores), &plan));
+    const tqkv_index x = index_of(m.keys[copy], opt.list ? &not_read : m.weights);
+    check_plan(gpu_plan(tqkv_metal_plan_index_scores, &x, m.q, m.scores, &plan));
     launch(plan);
 }
 
 void choose_index(const index_memory &m)
 {
     tqkv_metal_plan plan;
-    const gpu_index x(index_of(m.keys[0], nullptr));
-    check_plan(tqkv_metal_plan_index_choose(&x.metal, gpu_buffer(m.scores), CHOSEN, gpu_buffer(m.scratch),
-                                            gpu_buffer(m.list), &plan));
+    const tqkv_index x = index_of(m.keys[0], nullptr);
+    check_plan(gpu_plan(tqkv_metal_plan_index_choose, &x, m.scores, CHOSEN, m.scratch, m.list, &plan));
     launch(plan);
 }
 

@@ -12,32 +12,21 @@ struct long_row {
     int n_stretches;
 };
 
-struct random_row {
-    attend_row problem;
-    gpu_split split;
-};
-
 void run_random(const void *parameters)
 {
-    const random_row *row = (const random_row *)parameters;
+    const shape_row *row = (const shape_row *)parameters;
     check_attend(row->problem, {row->split});
-}
-
-void run_million(const void *parameters)
-{
-    const random_row *row = (const random_row *)parameters;
-    check_attend(row->problem, {as_planned, row->split});
 }
 
 // The number decides all function constants. So the random problems need few pipelines: one for each pair of formats
 // and head_dim.
-random_row pipeline_row(int number)
+shape_row pipeline_row(int number)
 {
     const tqkv_format pairs[8][2] = {{TQKV_TQ4, TQKV_TQ4}, {TQKV_I8, TQKV_TQ4}, {TQKV_F16, TQKV_F16},
                                      {TQKV_TQ5, TQKV_TQ6}, {TQKV_TQ8, TQKV_I8}, {TQKV_TQ6, TQKV_TQ5},
                                      {TQKV_F16, TQKV_TQ8}, {TQKV_TQ3, TQKV_TQ2}};
-    random_row row = {attend_default_row(pairs[number % 8][0], pairs[number % 8][1], gpu_head_dims[number / 8 % 10]),
-                      {}};
+    shape_row row = {attend_default_row(pairs[number % 8][0], pairs[number % 8][1], gpu_head_dims[number / 8 % 10]),
+                     {}};
     row.split.columns = number % 3 ? GPU_MOST : 1 + number % 2;
     row.problem.n_queries = number % 2 ? 1 : 2;
     row.problem.tree = number % 6 == 4;
@@ -53,7 +42,7 @@ random_row pipeline_row(int number)
 void add_random(int seed, int n_pipelines)
 {
     data_random random = {(uint64_t)seed + 1000000};
-    random_row row = pipeline_row(seed % n_pipelines);
+    shape_row row = pipeline_row(seed % n_pipelines);
     attend_row &p = row.problem;
     p.n_kv_heads = 1 + data_below(&random, 4);
     p.group = 1 + data_below(&random, 9);
@@ -121,14 +110,14 @@ void run_long(const void *parameters)
 void add_million(tqkv_format keys, tqkv_format values, int n_queries, bool ring, int shrink)
 {
     const int positions = (1 << 20) / shrink;
-    random_row row = {attend_default_row(keys, values, 128), {GPU_MOST, 4, 66}};
+    shape_row row = {attend_default_row(keys, values, 128), {GPU_MOST, 4, 66}};
     row.problem.n_kv_heads = 1;
     row.problem.n_queries = n_queries;
     row.problem.key_capacity = row.problem.value_capacity = positions;
     row.problem.key_ring = row.problem.value_ring = ring;
     row.problem.end = positions + (ring ? 12345 : 0);
-    test_add(run_million, &row, sizeof row, "million/%s_%s/queries%d%s", tqkv_format_name(keys),
-             tqkv_format_name(values), n_queries, ring ? "/ring" : "");
+    test_add(run_shape, &row, sizeof row, "million/%s_%s/queries%d%s", tqkv_format_name(keys), tqkv_format_name(values),
+             n_queries, ring ? "/ring" : "");
 }
 
 } // namespace

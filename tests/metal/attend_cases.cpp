@@ -53,6 +53,12 @@ size_t check_attend(const attend_row &row, const std::vector<gpu_split> &splits)
     return n;
 }
 
+void run_shape(const void *parameters)
+{
+    const shape_row *row = (const shape_row *)parameters;
+    check_attend(row->problem, {as_planned, row->split});
+}
+
 // The call's query number `query` alone, over the positions that it sees in the call.
 static tqkv_attention call_of_one_query(const tqkv_attention &call, int query)
 {
@@ -91,13 +97,9 @@ static void fill_with_mean(const tqkv_store &s, uint64_t seed, float mean)
 
 full_context::full_context(const length_row &row)
     : keys(test_store(row.keys, row.head_dim, row.n_kv_heads, row.positions, false)),
-      values(test_store(row.values, row.head_dim, row.n_kv_heads, row.positions, false)), call()
+      values(test_store(row.values, row.head_dim, row.n_kv_heads, row.positions, false)),
+      call(test_attention(&keys, &values, row.n_kv_heads * row.group, row.n_queries, row.positions))
 {
-    call.keys = &keys;
-    call.values = &values;
-    call.n_heads = row.n_kv_heads * row.group;
-    call.n_queries = row.n_queries;
-    call.end = row.positions;
 }
 
 full_context::~full_context()
@@ -222,11 +224,13 @@ std::vector<float> in_slices(random_problem &p, const std::vector<int64_t> &cuts
                                            other.max.data(), other.sum.data()),
                          TQKV_OK);
         else
-            CHECK_RUN(gpu_attend_merge(a, total, a, other));
+            CHECK_RUN(gpu_call(tqkv_metal_plan_attend_merge, a, total.out.data(), total.max.data(), total.sum.data(), a,
+                               other.out.data(), other.max.data(), other.sum.data()));
     }
     std::vector<float> out(p.n_out, NAN);
     if (!processor(3)) {
-        CHECK_RUN(gpu_attend_finish(a, total, out.data()));
+        CHECK_RUN(gpu_call(tqkv_metal_plan_attend_finish, a, total.out.data(), total.max.data(), total.sum.data(),
+                           out.data()));
         return out;
     }
     CHECK_RESULT(tqkv_attend_finish(a, total.out.data(), total.max.data(), total.sum.data()), TQKV_OK);
@@ -626,10 +630,8 @@ void run_batch(const void *parameters)
 
 int planned_strands(const tqkv_attention &call)
 {
-    const gpu_attention attention(call);
-    const tqkv_metal_buffer none = gpu_buffer(nullptr);
     tqkv_metal_plan plan;
-    CHECK_RESULT(tqkv_metal_plan_attend(&attention.metal, none, none, none, &plan), TQKV_OK);
+    CHECK_RESULT(gpu_plan(tqkv_metal_plan_attend, &call, nullptr, nullptr, nullptr, &plan), TQKV_OK);
     return gpu_args<tqkv__attend_args>(plan.d[plan.n == 4 ? 1 : 0]).strands;
 }
 
@@ -660,30 +662,14 @@ void run_strands_of_one(const void *parameters)
     attend_tear_down(&problem);
 }
 
-// 150 stretches in 10 sections: against double precision, and in slices that begin with stretches and then with
-// sections.
-void run_sections(const void *parameters)
-{
-    const int share = *(const int *)parameters;
-    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 32);
-    row.n_kv_heads = 1;
-    row.n_queries = 2;
-    row.end = row.key_capacity = row.value_capacity = 4800;
-    row.query_size = 10.0f;
-    row.sinks = SINKS_SOME;
-    random_problem p(row, share);
-    check_divided(p, row, {{0, 2, 150, share}});
-    check_bits(in_slices(p, {0, 416, 448, 480, 512, 2560, 4608, 4800}, 0, false, {0, 2, 150, share}),
-               p.run(p.attention, {0, 2, 150, share}), "slices have other bits than the whole call");
-}
-
-// Slices that begin with a stretch, added in this order, have the bits of the whole call: by both kernels.
+// Slices that begin with a stretch or a section, added in this order, have the bits of the whole call, which is near
+// double precision: by both kernels.
 struct slices_row {
     tqkv_format keys, values;
     int head_dim, group, n_queries, end, window;
     float softcap, key_center;
     gpu_split split;
-    int cuts[5];
+    int cuts[6];
 };
 
 void run_bits_of_slices(const void *parameters)
@@ -699,8 +685,8 @@ void run_bits_of_slices(const void *parameters)
     row.key_center = from->key_center; // under softcap a part of each score
     row.sinks = SINKS_SOME;
     row.query_size = 10.0f; // maxima differ between the slices
-    row.bits_alone = true;
     random_problem p(row, 0);
+    check_divided(p, row, {from->split});
     std::vector<int64_t> cuts(1, 0);
     for (int at : from->cuts)
         if (at) cuts.push_back(at);
@@ -718,17 +704,11 @@ void add_bits_of_slices()
                                {TQKV_F16, TQKV_TQ3, 32, 2, 1, 4790, 1200, 0.0f, 0.0f, {0, 2, 150}, {3584, 4096, 4608}}};
     for (const slices_row &row : rows)
         test_add(run_bits_of_slices, &row, sizeof row, "attend/bits_of_slices/%d", (int)(&row - rows));
-}
-
-struct shape_row {
-    attend_row problem;
-    gpu_split split;
-};
-
-void run_shape(const void *parameters)
-{
-    const shape_row *row = (const shape_row *)parameters;
-    check_attend(row->problem, {as_planned, row->split});
+    for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING}) { // 150 stretches in 10 sections
+        const slices_row row = {
+            TQKV_I8, TQKV_TQ4, 32, 2, 2, 4800, 0, 0.0f, 0.0f, {0, 2, 150, share}, {416, 448, 480, 512, 2560, 4608}};
+        test_add(run_bits_of_slices, &row, sizeof row, "attend/sections/share%d", share);
+    }
 }
 
 // More columns and rows than a threadgroup takes, and prefill.
@@ -807,7 +787,6 @@ void attend_shader_cases()
     const bool sanitized = gpu_schedules.size() == 1 && !gpu_on_device; // too slow for a million positions
     for (int share : {GPU_EACH, GPU_SECTIONS, GPU_EVERYTHING}) {
         const int positions = sanitized ? 1 << 13 : share == GPU_EVERYTHING || gpu_on_device ? 1 << 20 : 1 << 18;
-        test_add(run_sections, &share, sizeof share, "attend/sections/share%d", share);
         add_length({TQKV_I8, TQKV_F16, 32, 1, 1, 1, positions, share});
     }
 }

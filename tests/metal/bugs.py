@@ -128,7 +128,7 @@ BUGS = {
     "norms_of_both_blocks": (
         "shaders/encode.h", "block_length<D>(sum_of_squares<D>(b, x))",
         "block_length<D>(sum_of_squares<D>(0, x) + sum_of_squares<D>(B - 1, x))", "encode", (512, 1024), "plain",
-        "defect/block_norms_of_d512", "norms of tq5 d512"),
+        "encode/tq5/d512", "differ"),
     "no_barrier_before_values": (
         "shaders/attend.h",
         "        simdgroup_barrier(mem_flags::mem_threadgroup);\n        add_any_values", "        add_any_values", "attend",
@@ -175,7 +175,7 @@ BUGS = {
         "shaders/attend.h", "(upper ? high : low) + simd_shuffle_xor(", "(upper ? high : low) + 0.0f * simd_shuffle_xor(", "attend", (64,),
         "plain", "attend/divided/d64", "relative error"),
     "softcap_not_applied": (
-        "shaders/attend.h", "if (!softcap) return", "return", "attend", (64,), "plain", "defect/softcap_applied",
+        "shaders/attend.h", "if (!softcap) return", "return", "attend", (64,), "plain", "attend/divided/d64",
         "relative error"),
     "only_the_first_query": (
         "shaders/tiles.h", "many_queries ? int(row / uint(args.group)) : 0", "0", "attend", (64,), "plain",

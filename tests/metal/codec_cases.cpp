@@ -84,11 +84,6 @@ struct stream {
     stream(const stream &) = delete;
     int make_table(int n_positions, data_random *random);
     bool spoil(data_random *random);
-    bool is_same() const
-    {
-        return !memcmp(expected.codes, got.codes, got.codes_size) &&
-               (!got.norms_size || !memcmp(expected.norms, got.norms, got.norms_size));
-    }
 };
 
 tqkv_type random_type(data_random *random)
@@ -165,7 +160,7 @@ void check_decode(tqkv_store s, int64_t position, int n, data_random *random)
         typed_rows expected(s.type, n, HEADS, s.head_dim, data_below(random, LAYOUTS)), got = expected;
         s.strides = expected.at.strides;
         CHECK_RESULT(tqkv_decode(&s, position, n, basis, expected.first()), TQKV_OK);
-        CHECK_RUN(gpu_decode(&s, position, n, basis, got.first()));
+        CHECK_RUN(gpu_call(tqkv_metal_plan_decode, &s, position, n, basis, got.first()));
         CHECK(same_rows(expected, got), "decoded values differ, basis %d", (int)basis);
     }
 }
@@ -174,16 +169,19 @@ void check_probe(stream &s, int n)
 {
     std::vector<float> expected((size_t)(n * HEADS * s.got.head_dim)), got(expected.size(), NAN);
     CHECK_RESULT(tqkv_probe(&s.expected, s.rows->first(), n, expected.data()), TQKV_OK);
-    CHECK_RUN(gpu_probe(&s.expected, s.rows->first(), n, got.data(), nullptr));
+    CHECK_RUN(gpu_call(tqkv_metal_plan_probe, &s.expected, s.rows->first(), n, got.data(), nullptr));
     CHECK(same_floats(expected.data(), got.data(), got.size()), "probed values differ");
 }
 
-// Keys alone, then keys and values in one dispatch. Of a table the processor knows all, or nothing.
+// Keys alone, then keys and values in one dispatch, in threadgroups of 1 to 4 simdgroups. Of a table the processor knows
+// all, or nothing.
 void run_codec(const void *parameters)
 {
     const codec_row *row = (const codec_row *)parameters;
     data_random random = {(uint64_t)(row->seed * 100 + row->head_dim)};
-    const int d = row->head_dim, n = 1 + data_below(&random, 2 + 1000 / d),
+    const int d = row->head_dim;
+    const bool many = row->seed % 8 == 1 && d <= 128; // tokens of a head, for several simdgroups
+    const int n = (many ? 70 : 1) + data_below(&random, 2 + 1000 / d),
               value_dim = d == 192 && row->seed % 2                 ? 128
                           : (d == 448 || d == 512) && row->seed % 2 ? 64
                                                                     : d;
@@ -193,21 +191,23 @@ void run_codec(const void *parameters)
     stream &keys = streams[0], &values = streams[1];
     const bool bad_keys = keys.spoil(&random), bad = values.spoil(&random) || bad_keys;
     for (stream &s : streams) CHECK_RESULT(tqkv_encode(&s.expected, s.rows->first(), n, at.position), TQKV_OK);
-    uint32_t flags[2] = {7, 7};
+    uint32_t flags[2] = {0, 0};
     gpu_known_tables = row->seed % 2 == 0;
-    CHECK_RUN(gpu_encode(&keys.got, keys.source->first(), n, at.position, &flags[0]));
+    gpu_most_threads = (unsigned)(1 + row->seed % 4) * simt::simd_width;
+    CHECK_RUN(
+        gpu_call(tqkv_metal_plan_encode, &keys.got, nullptr, keys.source->first(), nullptr, n, at.position, &flags[0]));
     check_same_store(keys.expected, keys.got);
     memset(keys.got.codes, 0xff, keys.got.codes_size);
-    CHECK_RUN(
-        gpu_encode_kv(&keys.got, &values.got, keys.source->first(), values.source->first(), n, at.position, &flags[1]));
-    CHECK(keys.is_same(), "keys of the pair: codes or norms differ");
-    CHECK(values.is_same(), "values of the pair: codes or norms differ");
+    CHECK_RUN(gpu_call(tqkv_metal_plan_encode, &keys.got, &values.got, keys.source->first(), values.source->first(), n,
+                       at.position, &flags[1]));
+    for (const stream &s : streams) check_same_store(s.expected, s.got);
     CHECK(flags[0] == bad_keys && flags[1] == bad, "flags are %u and %u", flags[0], flags[1]);
     const int stored = keys.got.ring && n > keys.got.capacity ? keys.got.capacity : n;
     const bool whole = std::find(keys.table.begin(), keys.table.end(), -1) == keys.table.end();
     if (whole) check_decode(keys.expected, at.position + n - stored, stored, &random);
     check_probe(keys, n);
     gpu_known_tables = true;
+    gpu_most_threads = simt::max_threads;
 }
 
 // Entries that the processor does not know leave their tokens out, and decoding reads some row of the store. 64 times
@@ -227,9 +227,9 @@ void run_bad_entries(const void *)
         gpu_known_tables = false;
         paged.table[0] = entries[0];
         paged.table[1] = entries[1];
-        CHECK_RUN(gpu_encode(&paged.store, rows.first(), N, 0, nullptr));
+        CHECK_RUN(gpu_call(tqkv_metal_plan_encode, &paged.store, nullptr, rows.first(), nullptr, N, 0, nullptr));
         CHECK(!memcmp(paged.store.codes, expected.store.codes, expected.store.codes_size), "a bad entry was followed");
-        CHECK_RUN(gpu_decode(&paged.store, 0, N, TQKV_ORIGINAL, decoded.data()));
+        CHECK_RUN(gpu_call(tqkv_metal_plan_decode, &paged.store, 0, N, TQKV_ORIGINAL, decoded.data()));
         gpu_known_tables = true;
         test_store_free(&shape);
     }
@@ -253,7 +253,7 @@ void run_ties(const void *parameters)
                    got = test_store(row.format, row.head_dim, HEADS, N, false);
         expected.channel_scale = got.channel_scale = kind % 2 ? scale : nullptr;
         CHECK_RESULT(tqkv_encode(&expected, source.data(), N, 0), TQKV_OK);
-        CHECK_RUN(gpu_encode(&got, source.data(), N, 0, nullptr));
+        CHECK_RUN(gpu_call(tqkv_metal_plan_encode, &got, nullptr, source.data(), nullptr, N, 0, nullptr));
         check_same_store(expected, got);
         test_store_free(&expected);
         test_store_free(&got);
@@ -282,7 +282,7 @@ void run_rotate(const void *parameters)
     std::vector<float> got = expected;
     for (tqkv_basis basis : {TQKV_ROTATED, TQKV_ORIGINAL}) {
         CHECK_RESULT(tqkv_rotate(expected.data(), n, head_dim, basis), TQKV_OK);
-        CHECK_RUN(gpu_rotate(got.data(), n, head_dim, basis == TQKV_ORIGINAL));
+        CHECK_RUN(gpu_call(tqkv_metal_plan_rotate, got.data(), n, head_dim, basis));
         CHECK(same_floats(expected.data(), got.data(), got.size()), "rotated rows differ, basis %d", (int)basis);
     }
 }
@@ -314,7 +314,8 @@ void run_golden(const void *parameters)
         std::fill(codes.begin(), codes.end(), (char)0xa5);
         std::fill(norms.begin(), norms.end(), (char)0xa5);
         data_rows((uint64_t)c.head_dim, (data_kind)kind, source.data(), GOLDEN_TOKENS * GOLDEN_HEADS, c.head_dim);
-        CHECK_RUN(gpu_encode(&s, source.data(), GOLDEN_TOKENS, GOLDEN_POSITION, nullptr));
+        CHECK_RUN(gpu_call(tqkv_metal_plan_encode, &s, nullptr, source.data(), nullptr, GOLDEN_TOKENS, GOLDEN_POSITION,
+                           nullptr));
         hash = golden_hash(&s, hash);
     }
     CHECK(golden_word(hash) == row->word, "codes or norms");
@@ -340,8 +341,8 @@ void run_calibrate(const void *parameters)
     CHECK_RESULT(
         tqkv_calibrate(&s, rows.first(), n, queries, heads, n_queries, pair, learned[0].data(), learned[1].data()),
         TQKV_OK);
-    CHECK_RUN(
-        gpu_calibrate(&s, rows.first(), n, queries, heads, n_queries, pair, learned[2].data(), learned[3].data()));
+    CHECK_RUN(gpu_call(tqkv_metal_plan_calibrate, &s, rows.first(), n, queries, heads, n_queries, pair,
+                       learned[2].data(), learned[3].data()));
     CHECK(same_floats(learned[0].data(), learned[2].data(), learned[0].size()), "centres differ");
     CHECK(same_floats(learned[1].data(), learned[3].data(), learned[0].size()), "scales differ");
     test_store_free(&s);
@@ -351,7 +352,7 @@ void run_tables(const void *)
 {
     tqkv__table_report report;
     memset(&report, 0xa5, sizeof report);
-    CHECK_RUN(gpu_tables(&report));
+    CHECK_RUN(gpu_call(tqkv_metal_plan_tables, &report));
     const char *stale = tqkv_metal_stale_table(&report);
     CHECK(!stale, "stale: %s", stale);
     CHECK(!memcmp(&report.tables, &tqkv__tables, sizeof report.tables), "stale: some table");

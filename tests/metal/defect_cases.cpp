@@ -6,42 +6,12 @@
 namespace
 {
 
-// The two blocks of a row have separate norms. One block is 1000 times as large: a norm over both would be wrong for
-// each.
-void run_block_norms(const void *)
-{
-    for (tqkv_format format : {TQKV_TQ5, TQKV_TQ6, TQKV_TQ8, TQKV_TQ5_BYTES, TQKV_TQ6_BYTES})
-        for (int head_dim : {512, 1024}) {
-            tqkv_store expected = test_store(format, head_dim, 1, 4, false);
-            tqkv_store got = test_store(format, head_dim, 1, 4, false);
-            expected.rotation = got.rotation = TQKV_ROTATION_OFF; // the rotation would make the blocks equally large
-            std::vector<float> source((size_t)(4 * head_dim));
-            data_rows(21, DATA_GAUSSIAN, source.data(), 4, head_dim);
-            for (size_t i = 0; i < source.size(); i++) source[i] *= i / 256 % 2 ? 1000.0f : 1.0f;
-            CHECK_RESULT(tqkv_encode(&expected, source.data(), 4, 0), TQKV_OK);
-            CHECK_RUN(gpu_encode(&got, source.data(), 4, 0, nullptr));
-            CHECK(!memcmp(expected.norms, got.norms, got.norms_size), "norms of %s d%d", tqkv_format_name(format),
-                  head_dim);
-            CHECK(got.norms[1] > 500.0f * got.norms[0], "norms %g and %g", (double)got.norms[0], (double)got.norms[1]);
-            test_store_free(&expected);
-            test_store_free(&got);
-        }
-}
-
 // One attention of I8 keys and TQ4 values of 64, as planned and divided so.
 struct attend_defect {
     const char *name;
     gpu_split split;
     void (*change)(attend_row &row);
 };
-
-void run_attend_defect(const void *parameters)
-{
-    const attend_defect *defect = (const attend_defect *)parameters;
-    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
-    defect->change(row);
-    check_attend(row, {as_planned, defect->split});
-}
 
 void long_row(attend_row &row) { row.end = row.key_capacity = row.value_capacity = 320; }
 
@@ -55,14 +25,7 @@ const attend_defect attend_defects[] = {
          long_row(row);
          row.key_format = TQKV_TQ8, row.value_format = TQKV_TQ6, row.query_size = 30.0f;
      }},
-    {"softcap_applied", {GPU_MOST, 2, 2}, [](attend_row &row) { row.softcap = 2.0f, row.query_size = 20.0f; }},
     {"every_query_read", {GPU_MOST, 2, 1}, [](attend_row &row) { row.n_queries = 7; }},
-    {"partly_filled_ring",
-     {GPU_MOST, 2, 2},
-     [](attend_row &row) {
-         row.key_ring = row.value_ring = true;
-         row.end = 1000003, row.kv_len = 17, row.n_queries = 2;
-     }},
     // The fixture fills unused slots with 0xff bytes: NaN norms, NaN halves, large codes.
     {"nan_in_unused_slots/one",
      {GPU_MOST, 2, 2},
@@ -76,10 +39,9 @@ const attend_defect attend_defects[] = {
 void run_format_is_required(const void *)
 {
     tqkv_store s = test_store(TQKV_TQ4, 64, 1, 1, false);
-    const tqkv_metal_store store = gpu_store(&s);
     float row[64] = {};
     tqkv_metal_plan plan;
-    CHECK_RESULT(tqkv_metal_plan_decode(&store, 0, 1, TQKV_ROTATED, gpu_buffer(row), &plan), TQKV_OK);
+    CHECK_RESULT(gpu_plan(tqkv_metal_plan_decode, &s, 0, 1, TQKV_ROTATED, row, &plan), TQKV_OK);
     plan.d[0].kernel.constants[TQKV_FC_FORMAT] = 0;
     const std::string wrong = gpu_run(plan);
     const char *expected = gpu_on_device ? "tqkv_decode_d64" : "function constant 0 is not set";
@@ -91,10 +53,7 @@ void run_format_is_required(const void *)
 void run_beyond_4_gib(const void *)
 {
     const int capacity = 4500000, n = 40;
-    tqkv_store far_store = {}, near_store = test_store(TQKV_TQ8, 1024, 1, n, false);
-    far_store.format = TQKV_TQ8;
-    far_store.head_dim = 1024;
-    far_store.n_kv_heads = 1;
+    tqkv_store far_store = test_shape(TQKV_TQ8, 1024), near_store = test_store(TQKV_TQ8, 1024, 1, n, false);
     far_store.capacity = capacity;
     far_store.codes_size = tqkv_codes_size(&far_store);
     far_store.norms_size = tqkv_norms_size(&far_store);
@@ -107,19 +66,14 @@ void run_beyond_4_gib(const void *)
     data_rows(23, DATA_GAUSSIAN, source.data(), n, 1024);
     CHECK_RESULT(tqkv_encode(&near_store, source.data(), n, 0), TQKV_OK);
     std::vector<simt::schedule> all(1, gpu_schedules[0]);
-    all.swap(gpu_schedules); // with several schedules, gpu_encode copies the store
-    CHECK_RUN(gpu_encode(&far_store, source.data(), n, capacity - n, nullptr));
+    all.swap(gpu_schedules); // with several schedules, a dispatch copies the store
+    CHECK_RUN(gpu_call(tqkv_metal_plan_encode, &far_store, nullptr, source.data(), nullptr, n, capacity - n, nullptr));
     all.swap(gpu_schedules);
     CHECK(!memcmp((char *)far_store.codes + (size_t)(capacity - n) * 1024, near_store.codes, near_store.codes_size),
           "codes differ");
-    tqkv_attention far_attention = {}, near_attention = {};
-    far_attention.keys = far_attention.values = &far_store;
-    far_attention.n_heads = near_attention.n_heads = far_store.n_kv_heads;
-    far_attention.n_queries = near_attention.n_queries = 1;
-    far_attention.end = capacity;
+    tqkv_attention far_attention = test_attention(&far_store, &far_store, 1, 1, capacity);
+    const tqkv_attention near_attention = test_attention(&near_store, &near_store, 1, 1, n);
     far_attention.kv_len = n;
-    near_attention.keys = near_attention.values = &near_store;
-    near_attention.end = n;
     std::vector<double> expected(1024);
     reference_attend_as(REFERENCE_FLOATS, &near_attention, source.data(), expected.data());
     for (gpu_split split : {as_planned, gpu_split{GPU_MOST, 1, 1}}) {
@@ -152,54 +106,16 @@ void run_decoded_once(const void *)
     }
 }
 
-// Prefill is one dispatch: gpu_encode makes one for any number of tokens.
-void run_prefill_at_once(const void *)
-{
-    tqkv_store expected = test_store(TQKV_TQ5, 128, 2, 70, false), got = test_store(TQKV_TQ5, 128, 2, 70, false);
-    std::vector<float> source(65 * 2 * 128);
-    data_rows(24, DATA_STUDENT, source.data(), 65 * 2, 128);
-    CHECK_RESULT(tqkv_encode(&expected, source.data(), 65, 3), TQKV_OK);
-    CHECK_RUN(gpu_encode(&got, source.data(), 65, 3, nullptr));
-    CHECK(!memcmp(expected.codes, got.codes, got.codes_size), "codes differ");
-    CHECK(!memcmp(expected.norms, got.norms, got.norms_size), "norms differ");
-    CHECK(test_row_bytes(TQKV_TQ5, 128) == 80, "%zu bytes a row", test_row_bytes(TQKV_TQ5, 128));
-    test_store_free(&expected);
-    test_store_free(&got);
-}
-
-// A simdgroup serves a row at any head_dim, in threadgroups of any size. A row never takes head_dim threads.
-void run_one_simdgroup_a_row(const void *)
-{
-    std::vector<float> source(5 * 1024);
-    data_rows(25, DATA_GAUSSIAN, source.data(), 5, 1024);
-    tqkv_store expected = test_store(TQKV_TQ6, 1024, 1, 5, false);
-    CHECK_RESULT(tqkv_encode(&expected, source.data(), 5, 0), TQKV_OK);
-    for (int n : {1, 3, 8}) {
-        tqkv_store got = test_store(TQKV_TQ6, 1024, 1, 5, false);
-        const tqkv_metal_store store = gpu_store(&got);
-        tqkv_metal_plan plan;
-        CHECK_RESULT(tqkv_metal_plan_encode(&store, nullptr, gpu_buffer(source.data()), gpu_buffer(nullptr), 5, 0,
-                                            gpu_buffer(nullptr), &plan),
-                     TQKV_OK);
-        plan.d[0].n_simdgroups = n;
-        CHECK_RUN(gpu_run(plan));
-        CHECK(!memcmp(expected.codes, got.codes, got.codes_size), "codes differ, %d simdgroups", n);
-        CHECK(!memcmp(expected.norms, got.norms, got.norms_size), "norms differ, %d simdgroups", n);
-        test_store_free(&got);
-    }
-    test_store_free(&expected);
-}
-
 } // namespace
 
 void defect_shader_cases()
 {
-    test_add(run_one_simdgroup_a_row, nullptr, 0, "defect/one_simdgroup_a_row");
-    test_add(run_block_norms, nullptr, 0, "defect/block_norms_of_d512");
     test_add(run_format_is_required, nullptr, 0, "defect/no_pipeline_without_format");
-    for (const attend_defect &defect : attend_defects)
-        test_add(run_attend_defect, &defect, sizeof defect, "defect/%s", defect.name);
-    test_add(run_prefill_at_once, nullptr, 0, "defect/prefill_in_one_dispatch");
+    for (const attend_defect &defect : attend_defects) {
+        shape_row row = {attend_default_row(TQKV_I8, TQKV_TQ4, 64), defect.split};
+        defect.change(row.problem);
+        test_add(run_shape, &row, sizeof row, "defect/%s", defect.name);
+    }
     if (gpu_on_device) return; // a device copies the buffers and does not count operations
     test_add(run_beyond_4_gib, nullptr, 0, "defect/offsets_beyond_4_gib");
     test_add(run_decoded_once, nullptr, 0, "defect/decoded_once_for_the_group");

@@ -12,6 +12,7 @@ bool gpu_on_device;
 gpu_recorder gpu_record;
 tqkv_metal *gpu_context;
 bool gpu_known_tables = true;
+unsigned gpu_most_threads = simt::max_threads;
 #define HEAD_DIM_OF(x, n, size) size,
 const int gpu_head_dims[] = {TQKV__KERNELS(HEAD_DIM_OF, )};
 
@@ -133,7 +134,7 @@ gpu_dispatch gpu_planned(const tqkv_metal_dispatch &planned)
         d.output(b.index, (char *)b.at.buffer + b.at.offset, b.size);
         d.written[b.index] = b.written;
     }
-    if (tqkv_metal_plan_launch(&planned, simt::max_threads, &launch) != TQKV_OK) return d;
+    if (tqkv_metal_plan_launch(&planned, gpu_most_threads, &launch) != TQKV_OK) return d;
     for (int i = 0; i < TQKV_METAL_MEMORIES; i++)
         if (planned.memory[i] || planned.memory_each[i])
             d.memory(i, launch.memory[i]); // else unbound: reported if used
@@ -280,60 +281,14 @@ void gpu_set_scratch(tqkv_metal_dispatch d[2], float *sums, float *state)
 
 // ---- Calls ----
 
-std::string gpu_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position, uint32_t *not_finite)
-{
-    tqkv_metal_plan plan;
-    const tqkv_metal_store store = gpu_store(s);
-    if (not_finite) *not_finite = 0;
-    tqkv_metal_plan_encode(&store, nullptr, gpu_buffer(src), gpu_buffer(nullptr), n_tokens, position,
-                           gpu_buffer(not_finite), &plan);
-    return gpu_run(plan);
-}
-
-std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v, int n_tokens,
-                          int64_t position, uint32_t *not_finite)
-{
-    tqkv_metal_plan plan;
-    const tqkv_metal_store ks = gpu_store(keys), vs = gpu_store(values);
-    if (not_finite) *not_finite = 0;
-    tqkv_metal_plan_encode(&ks, &vs, gpu_buffer(k), gpu_buffer(v), n_tokens, position, gpu_buffer(not_finite), &plan);
-    return gpu_run(plan);
-}
-
-std::string gpu_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled, uint32_t *not_finite)
-{
-    tqkv_metal_plan plan;
-    if (not_finite) *not_finite = 0;
-    const tqkv_metal_store store = gpu_store(s);
-    tqkv_metal_plan_probe(&store, gpu_buffer(src), n_tokens, gpu_buffer(scaled), gpu_buffer(not_finite), &plan);
-    return gpu_run(plan);
-}
-
-std::string gpu_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, void *dst)
-{
-    tqkv_metal_plan plan;
-    const tqkv_metal_store store = gpu_store(s);
-    tqkv_metal_plan_decode(&store, position, n_positions, basis, gpu_buffer(dst), &plan);
-    return gpu_run(plan);
-}
-
-std::string gpu_rotate(float *rows, int n_rows, int head_dim, bool unrotate)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_rotate(gpu_buffer(rows), n_rows, head_dim, unrotate ? TQKV_ORIGINAL : TQKV_ROTATED, &plan);
-    return gpu_run(plan);
-}
-
-// Plans by `plan_with(attention, scratch, &plan)`, divides attend and merge if there are no other parts, and runs.
+// Plans by plan_with(scratch, &plan), divides attend and merge if there are no other parts, and runs.
 template <typename F>
 static std::string run_attention(const tqkv_attention *a, gpu_split split, F plan_with)
 {
-    const gpu_attention attention(*a);
     tqkv_metal_plan plan;
-    plan_with(&attention.metal, gpu_buffer(nullptr), &plan);
+    std::vector<float> sums, state;
+    const std::vector<uint32_t> scratch = gpu_plan_in_scratch(plan, plan_with);
     if (plan.result != TQKV_OK) return tqkv_result_string(plan.result);
-    std::vector<float> scratch(std::max(plan.scratch_size / sizeof(float), (size_t)1), NAN), sums, state;
-    plan_with(&attention.metal, gpu_buffer(scratch.data()), &plan);
     tqkv_metal_dispatch *attend = plan.d + (a->list.rows ? 1 : 0);
     const bool codes = plan.d + plan.n == attend + 2 && gpu_args<tqkv__merge_args>(attend[1]).n_partials > 0;
     if (codes && (split.columns || split.n_simdgroups || split.n_stretches || split.share || split.kernel)) {
@@ -347,39 +302,18 @@ static std::string run_attention(const tqkv_attention *a, gpu_split split, F pla
 
 std::string gpu_attend(const tqkv_attention *a, const void *q, void *out, gpu_split split)
 {
-    return run_attention(a, split,
-                         [&](const tqkv_metal_attention *metal, tqkv_metal_buffer scratch, tqkv_metal_plan *plan) {
-                             tqkv_metal_plan_attend(metal, gpu_buffer(q), scratch, gpu_buffer(out), plan);
-                         });
+    return run_attention(a, split, [&](const void *scratch, tqkv_metal_plan *plan) {
+        gpu_plan(tqkv_metal_plan_attend, a, q, scratch, out, plan);
+    });
 }
 
 std::string gpu_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, gpu_slice &to,
                                gpu_split split)
 {
-    return run_attention(
-        a, split, [&](const tqkv_metal_attention *metal, tqkv_metal_buffer scratch, tqkv_metal_plan *plan) {
-            tqkv_metal_plan_attend_partial(metal, gpu_buffer(q), first, count, scratch, gpu_buffer(to.out.data()),
-                                           gpu_buffer(to.max.data()), gpu_buffer(to.sum.data()), plan);
-        });
-}
-
-std::string gpu_attend_merge(const tqkv_attention *a, gpu_slice &to, const tqkv_attention *slice, const gpu_slice &from)
-{
-    const gpu_attention attention(*a), other(*slice);
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_attend_merge(&attention.metal, gpu_buffer(to.out.data()), gpu_buffer(to.max.data()),
-                                 gpu_buffer(to.sum.data()), &other.metal, gpu_buffer(from.out.data()),
-                                 gpu_buffer(from.max.data()), gpu_buffer(from.sum.data()), &plan);
-    return gpu_run(plan);
-}
-
-std::string gpu_attend_finish(const tqkv_attention *a, const gpu_slice &from, void *out)
-{
-    const gpu_attention attention(*a);
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_attend_finish(&attention.metal, gpu_buffer(from.out.data()), gpu_buffer(from.max.data()),
-                                  gpu_buffer(from.sum.data()), gpu_buffer(out), &plan);
-    return gpu_run(plan);
+    return run_attention(a, split, [&](const void *scratch, tqkv_metal_plan *plan) {
+        gpu_plan(tqkv_metal_plan_attend_partial, a, q, first, count, scratch, to.out.data(), to.max.data(),
+                 to.sum.data(), plan);
+    });
 }
 
 namespace
@@ -464,50 +398,5 @@ std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std
     std::vector<float> scratch(std::max(plan.scratch_size / sizeof(float), (size_t)1), NAN);
     tqkv_metal_plan_attend_batch(calls.data(), n, queries.data(), gpu_buffer(arguments.data()), arguments.data(),
                                  gpu_buffer(scratch.data()), outputs.data(), &plan);
-    return gpu_run(plan);
-}
-
-gpu_index::gpu_index(const tqkv_index &x) : keys(gpu_store(x.keys)), metal()
-{
-    metal.index = x;
-    metal.keys = &keys;
-    metal.weights = gpu_buffer(x.weights);
-}
-
-std::string gpu_index_scores(const tqkv_index *x, const void *q, float *scores)
-{
-    const gpu_index index(*x);
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_index_scores(&index.metal, gpu_buffer(q), gpu_buffer(scores), &plan);
-    return gpu_run(plan);
-}
-
-std::string gpu_index_choose(const tqkv_index *x, const float *scores, int k, int32_t *list)
-{
-    const gpu_index index(*x);
-    tqkv_metal_plan plan;
-    const tqkv_result r =
-        tqkv_metal_plan_index_choose(&index.metal, gpu_buffer(scores), k, gpu_buffer(nullptr), gpu_buffer(list), &plan);
-    if (r != TQKV_OK) return tqkv_result_string(r);
-    std::vector<uint32_t> scratch(std::max(plan.scratch_size / sizeof(uint32_t), (size_t)1), 0xffffffffu);
-    tqkv_metal_plan_index_choose(&index.metal, gpu_buffer(scores), k, gpu_buffer(scratch.data()), gpu_buffer(list),
-                                 &plan);
-    return gpu_run(plan);
-}
-
-std::string gpu_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
-                          int n_queries, tqkv_pairs pairs, float *center, float *channel_scale)
-{
-    tqkv_metal_plan plan;
-    const tqkv_metal_store store = gpu_store(shape);
-    tqkv_metal_plan_calibrate(&store, gpu_buffer(src), n_tokens, gpu_buffer(q), n_heads, n_queries, pairs,
-                              gpu_buffer(center), gpu_buffer(channel_scale), &plan);
-    return gpu_run(plan);
-}
-
-std::string gpu_tables(tqkv__table_report *report)
-{
-    tqkv_metal_plan plan;
-    tqkv_metal_plan_tables(gpu_buffer(report), &plan);
     return gpu_run(plan);
 }

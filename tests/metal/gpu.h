@@ -60,6 +60,8 @@ T gpu_args(const tqkv_metal_dispatch &planned)
 
 tqkv_metal_buffer gpu_buffer(const void *bytes);
 tqkv_metal_store gpu_store(const tqkv_store *s);
+// The most that a pipeline allows a threadgroup.
+extern unsigned gpu_most_threads;
 // Whether stores with pages pass the processor's copy of the table, too.
 extern bool gpu_known_tables;
 
@@ -100,13 +102,61 @@ void gpu_set_scratch(tqkv_metal_dispatch d[2], float *sums, float *state); // bi
 
 // ---- Calls ----
 
-// Each returns an empty string, or what went wrong. not_finite may be NULL; otherwise it receives the flag.
-std::string gpu_encode(const tqkv_store *s, const void *src, int n_tokens, int64_t position, uint32_t *not_finite);
-std::string gpu_encode_kv(const tqkv_store *keys, const tqkv_store *values, const void *k, const void *v, int n_tokens,
-                          int64_t position, uint32_t *not_finite);
-std::string gpu_probe(const tqkv_store *s, const void *src, int n_tokens, float *scaled, uint32_t *not_finite);
-std::string gpu_decode(const tqkv_store *s, int64_t position, int n_positions, tqkv_basis basis, void *dst);
-std::string gpu_rotate(float *rows, int n_rows, int head_dim, bool unrotate);
+// What tqkv_metal_plan_* takes in place of an argument of the processor's call. It lives as long as that call.
+template <typename T>
+struct gpu_argument {
+    T value;
+    operator T() const { return value; }
+};
+template <>
+struct gpu_argument<tqkv_metal_buffer> {
+    const void *bytes;
+    operator tqkv_metal_buffer() const { return gpu_buffer(bytes); }
+};
+template <>
+struct gpu_argument<const tqkv_metal_store *> {
+    const tqkv_metal_store store;
+    const bool is_null;
+    gpu_argument(const tqkv_store *s) : store(s ? gpu_store(s) : tqkv_metal_store()), is_null(!s) {}
+    operator const tqkv_metal_store *() const { return is_null ? nullptr : &store; }
+};
+template <>
+struct gpu_argument<const tqkv_metal_attention *> {
+    const gpu_attention own;
+    gpu_argument(const tqkv_attention *a) : own(*a) {}
+    operator const tqkv_metal_attention *() const { return &own.metal; }
+};
+template <>
+struct gpu_argument<const tqkv_metal_index *> {
+    const tqkv_metal_store keys;
+    const tqkv_metal_index own;
+    gpu_argument(const tqkv_index *x) : keys(gpu_store(x->keys)), own{*x, &keys, gpu_buffer(x->weights)} {}
+    operator const tqkv_metal_index *() const { return &own; }
+};
+template <typename... P, typename... A>
+tqkv_result gpu_plan(tqkv_result (*call)(P...), const A &...arguments)
+{
+    return call(gpu_argument<P>{arguments}...);
+}
+
+// Plans by plan_with(scratch, &plan), first without scratch. Returns the scratch, of NaN.
+template <typename F>
+std::vector<uint32_t> gpu_plan_in_scratch(tqkv_metal_plan &plan, F plan_with)
+{
+    plan_with(nullptr, &plan);
+    std::vector<uint32_t> scratch(plan.scratch_size / sizeof(uint32_t) + !plan.scratch_size, 0xffffffffu);
+    plan_with(scratch.data(), &plan);
+    return scratch;
+}
+
+// Each of the following returns an empty string, or what went wrong. This one: a call but for its plan.
+template <typename F, typename... A>
+std::string gpu_call(F call, const A &...arguments)
+{
+    tqkv_metal_plan plan;
+    gpu_plan(call, arguments..., &plan);
+    return gpu_run(plan);
+}
 std::string gpu_attend(const tqkv_attention *a, const void *q, void *out, gpu_split split);
 // Slices. out: [n_queries][n_heads][head_dim of the values], max, sum: [n_queries][n_heads]
 struct gpu_slice {
@@ -115,25 +165,9 @@ struct gpu_slice {
 };
 std::string gpu_attend_partial(const tqkv_attention *a, const void *q, int64_t first, int count, gpu_slice &to,
                                gpu_split split);
-std::string gpu_attend_merge(const tqkv_attention *a, gpu_slice &to, const tqkv_attention *slice,
-                             const gpu_slice &from);
-std::string gpu_attend_finish(const tqkv_attention *a, const gpu_slice &from, void *out);
 // Copies what the items read, but for queries, into one block of memory; queries and outputs lie in one array each, the
 // first ones first. With lanes attend takes the place of attend_matrix.
 std::string gpu_attend_batch(const std::vector<tqkv_attention> &items, const std::vector<const void *> &q,
                              const std::vector<void *> &out, bool lanes);
-// The arguments of an index on the CPU.
-struct gpu_index {
-    explicit gpu_index(const tqkv_index &x);
-    gpu_index(const gpu_index &) = delete;
-    gpu_index &operator=(const gpu_index &) = delete;
-    const tqkv_metal_store keys;
-    tqkv_metal_index metal;
-};
-std::string gpu_index_scores(const tqkv_index *x, const void *q, float *scores);
-std::string gpu_index_choose(const tqkv_index *x, const float *scores, int k, int32_t *list);
-std::string gpu_calibrate(const tqkv_store *shape, const void *src, int n_tokens, const void *q, int n_heads,
-                          int n_queries, tqkv_pairs pairs, float *center, float *channel_scale);
-std::string gpu_tables(tqkv__table_report *report);
 
 #endif

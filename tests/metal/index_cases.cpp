@@ -18,7 +18,7 @@ void run_scores(const void *parameters)
     std::vector<double> expected(n), allowed(n);
     for (int64_t at = p.first - 1; at >= 0 && !p.keys.ring; at--) attend_poison_position(&p.keys, at, true);
     gpu_known_tables = seed % 4 < 2;
-    CHECK_RUN(gpu_index_scores(x, index_queries(&p), got.data()));
+    CHECK_RUN(gpu_call(tqkv_metal_plan_index_scores, x, index_queries(&p), got.data()));
     double *keys = reference_decode_all(&p.keys, 0, p.first, x->end, REFERENCE_FLOATS);
     for (int i = 0; i < x->n_queries; i++) {
         reference_index_scores(REFERENCE_FLOATS, x, i, p.q, keys, p.first, expected.data(), allowed.data());
@@ -33,8 +33,8 @@ void run_scores(const void *parameters)
     const int row = (x->n_queries - 1) * x->n_heads;
     last.n_queries = 1;
     if (last.weights) last.weights += row;
-    CHECK_RUN(gpu_index_scores(&last, (const char *)index_queries(&p) + (size_t)(row * p.keys.head_dim) * width,
-                               alone.data()));
+    CHECK_RUN(gpu_call(tqkv_metal_plan_index_scores, &last,
+                       (const char *)index_queries(&p) + (size_t)(row * p.keys.head_dim) * width, alone.data()));
     CHECK(!memcmp(&got[all - n], alone.data(), n * sizeof(float)), "other bits alone");
     gpu_known_tables = true;
     index_tear_down(&p);
@@ -54,6 +54,15 @@ float score_at_random(const choose_row &row, data_random *random)
     if (row.values < 0 && data_below(random, 4) == 0) return special[data_below(random, 8)];
     if (row.values > 0) return (float)(data_below(random, row.values) - row.values / 2);
     return ((float)data_below(random, 1 << 24) - 8e6f) * (data_below(random, 2) ? 1e-3f : 1e3f);
+}
+
+std::string choose(const tqkv_index &x, const std::vector<float> &scores, int k, std::vector<int32_t> &list)
+{
+    tqkv_metal_plan plan;
+    const std::vector<uint32_t> memory = gpu_plan_in_scratch(plan, [&](const void *scratch, tqkv_metal_plan *to) {
+        gpu_plan(tqkv_metal_plan_index_choose, &x, scores.data(), k, scratch, list.data(), to);
+    });
+    return gpu_run(plan);
 }
 
 // Blocks that no query sees have scores, too.
@@ -78,7 +87,7 @@ void run_choose(const void *parameters)
     std::vector<int32_t> list(k * (size_t)row.n_queries, 77), expected(list);
     for (float &score : scores) score = score_at_random(row, &random);
     CHECK_RESULT(tqkv_index_choose(&x, scores.data(), row.k, expected.data()), TQKV_OK);
-    CHECK_RUN(gpu_index_choose(&x, scores.data(), row.k, list.data()));
+    CHECK_RUN(choose(x, scores, row.k, list));
     for (size_t i = 0; i < list.size(); i++)
         CHECK(list[i] == expected[i], "query %zu, entry %zu: %d, not %d", i / k, i % k, list[i], expected[i]);
     test_store_free(&keys);
@@ -122,7 +131,7 @@ void run_nan(const void *)
     std::vector<int32_t> list(4, 7);
     scores[31] = -5.0f;
     scores[99] = INFINITY;
-    CHECK_RUN(gpu_index_choose(&x, scores.data(), 4, list.data()));
+    CHECK_RUN(choose(x, scores, 4, list));
     CHECK(list[0] == 31 && list[1] == 99 && list[2] == 199 && list[3] == -1, "%d %d %d %d", list[0], list[1], list[2],
           list[3]);
     test_store_free(&keys);

@@ -5,7 +5,6 @@
 #include "forms.h"
 #include "shader_cases.h"
 #include "../cache_fixture.h"
-#include "../history.h"
 
 namespace
 {
@@ -58,48 +57,32 @@ tqkv_result run_append(tqkv_metal *m, const tqkv_cache *c, const void *k, const 
     if (v) rows.insert(rows.end(), tails.begin(), tails.end()); // behind the keys
     tqkv_metal_plan plan;
     uint32_t unfit = 0;
-    tqkv_metal_plan_cache_append(c, gpu_buffer(c), &no_gaps, gpu_buffer(rows.data()),
-                                 gpu_buffer(v ? others.data() : tails.data()), n, gpu_buffer(&unfit), &plan);
+    gpu_plan(tqkv_metal_plan_cache_append, c, c, &no_gaps, rows.data(), v ? others.data() : tails.data(), n, &unfit,
+             &plan);
     if (plan.result != TQKV_OK) return plan.result;
     const tqkv_result r = finished(machine_of(m), gpu_run(plan));
     return r == TQKV_OK && unfit ? TQKV_NOT_FINITE : r;
 }
 
+// With the strides of the cache.
 tqkv_result run_some(tqkv_metal *m, const tqkv_cache *c, const tqkv_attention *some, const void *q, int n, void *out)
 {
-    static const tqkv_cache_strides no_gaps = {{0, 0}, {0, 0}, {0, 0}, {0, 0}};
-    const tqkv_attention view = test_view(c, 0);
-    const tqkv_store *tail = test_tail(c);
-    const int key_dim = test_keys(c)->head_dim + (tail ? tail->head_dim : 0), value_dim = test_values(c)->head_dim,
-              heads = view.n_heads;
-    const tqkv_strides of_q = strides_or(view.query_strides, heads, key_dim),
-                       of_out = strides_or(view.output_strides, heads, value_dim);
-    const size_t value = size_of(view.query_type), row = (size_t)value_dim * value;
-    const std::vector<char> queries = packed(q, of_q, view.query_type, n, heads, 0, key_dim);
-    std::vector<char> outputs((size_t)(n * heads) * row);
     tqkv_metal_attention call = {};
     if (some) call.attention = *some;
     if (some && some->list.rows) call.list = gpu_buffer(some->list.rows);
     if (some && some->tree) call.tree = gpu_buffer(some->tree);
     tqkv_metal_plan plan;
-    tqkv_metal_plan_cache_attend(c, gpu_buffer(c), &no_gaps, &call, gpu_buffer(nullptr), n, gpu_buffer(nullptr),
-                                 gpu_buffer(nullptr), &plan);
+    const std::vector<uint32_t> memory = gpu_plan_in_scratch(plan, [&](const void *scratch, tqkv_metal_plan *to) {
+        tqkv_metal_plan_cache_attend(c, gpu_buffer(c), nullptr, &call, gpu_buffer(q), n, gpu_buffer(scratch),
+                                     gpu_buffer(out), to);
+    });
     if (plan.result != TQKV_OK) return plan.result;
-    const size_t bytes = plan.scratch_size;
-    std::vector<uint32_t> scratch(bytes / 4 + 1, 0xffffffffu);
-    tqkv_metal_plan_cache_attend(c, gpu_buffer(c), &no_gaps, &call, gpu_buffer(queries.data()), n,
-                                 gpu_buffer(scratch.data()), gpu_buffer(outputs.data()), &plan);
     bool rewrites = false; // outputs of a tree that are written twice, in this order
-    for (int i = 0; i < plan.n; i++) rewrites = rewrites || plan.d[i].barrier == outputs.data();
+    for (int i = 0; i < plan.n; i++) rewrites = rewrites || plan.d[i].barrier == out;
     CHECK(machine_of(m)->raw < 0 || rewrites == (some && some->tree && test_view(c, 1).keys == test_keys(c) &&
-                                                 view.end - n < machine_of(m)->raw),
+                                                 test_view(c, 0).end - n < machine_of(m)->raw),
           "a barrier on the outputs, or none");
-    const tqkv_result r = finished(machine_of(m), gpu_run(plan));
-    for (int i = 0; r == TQKV_OK && i < n * heads; i++)
-        memcpy((char *)out + ((size_t)(i / heads) * of_out.token + (size_t)(i % heads) * of_out.head) * value,
-               &outputs[(size_t)i * row], row);
-    CHECK(scratch.back() == 0xffffffffu || bytes % 4, "scratch: written behind its end");
-    return r;
+    return finished(machine_of(m), gpu_run(plan));
 }
 
 tqkv_result run_attend(tqkv_metal *m, const tqkv_cache *c, const void *q, int n, void *out)
@@ -107,22 +90,15 @@ tqkv_result run_attend(tqkv_metal *m, const tqkv_cache *c, const void *q, int n,
     return run_some(m, c, nullptr, q, n, out);
 }
 
-double value_at(tqkv_type type, const char *rows, size_t i)
-{
-    float value;
-    uint16_t half;
-    memcpy(&value, rows + 4 * i, type == TQKV_TYPE_F32 ? 4 : 0);
-    memcpy(&half, rows + 2 * i, 2);
-    return type == TQKV_TYPE_F32 ? (double)value : (double)reference_wide(type, half);
-}
-
 double error_of_type(tqkv_type type) { return type == TQKV_TYPE_F32 ? 0.0 : type == TQKV_TYPE_F16 ? 1e-3 : 8e-3; }
 
-void check_near(tqkv_type type, const std::vector<char> &got, const std::vector<char> &expected, size_t n, double limit)
+// The first n values.
+void check_near(typed_rows rows, typed_rows near, size_t n, double limit)
 {
+    const std::vector<char> got = rows.packed(), expected = near.packed();
     double wrong = 0, all = 0;
     for (size_t i = 0; i < n; i++) {
-        const double own = value_at(type, expected.data(), i), difference = value_at(type, got.data(), i) - own;
+        const double own = (double)near.value(expected, i), difference = (double)rows.value(got, i) - own;
         wrong += difference * difference;
         all += own * own;
     }
@@ -325,9 +301,8 @@ void history::check_outputs(int n, const tqkv_result results[SIDES]) const
     if (results[CPU] == TQKV_OK) CHECK_RESULT(results[WAITING], TQKV_OK);
     if (results[WAITING] != TQKV_OK) return;
     CHECK(out[WAITING].bytes == out[RECORDED].bytes, "recorded, other bits");
-    typed_rows got = out[WAITING], expected = out[CPU];
     if (results[CPU] == TQKV_OK && !wild)
-        check_near(desc.type, got.packed(), expected.packed(), (size_t)(n * desc.n_heads * value_dim), limit);
+        check_near(out[WAITING], out[CPU], (size_t)(n * desc.n_heads * value_dim), limit);
 }
 
 // A copy from before an append gets its positions one after the other. same: the queries must have the bits that they
@@ -486,8 +461,8 @@ void history::lose()
     for (int i = 0; i < 2; i++) CHECK_RESULT(tqkv_metal_cache_failed(c, end), TQKV_OK); // the second time nothing
 }
 
-// Bytes: the number of a desc, then a call each.
-int run_history_bytes(const uint8_t *bytes, size_t n)
+// Appends thrice, then calls at random.
+void run_history(const void *parameters)
 {
     const struct {
         void (history::*call)();
@@ -495,30 +470,15 @@ int run_history_bytes(const uint8_t *bytes, size_t n)
     } calls[] = {{&history::append, "appended"}, {&history::append, "appended"}, {&history::append, "appended"},
                  {&history::attend, "attended"}, {&history::edit, "edited"},     {&history::copy, "copied"},
                  {&history::lose, "lost"}};
-    if (n == 0) return 0;
-    history h(bytes[0]);
-    for (size_t i = 1; i < n && h.caches[CPU] && h.caches[WAITING] && h.caches[RECORDED]; i++) {
-        h.random.state = (uint64_t)bytes[i] * 1000 + bytes[0];
-        (h.*calls[bytes[i] % 7].call)();
-        h.compare(calls[bytes[i] % 7].name);
-    }
-    return 0;
-}
-
-// Appends thrice, then calls at random.
-void run_history(const void *parameters)
-{
     const int seed = *(const int *)parameters;
     data_random random = {(uint64_t)seed};
-    uint8_t bytes[10] = {(uint8_t)seed};
-    for (int i = 1; i < 10; i++) bytes[i] = (uint8_t)(i < 4 ? 7 * data_below(&random, 36) : data_below(&random, 252));
-    run_history_bytes(bytes, 10);
-    const history_row row = {run_history_bytes, seed, 1};
-    if (true || !test_failures() || gpu_on_device || !history_fails(&row, bytes, 10, true)) return;
-    const size_t n = history_shrink(&row, bytes, 10);
-    printf("  these bytes fail:");
-    for (size_t i = 0; i < n; i++) printf(" %d", bytes[i]);
-    printf("\n");
+    history h(seed);
+    for (int i = 1; i < 10 && h.caches[CPU] && h.caches[WAITING] && h.caches[RECORDED]; i++) {
+        const int number = i < 4 ? 7 * data_below(&random, 36) : data_below(&random, 252);
+        h.random.state = (uint64_t)(number * 1000 + seed);
+        (h.*calls[number % 7].call)();
+        h.compare(calls[number % 7].name);
+    }
 }
 
 // A cache with a context allocates from it, fails as it does and is then as it was; what a cache refuses does not get

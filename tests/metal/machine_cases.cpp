@@ -141,7 +141,7 @@ void run_wrong_matrices(const void *)
 void run_matrix_places(const void *)
 {
     tqkv__table_report report;
-    CHECK_RUN(gpu_tables(&report));
+    CHECK_RUN(gpu_call(tqkv_metal_plan_tables, &report));
     CHECK(tqkv_metal_has_matrices(&report), "elements lie as expected, and the check says they do not");
     for (int other = 0; other < 2; other++) {
         simt::matrix_place kept[simt::simd_width];
@@ -151,7 +151,7 @@ void run_matrix_places(const void *)
             if (other == 0) place = {(unsigned)lane / 4, (unsigned)lane % 4 * 2};
             if (other == 1 && (lane == 0 || lane == 16)) place = kept[16 - lane];
         }
-        CHECK_RUN(gpu_tables(&report));
+        CHECK_RUN(gpu_call(tqkv_metal_plan_tables, &report));
         memcpy(simt::matrix_places, kept, sizeof kept);
         CHECK(!tqkv_metal_has_matrices(&report), "elements lie otherwise, and nothing shows it");
     }

@@ -17,6 +17,13 @@ void machine_cases();
 size_t check_attend(const attend_row &row, const std::vector<gpu_split> &splits);
 const gpu_split as_planned = {0, 0, 0};
 
+// A problem, and how it is divided, besides as it is planned.
+struct shape_row {
+    attend_row problem;
+    gpu_split split;
+};
+void run_shape(const void *row);
+
 // Attention over values with a mean of 1: its error does not grow with the context, and a query has the same bits
 // alone.
 struct length_row {
