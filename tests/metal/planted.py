@@ -1,6 +1,7 @@
 """What the bugs.py share: running commands, and the bugs, some at once."""
 import concurrent.futures
 import os
+import pathlib
 import re
 import signal
 import subprocess
@@ -27,12 +28,10 @@ def reports(command, expected):
 
 def edit(path, text, replacement):
     """Replaces the one place of text in a file. Returns what is wrong, or nothing."""
-    with open(path, encoding="utf-8") as f:
-        source = f.read()
+    source = pathlib.Path(path).read_text(encoding="utf-8")
     if source.count(text) != 1:
         return f"'{text}' is {source.count(text)} times in {path}: bugs.py is out of date"
-    with open(path, "w", encoding="utf-8") as f:
-        f.write(source.replace(text, replacement))
+    pathlib.Path(path).write_text(source.replace(text, replacement), encoding="utf-8")
     return ""
 
 

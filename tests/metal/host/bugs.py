@@ -7,6 +7,7 @@ Takes from the environment, for each kind of build (ASAN, ARC, TSAN): the comman
 the runner without tqkv_metal.o (ASAN_OBJECTS), what links them (ASAN_LINK), and what runs the tests (ASAN_RUN).
 """
 import os
+import pathlib
 import re
 import sys
 
@@ -163,8 +164,7 @@ BUGS = {
 def plant(bug, folder):
     """Writes the copy; empty string, or why the bug no longer fits the file."""
     function, pattern, replacement = BUGS[bug][:3]
-    with open("tqkv_metal.m", encoding="utf-8") as f:
-        source = f.read()
+    source = pathlib.Path("tqkv_metal.m").read_text(encoding="utf-8")
     body = re.search(r"^[\w <>]+[ *]%s\([^;{]*\)\n{\n.*?^}\n" % function, source, re.M | re.S)
     if not body:
         return f"there is no {function}: bugs.py is out of date"
@@ -172,8 +172,7 @@ def plant(bug, folder):
     if not n:
         return f"'{pattern}' is not in {function}: bugs.py is out of date"
     os.makedirs(folder, exist_ok=True)
-    with open(f"{folder}/tqkv_metal.m", "w", encoding="utf-8") as f:
-        f.write(source[:body.start()] + changed + source[body.end():])
+    pathlib.Path(folder, "tqkv_metal.m").write_text(source[:body.start()] + changed + source[body.end():], encoding="utf-8")
     return ""
 
 

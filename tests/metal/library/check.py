@@ -11,6 +11,7 @@ import ctypes
 import functools
 import glob
 import os
+import pathlib
 import re
 import shutil
 import struct
@@ -20,6 +21,7 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.join(HERE, "..", "..", "..")
 sys.path[:0] = [HERE, os.path.join(ROOT, "metallib"), os.path.join(ROOT, "metallib", "air")]
+import compare  # noqa: E402
 import container  # noqa: E402
 import launch  # noqa: E402
 import msl  # noqa: E402
@@ -81,19 +83,14 @@ def assembled(text, llvm=14):
 def attributes(bitcode):
     """Numbers of all attributes in the bitcode. LLVM adds to them when it reads a module, so they are looked up in its
     records."""
-    dump = subprocess.run(["llvm-bcanalyzer-14", "-dump"], input=bitcode, capture_output=True, check=True).stdout.decode()
-    records = re.findall(r"<ENTRY [^>]*", dump.split("</PARAMATTR_GROUP")[0].split("<PARAMATTR_GROUP")[1])
-    operands = [[int(v) for v in re.findall(r"\bop\d+=(\d+)", record)] for record in records]
-    return {a for own in operands for a in reader.attributes(own) if isinstance(a, int)}
+    return {what for kind, what in compare.records(bitcode) if kind == "attribute" and isinstance(what, int)}
 
 
 class Tests:
     QUICK = r"tqkv_(?!attend_d)\w+_d32|tqkv_tables"  # of the amalgamated source; the rest takes seconds
 
     def __init__(self, path, source, folder):
-        with open(path, "rb") as f:
-            self.data = f.read()
-        self.library, self.path, self.source, self.folder = reader.Library(self.data), path, source, folder
+        self.library, self.source, self.folder = reader.read(path), source, folder
         self.functions = {f.name: f for f in self.library.functions}
         self.refused = ""
         self.small = self.functions["tqkv_tables"], self.functions["tqkv_decode_d32"]
@@ -199,14 +196,18 @@ class Tests:
         return subprocess.run([sys.executable, os.path.join(ROOT, "metallib", "air", "build.py"), *arguments, "-o", output],
                               capture_output=True, text=True, check=False)
 
+    def built(self, output, *arguments):
+        done = self.build(output, *arguments)
+        reader.expect(done.returncode == 0, done.stderr[:600])
+        return reader.read(output)
+
     def refuse(self, names):
         """What the builder says of these samples in one run; it must write no library."""
         folder = os.path.join(self.folder, "refusals")
         os.makedirs(folder + "/shaders", exist_ok=True)
         paths, output = [f"{folder}/shaders/{name}.metal" for name in names], f"{folder}/refused.metallib"
         for name, path in zip(names, paths):
-            with open(path, "w", encoding="utf-8") as f:
-                f.write(samples.refused()[name][0])
+            pathlib.Path(path).write_text(samples.refused()[name][0], encoding="utf-8")
         done = self.build(output, *paths)
         reader.expect(done.returncode == 1 and not glob.glob(output + "*"), "a library was written")
         return done.stderr
@@ -227,16 +228,11 @@ class Tests:
         folder = os.path.join(self.folder, "lowering", "shaders")
         os.makedirs(folder, exist_ok=True)
         base = os.path.join(folder, "lowered")
-        with open(base + ".metal", "w", encoding="utf-8") as f:
-            f.write(samples.LOWERED)
-        done = self.build(base + ".metallib", base + ".metal")
-        reader.expect(done.returncode == 0, done.stderr[:600])
-        text = reader.disassemble(reader.read(base + ".metallib").functions[0].bitcode, 14)
+        pathlib.Path(base + ".metal").write_text(samples.LOWERED, encoding="utf-8")
+        text = reader.disassemble(self.built(base + ".metallib", base + ".metal").functions[0].bitcode, 14)
         reader.expect(not re.search(r"@llvm\.|fneg|itofp|fpto[su]i|poison|freeze", text), "a newer form")
-        with open(base + ".ll", "w", encoding="utf-8") as f:
-            f.write(launch.native(text, []))
-        with open(base + ".c", "w", encoding="utf-8") as f:
-            f.write(samples.CONVERSIONS)
+        pathlib.Path(base + ".ll").write_text(launch.native(text, []), encoding="utf-8")
+        pathlib.Path(base + ".c").write_text(samples.CONVERSIONS, encoding="utf-8")
         for command in (["llc-14", "-relocation-model=pic", "-filetype=obj", base + ".ll", "-o", base + ".o"],
                         ["clang", "-shared", "-fPIC", base + ".o", base + ".c", "-o", base + ".so"]):
             subprocess.run(command, check=True)
@@ -251,9 +247,8 @@ class Tests:
         """Each target's library: container, versions, one module."""
         for target in TARGETS:
             output = os.path.join(self.folder, f"{target}.metallib")
-            done = self.build(output, "--target", target, "--only", "tqkv_tables", os.path.join(ROOT, "shaders", "tables.metal"))
-            reader.expect(done.returncode == 0, done.stderr[:300])
-            library = reader.read(output)
+            shader = os.path.join(ROOT, "shaders", "tables.metal")
+            library = self.built(output, "--target", target, "--only", "tqkv_tables", shader)
             reader.expect(f"{library.system}{library.version}" == target, f"{target}: made for {library.system} {library.version}")
             check_module(library, library.functions[0])
 
@@ -263,9 +258,7 @@ class Tests:
         folder = os.path.join(self.folder, "source", "shaders")
         os.makedirs(folder, exist_ok=True)
         shutil.copy(self.source, folder)
-        done = self.build(output, "--only", self.QUICK, os.path.join(folder, os.path.basename(self.source)))
-        reader.expect(done.returncode == 0, done.stderr[:600])
-        library = reader.read(output)
+        library = self.built(output, "--only", self.QUICK, os.path.join(folder, os.path.basename(self.source)))
         expected = sorted(name for name in self.functions if re.fullmatch(self.QUICK, name))
         reader.expect(sorted(f.name for f in library.functions) == expected, "other kernels")
         for function in library.functions:
@@ -283,22 +276,12 @@ def main():
     list_only = rest[:1] == ["--list"]
     filters = rest[list_only:]
     os.makedirs(folder, exist_ok=True)
-    passed = failed = 0
-    for name, test in Tests(path, source, folder).cases():
-        if filters and not any(part in name for part in filters):
-            continue
-        if list_only:
-            print(name)
-            continue
-        try:
-            test()
-            passed += 1
-        except reader.Damage as damage:
-            failed += 1
-            print(f"FAIL {name}: {damage}", flush=True)
-    if not list_only:
-        print(f"{passed} passed, {failed} failed")
-    return failed != 0 or passed == 0 and not list_only
+    chosen = [(name, test) for name, test in Tests(path, source, folder).cases()
+              if not filters or any(part in name for part in filters)]
+    if list_only:
+        print(*(name for name, _ in chosen), sep="\n")
+        return 0
+    return reader.run_cases(chosen)
 
 
 if __name__ == "__main__":

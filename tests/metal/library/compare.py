@@ -9,6 +9,7 @@ attributes, kinds of instructions, and functions with their signatures. Numbers 
 import collections
 import glob
 import os
+import pathlib
 import re
 import struct
 import subprocess
@@ -24,8 +25,7 @@ MEASURED = ("IDENTIFICATION_BLOCK_ID", "MODULE_BLOCK", "TYPE_BLOCK_ID")
 
 def bitcodes(path):
     """The wrapped modules in a library, wherever its tags say: Apple's have tags that reader.py does not take."""
-    with open(path, "rb") as f:
-        data = f.read()
+    data = pathlib.Path(path).read_bytes()
     start, size = struct.unpack_from("<2Q", data, 72)
     at = data.find(b"\xde\xc0\x17\x0b", start)
     while 0 <= at < start + size:
@@ -77,10 +77,10 @@ def instructions(text):
                 for g in re.findall(r"(?m)^@\S+ = .*(?:fc_initializer|global_ctors).*$", text))
 
 
-def records(dump):
+def records(bitcode):
     """Kinds of records of each block, for some with the number of operands; attributes."""
     blocks = []
-    for line in dump.splitlines():
+    for line in run(["llvm-bcanalyzer-14", "-dump"], bitcode).splitlines():
         line = line.strip()
         if re.match(r"<[\w ]+ NumWords=", line):
             blocks.append(line[1:].split()[0])
@@ -107,8 +107,7 @@ def facts(path):
         if not text:
             continue
         n += 1
-        for kind, what in [*metadata(text), *functions(text), *instructions(text),
-                           *records(run(["llvm-bcanalyzer-14", "-dump"], bitcode))]:
+        for kind, what in [*metadata(text), *functions(text), *instructions(text), *records(bitcode)]:
             found[kind].add(what)
     return found, n
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Makes a Metal library's own bitcode run on the machine of simt.h.
 
-usage: launch.py LIBRARY FOLDER [--only REGULAR_EXPRESSION]
+usage: launch.py LIBRARY FOLDER
 
 For each kernel FOLDER/NAME.ll: the module as LLVM IR of this machine, for llc. FOLDER/launchers.cpp hands the kernels
 their arguments, as the library's metadata describes them: indices and types come from nowhere else.
 """
-import argparse
 import os
+import pathlib
 import platform
 import re
 import sys
@@ -49,13 +49,16 @@ def multiply(match):
     return "\n".join(lines)
 
 
+def portable(text, triple):
+    """The module without what Metal alone reads, for a target that LLVM 14 knows."""
+    text = re.sub(r"(?m)^target triple.*$", f'target triple = "{triple}"', text)
+    text = re.sub(r"(?ms)^define internal void @_GLOBAL__sub_I.*?^\}\n", "", text)
+    return without_lines(text, r"(?:@llvm\.global_ctors|!air\.|.*MTL_FC_INIT)")
+
+
 def native(text, constants):
     """The module for this machine. A function constant is a global that the launcher sets."""
-    text = re.sub(r"(?m)^target datalayout.*\n", "", text)
-    text = re.sub(r"(?m)^target triple.*$", f'target triple = "{TRIPLES[platform.machine()]}"', text)
-    text = without_lines(text, r"@llvm\.global_ctors")
-    text = re.sub(r"(?ms)^define internal void @_GLOBAL__sub_I.*?^\}\n", "", text)
-    text = without_lines(without_lines(text, r"!air\."), r".*MTL_FC_INIT")
+    text = without_lines(portable(text, TRIPLES[platform.machine()]), "target datalayout")
     text, n_products = re.subn(MULTIPLY, multiply, text)
     text = without_lines(text, r"declare <64 x float> @air\.simdgroup_matrix") + MULTIPLY_NATIVE * bool(n_products)
     for name, kind, index in constants:
@@ -87,25 +90,17 @@ def launcher(module, constants):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("library")
-    parser.add_argument("folder")
-    parser.add_argument("--only", default=".*")
-    args = parser.parse_args()
-    os.makedirs(args.folder, exist_ok=True)
+    folder = pathlib.Path(sys.argv[2])
+    folder.mkdir(parents=True, exist_ok=True)
     launchers, constants = [], set()
-    for function in reader.read(args.library).functions:
-        if not re.fullmatch(args.only, function.name):
-            continue
+    for function in reader.read(sys.argv[1]).functions:
         text = reader.disassemble(function.bitcode, 14)
         constants |= {(kind, index) for _, kind, index in function.constants}
         launchers.append(launcher(Module(function.name, text), function.constants))
-        with open(f"{args.folder}/{function.name}.ll", "w", encoding="utf-8") as f:
-            own = re.sub(rf"@{function.name}\b", f"@kernel_{function.name}", native(text, function.constants))
-            f.write(own)  # tqkv.h has functions of some kernels' names
+        own = re.sub(rf"@{function.name}\b", f"@kernel_{function.name}", native(text, function.constants))
+        (folder / f"{function.name}.ll").write_text(own, encoding="utf-8")  # tqkv.h has functions of some kernels' names
     made = "".join(f'extern "C" {{ {TYPES[k][1]} air_constant_{k}_{i}; }}\n' for k, i in sorted(constants))
-    with open(f"{args.folder}/launchers.cpp", "w", encoding="utf-8") as f:
-        f.write(PRELUDE + made + "".join(launchers))
+    (folder / "launchers.cpp").write_text(PRELUDE + made + "".join(launchers), encoding="utf-8")
 
 
 if __name__ == "__main__":

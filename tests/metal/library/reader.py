@@ -3,6 +3,7 @@
 Offsets, sizes and tags are those of metallib/README.md. Whatever does not fit is a Damage with the place in its text.
 """
 import hashlib
+import pathlib
 import re
 import struct
 import subprocess
@@ -151,8 +152,7 @@ class Library:
 
 
 def read(path):
-    with open(path, "rb") as f:
-        return Library(f.read())
+    return Library(pathlib.Path(path).read_bytes())
 
 
 def disassemble(bitcode, llvm):
@@ -161,6 +161,20 @@ def disassemble(bitcode, llvm):
     done = subprocess.run([f"llvm-dis-{llvm}", *typed, "-o", "-"], input=bitcode, capture_output=True, check=False)
     expect(done.returncode == 0, f"LLVM {llvm}: {done.stderr.decode(errors='replace').strip()[:200]}")
     return done.stdout.decode()
+
+
+def run_cases(cases):
+    """cases: (name, function), which ends with a Damage if it fails. Returns the exit status."""
+    passed = failed = 0
+    for name, test in cases:
+        try:
+            test()
+            passed += 1
+        except Damage as damage:
+            failed += 1
+            print(f"FAIL {name}: {damage}", flush=True)
+    print(f"{passed} passed, {failed} failed")
+    return failed != 0 or passed == 0
 
 
 def attributes(operands):

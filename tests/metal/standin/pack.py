@@ -6,7 +6,7 @@ usage: pack.py library SHARED_OBJECT...   X.so becomes the library X
                                           tqkv__table_set, `version`, `dispatch`, `matrices`, an argument struct;
                                           `tables_alone` changes nothing
 """
-import os
+import pathlib
 import re
 import shutil
 import struct
@@ -17,10 +17,8 @@ TABLES = [f"{table}_{bits}" for table in ("codebook", "boundaries", "factors") f
 
 def pack(*shared_objects):
     for path in shared_objects:
-        with open(path, "rb") as f:
-            content = f.read()
-        with open(path.removesuffix(".so"), "wb") as f:
-            f.write(b"STANDINL" + struct.pack("<Q", len(content)) + content)
+        content = pathlib.Path(path).read_bytes()
+        pathlib.Path(path.removesuffix(".so")).write_bytes(b"STANDINL" + struct.pack("<Q", len(content)) + content)
 
 
 def changed_for(what, text):
@@ -47,14 +45,11 @@ def changed_for(what, text):
 
 def stale(source, folder, *names):
     for what in names:
-        copy = os.path.join(folder, what, "src")
+        copy = pathlib.Path(folder, what, "src")
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(source, copy)
-        path = os.path.join(copy, "base/tables.h" if what in TABLES + ["tables_alone", "version"] else "gpu/sizes.h")
-        with open(path, encoding="utf-8") as f:
-            text = f.read()
-        with open(path, "w", encoding="utf-8") as f:
-            f.write(changed_for(what, text))
+        path = copy / ("base/tables.h" if what in TABLES + ["tables_alone", "version"] else "gpu/sizes.h")
+        path.write_text(changed_for(what, path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
