@@ -9259,11 +9259,11 @@ static tqkv__scored tqkv__open_scored(const tqkv__scoring *job, int number, floa
     s.tile = scratch;
     s.sums = s.tile + tqkv__tile_rows(x) * TQKV__TILE;
     s.q = s.sums + each * TQKV__TILE;
-    s.rest = s.q + rows * tqkv__first_floats(&x->a);
     s.totals = (double *)(void *)(s.q + rows * tqkv__query_floats(&x->a));
     s.weights = (float *)(void *)(s.totals + each);
     s.offsets = s.weights + rows;
     const tqkv__item item = {0, s.first_query * n_heads, s.n_queries * n_heads};
+    s.rest = s.q + (size_t)item.n_rows * tqkv__first_floats(&x->a);
     s.digits = tqkv__arrange_queries(&x->a, &item, job->q, s.q);
     for (int i = 0; i < item.n_rows; i++) {
         const size_t row = (size_t)item.first_row + (size_t)i;

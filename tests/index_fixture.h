@@ -92,6 +92,12 @@ static inline const void *index_queries(const index_problem *p)
     return p->index.query_type == TQKV_TYPE_BF16 ? (const void *)p->halves : (const void *)p->q;
 }
 
+/* Of the scores. */
+static inline size_t index_bytes(const index_problem *p)
+{
+    return p->index.n_queries > 0 ? (size_t)(p->index.n_queries * p->n_blocks) * sizeof(float) : 0;
+}
+
 static inline void index_tear_down(index_problem *p)
 {
     test_store_free(&p->keys);
