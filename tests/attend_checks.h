@@ -179,7 +179,7 @@ static inline void attend_check_company(const attend_problem *p, data_random *ra
     free(all);
 }
 
-/* ---- Masks that hide nothing ---- */
+/* ---- Masks that hide nothing, and the default scale ---- */
 
 /* A tree in which each query sees all before it, and a list of all blocks. */
 static inline void attend_check_masks(const attend_problem *p, data_random *random)
@@ -193,6 +193,9 @@ static inline void attend_check_masks(const attend_problem *p, data_random *rand
     for (int i = 0; i < 64; i++) tree[i] = i % 2 ? UINT64_MAX : ((uint64_t)2 << i) - 1;
     a.tree = tree;
     if (!p->attention.tree && !a.non_causal && n_queries <= 64) attend_expect(p, &a, "in a tree");
+    a = p->attention;
+    a.scale = a.scale == 0.0f ? (float)(1.0 / sqrt((double)p->head_dim)) : a.scale;
+    attend_expect(p, &a, "with the default scale");
     a = p->attention;
     if (a.list.rows || shape.end > INT32_MAX) return;
     const int64_t first = shape.lowest / block, n = shape.end / block + 1 - first;

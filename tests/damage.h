@@ -3,6 +3,7 @@
 #define TQKV_TESTS_DAMAGE_H
 
 #include "counting.h"
+#include "reference.h"
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
@@ -115,6 +116,24 @@ static inline void damage_field(const saved_thing *s, const field_row *row, size
         damage_expect(s, &bytes, expected, row->name, (size_t)value);
     }
     stream_free(&bytes);
+}
+
+/* No slot of a store filled with 0xff was written but those of n positions. */
+static inline void damage_others(const tqkv_store *s, int64_t position, int n)
+{
+    tqkv_store slots = *s;
+    slots.pages = NULL;
+    slots.ring = false;
+    const size_t codes = reference_row_bytes(s->format, s->head_dim);
+    const size_t norms = (size_t)reference_norms_per_row(s->format, s->head_dim) * sizeof(float);
+    for (int slot = 0; slot < s->capacity; slot++) {
+        bool named = false;
+        for (int i = 0; i < n; i++) named = named || reference_slot(s, position + i) == slot;
+        for (int h = 0; h < s->n_kv_heads && !named; h++)
+            CHECK(test_is_untouched(reference_codes_at(&slots, h, slot), codes) &&
+                      (!norms || test_is_untouched(reference_norms_at(&slots, h, slot), norms)),
+                  "slot %d was written", slot);
+    }
 }
 
 typedef struct damage_row {

@@ -60,8 +60,34 @@ static void check_hidden(const void *parameters)
     attend_tear_down(&problem);
 }
 
+/* Keys and values that lie in one pool, each by its own table. */
+static void check_one_pool(const void *parameters)
+{
+    (void)parameters;
+    enum { n = 100, d = 64 };
+    static const int32_t tables[2][2] = {{3, 0}, {1, 2}};
+    float *rows = test_rows(7, DATA_GAUSSIAN, 2 * n, d), out[2][d];
+    tqkv_store stores[4]; /* those in the pool, then each alone */
+    for (int i = 0; i < 4; i++) {
+        stores[i] = i == 1 ? stores[0] : test_store(TQKV_TQ4, d, 1, i ? n : 256, false);
+        stores[i].pages = i < 2 ? tables[i] : NULL;
+        stores[i].n_pages = 2;
+        stores[i].page_size = 64;
+        CHECK_RESULT(tqkv_encode(&stores[i], rows + i % 2 * n * d, n, 0), TQKV_OK);
+    }
+    for (int i = 0; i < 2; i++) {
+        const tqkv_attention a = test_attention(&stores[2 * i], &stores[2 * i + 1], 1, 1, n);
+        CHECK_RESULT(tqkv_attend(&a, rows, out[i]), TQKV_OK);
+    }
+    CHECK(!memcmp(out[0], out[1], sizeof *out), "other bits");
+    for (int i = 0; i < 4; i++)
+        if (i != 1) test_store_free(&stores[i]);
+    free(rows);
+}
+
 void test_pages_cases(void)
 {
+    test_add(check_one_pool, NULL, 0, "pages/one_pool");
     test_add(check_twice, NULL, 0, "pages/twice");
     test_add(check_hidden, NULL, 0, "pages/hidden");
 }

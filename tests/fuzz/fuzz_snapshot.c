@@ -1,10 +1,7 @@
 /* make fuzz FUZZERS=snapshot SECONDS=60; AFL++: make fuzz-afl FUZZERS=snapshot. Loads arbitrary bytes as a cache or
    into a store. If the input asks for it, the checksums are corrected first, to reach the parser behind them. */
 #include "fuzz.h"
-#include "tests/counting.h"
-
-#define XXH_INLINE_ALL
-#include <xxhash.h>
+#include "tests/damage.h"
 
 enum { HEADER = 144, STORES = 11, MAX_FILE = 1 << 15, MAX_MEMORY = 1 << 18, MAX_SINKS = 64 };
 
@@ -221,7 +218,7 @@ static tqkv_result load(const tqkv_cache_desc *desc, stream *s, tqkv_cache **cac
     return result;
 }
 
-/* Scratch for many heads may exceed what limited_alloc grants. A window or halves of a ring may be gone, and a snapshot
+/* Scratch for many heads, or new halves, may exceed what limited_alloc grants. A window or halves of a ring may be gone, and a snapshot
    may lack halves. */
 static void attend(tqkv_cache *cache, const float *q, int n_queries, float *out, size_t n_out, uint64_t *hash)
 {
@@ -250,7 +247,8 @@ static uint64_t use_cache(tqkv_cache *cache)
     int64_t end = tqkv_cache_end(cache);
     attend(cache, q, 2, out, n_out, &hash);
     tqkv_result result = tqkv_cache_append(cache, rows, shared ? NULL : values, 3);
-    CHECK(result == TQKV_OK || result == TQKV_OUT_OF_RANGE, "append: %s", tqkv_result_string(result));
+    CHECK(result == TQKV_OK || result == TQKV_OUT_OF_MEMORY || result == TQKV_OUT_OF_RANGE, "append: %s",
+          tqkv_result_string(result));
     CHECK(tqkv_cache_end(cache) == end + (result == TQKV_OK ? 3 : 0), "end after append");
     attend(cache, q, 1, out, n_out, &hash);
     CHECK_RESULT(tqkv_cache_truncate(cache, tqkv_cache_end(cache)), TQKV_OK);
@@ -319,7 +317,7 @@ static void fill_store(tqkv_store *s, bool at_random)
 }
 
 /* The shape of a store; false: a size that would take long, or none. */
-static bool read_shape(fuzz_input *input, const float *center, tqkv_store *s)
+static bool read_shape(fuzz_input *input, const float *center, const float *scale, tqkv_store *s)
 {
     const uint8_t flags = fuzz_byte(input);
     memset(s, 0, sizeof *s);
@@ -329,6 +327,7 @@ static bool read_shape(fuzz_input *input, const float *center, tqkv_store *s)
     s->rotation = (flags & 14) == 14 ? TQKV_ROTATION_OFF : TQKV_ROTATION_DEFAULT;
     s->block_scale = flags & 16 ? 0.75f : 0.0f;
     if (flags & 32) s->center = center;
+    if (flags & 64) s->channel_scale = scale;
     s->capacity = TABLE * 64;
     return tqkv_codes_size(s) > 0 && tqkv_codes_size(s) <= MAX_STORE;
 }
@@ -353,30 +352,27 @@ static stream make_store_file(fuzz_input *input, const control *c, const tqkv_st
     return s;
 }
 
-/* What a load may have written: the slots of its positions, or none. */
-static void check_others(const tqkv_store *to, int64_t position, int n)
+/* Whether n positions have slots in the store, and, if they are to be written, each its own. */
+static bool has_room(const tqkv_store *s, int64_t position, int n, bool writes)
 {
-    bool named[TABLE * 64] = {false};
-    tqkv_store s = *to;
-    s.pages = NULL;
-    s.ring = false;
-    for (int i = 0; i < n; i++) named[reference_slot(to, position + i)] = true;
-    for (int slot = 0; slot < s.capacity; slot++)
-        for (int head = 0; head < s.n_kv_heads && !named[slot]; head++) {
-            CHECK(test_is_untouched(reference_codes_at(&s, head, slot), reference_row_bytes(s.format, s.head_dim)),
-                  "slot %d was written", slot);
-            if (s.norms)
-                CHECK(test_is_untouched(reference_norms_at(&s, head, slot),
-                                        (size_t)reference_norms_per_row(s.format, s.head_dim) * sizeof(float)),
-                      "slot %d was written", slot);
-        }
+    if (n < 0 || position < 0 || position > INT64_MAX - n) return false;
+    if (s->ring) return n <= s->capacity;
+    if (!s->pages) return position + n <= s->capacity;
+    if (position + n > s->n_pages * s->page_size) return false;
+    unsigned named = 0;
+    for (int64_t i = position / s->page_size; n && i <= (position + n - 1) / s->page_size; i++) {
+        const int32_t page = s->pages[i];
+        if (page < 0 || page >= s->capacity / s->page_size || (writes && named >> page & 1)) return false;
+        named |= 1u << page;
+    }
+    return true;
 }
 
 /* Loads the file into the store. It is refused as a whole, fails within the positions, or saves to the same bytes. */
 static tqkv_result load_store(const tqkv_store *to, stream *s, int64_t position, int n)
 {
     const tqkv_result result = tqkv_store_load(to, position, n, stream_read, s);
-    check_others(to, position, result == TQKV_OK || result == TQKV_IO || result == TQKV_CORRUPT ? n : 0);
+    damage_others(to, position, result == TQKV_OK || result == TQKV_IO || result == TQKV_CORRUPT ? n : 0);
     if (result != TQKV_OK) return result;
     stream saved = stream_empty();
     CHECK_RESULT(tqkv_store_save(to, position, n, stream_write, &saved), TQKV_OK);
@@ -387,36 +383,73 @@ static tqkv_result load_store(const tqkv_store *to, stream *s, int64_t position,
     return result;
 }
 
+/* The rows of positions that were loaded at others. */
+static void check_rows(const tqkv_store *from, const tqkv_store *to, int64_t position, int64_t at, int n)
+{
+    const size_t codes = reference_row_bytes(from->format, from->head_dim);
+    const size_t norms = (size_t)reference_norms_per_row(from->format, from->head_dim) * sizeof(float);
+    for (int i = 0; i < n * from->n_kv_heads; i++) {
+        const int head = i % from->n_kv_heads, p = i / from->n_kv_heads;
+        CHECK(!memcmp(reference_codes_at(from, head, position + p), reference_codes_at(to, head, at + p), codes) &&
+                  (!norms ||
+                   !memcmp(reference_norms_at(from, head, position + p), reference_norms_at(to, head, at + p), norms)),
+              "position %d", p);
+    }
+}
+
+/* Saves positions of one store and loads them into another, at the same place or another one. */
+static void cross(fuzz_input *input, const control *c, const tqkv_store *from, const tqkv_store *to, bool alike)
+{
+    const int n = fuzz_byte(input) - 1, count = c->match & 32 ? fuzz_byte(input) : n;
+    const int64_t position = c->match & 128 ? (int64_t)fuzz_bits(input, 8) : fuzz_byte(input),
+                  at = c->match & 64 ? fuzz_byte(input) : position;
+    stream s = make_store_file(input, c, from, position, n);
+    const bool whole = c->is_made && !c->n_edits, has = s.size > 0;
+    s.call.largest = c->chunk;
+    s.fail_at = c->fail_read;
+    s.call.answer = c->read_answer;
+    const tqkv_result result = load_store(to, &s, at, count);
+    CHECK(result != TQKV_IO || c->read_answer, "no read failed");
+    CHECK(!whole || has == has_room(from, position, n, false), "saved, or not");
+    if (whole && has && !c->fail_read) {
+        const bool fits = alike && count == n && has_room(to, at, count, true);
+        CHECK((result == TQKV_OK) == fits && result != TQKV_CORRUPT, "%s", tqkv_result_string(result));
+        if (result == TQKV_OK) check_rows(from, to, position, at, n);
+    }
+    stream_free(&s);
+}
+
+/* What of two stores differs is refused. */
 static void fuzz_store(fuzz_input *input, const control *c)
 {
     tqkv_store from, to;
     int32_t pages[2][TABLE];
-    float *center = test_rows(1, DATA_GAUSSIAN, 2, REFERENCE_MAX_DIM);
-    const bool valid = read_shape(input, center, &from);
-    const int n = fuzz_byte(input) - 1;
-    const int64_t position = c->match & 128 ? (int64_t)fuzz_bits(input, 8) : fuzz_byte(input);
+    float *centers[2], *scales[2];
+    for (int i = 0; i < 2; i++) centers[i] = test_rows(1, DATA_GAUSSIAN, 2, REFERENCE_MAX_DIM);
+    for (int i = 0; i < 2; i++) scales[i] = test_scales(1, 2, REFERENCE_MAX_DIM, 4.0);
+    const bool valid = read_shape(input, centers[0], scales[0], &from);
+    const int last = from.n_kv_heads * from.head_dim - 1;
+    centers[1][last] += 1.0f;
+    scales[1][last] *= 2.0f;
     to = from;
-    if (c->match & 1) to.center = to.center ? NULL : center;
+    if (c->match & 1) to.center = to.center ? NULL : centers[0];
     if (c->match & 2) to.block_scale = 1.5f;
+    if (c->match & 4) to.channel_scale = to.channel_scale ? NULL : scales[0];
+    if (c->match & 8 && to.center) to.center = centers[1];
+    if (c->match & 16 && to.channel_scale) to.channel_scale = scales[1];
+    const bool alike =
+        to.block_scale == from.block_scale && to.center == from.center && to.channel_scale == from.channel_scale;
     set_layout(input, &from, pages[0]);
     set_layout(input, &to, pages[1]);
     if (valid) {
         fill_store(&from, true);
         fill_store(&to, false);
-        stream s = make_store_file(input, c, &from, position, n);
-        const size_t whole = s.size;
-        s.call.largest = c->chunk;
-        s.fail_at = c->fail_read;
-        s.call.answer = c->read_answer;
-        const tqkv_result result = load_store(&to, &s, position, n);
-        CHECK(result != TQKV_IO || c->read_answer, "no read failed");
-        if (c->is_made && !c->n_edits && whole && !c->fail_read && !(c->match & 3))
-            CHECK(result == TQKV_OK || (s.calls == 0 && result != TQKV_CORRUPT), "%s", tqkv_result_string(result));
-        stream_free(&s);
+        cross(input, c, &from, &to, alike);
         test_store_free(&from);
         test_store_free(&to);
     }
-    free(center);
+    for (int i = 0; i < 2; i++) free(centers[i]);
+    for (int i = 0; i < 2; i++) free(scales[i]);
 }
 
 static void fuzz_cache(fuzz_input *input, const control *c)
