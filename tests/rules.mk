@@ -209,13 +209,13 @@ VARIANT_aarch64_CASES := exact aarch64 one_width one_format
 
 VARIANT_i386_CC := i686-linux-gnu-gcc
 VARIANT_i386_FLAGS := -std=c99 -O2 -mno-sse -static $(CROSS_FLAGS)
-VARIANT_i386_STEMS := $(EMULATED_STEMS) cache calibrate
+VARIANT_i386_STEMS := $(EMULATED_STEMS) cache calibrate snapshot_history
 VARIANT_i386_CASES := i386 no_plain one_format one_plain
 
 VARIANT_s390x_CC := s390x-linux-gnu-gcc
 VARIANT_s390x_FLAGS := -std=c99 -O2 $(CROSS_FLAGS)
 VARIANT_s390x_STEMS := attend attend_history calibrate codec codec_history golden learn learn_history snapshot \
-	store_snapshot
+	snapshot_history store_snapshot
 VARIANT_s390x_CASES := s390x no_plain one_format one_plain
 
 define cross_variant
