@@ -4,7 +4,7 @@ The tables restate what is known of Apple's modules on purpose: the builder must
 """
 import re
 
-from reader import Damage, expect
+from reader import expect
 
 LAYOUT = ("e-p:64:64:64-i1:8:8-i8:8:8-i16:16:16-i32:32:32-i64:64:64-f32:32:32-f64:64:64-v16:16:16-v24:32:32-v32:32:32-"
           "v48:64:64-v64:64:64-v96:128:128-v128:128:128-v192:256:256-v256:256:256-v512:512:512-v1024:1024:1024-n8:16:32")
@@ -175,6 +175,3 @@ class Module:
             self.expect(not re.search(rf"\b{word}\b", body), f"the word {word}")
         kinds = set(re.findall(r"(?<![%@\w.])i\d+\b", body)) - {"i1", "i8", "i16", "i32", "i64"}
         self.expect(not kinds, f"integer types {sorted(kinds)}")
-
-
-__all__ = ["Module", "Damage"]

@@ -2,8 +2,7 @@
    I8 keys with TQ4 values and of TQ4, from 512 to 131,072 positions; groups of 4 and 8 by lanes and by matrices. Times
    are the GPU's own, of several calls in one command buffer, the best of some rounds after 0.3 s of the same work:
    an idle GPU has a low clock.
-   GB/s counts codes and norms once a call; `only reading` is a kernel that does nothing else. `share` is of the time of
-   half floats. First comes tqkv's test of itself, without pipelines and with them. --tiny: one shape at 64 positions, to
+   GB/s counts codes and norms once a call. `share` is of the time of half floats. First comes tqkv's test of itself, without pipelines and with them. --tiny: one shape at 64 positions, to
    see that it runs. */
 #include "report.h"
 #include "../../shape.h"
@@ -80,62 +79,6 @@ static bool fill_to(work *w, int length, double *each)
         *each = t / w->n_tokens;
     }
     return true;
-}
-
-/* ---- A kernel that only reads ---- */
-
-static NSString *const reader_source =
-    @"#include <metal_stdlib>\nusing namespace metal;\n"
-     "kernel void read_all(device const uint4 *from [[buffer(0)]], device uint *to [[buffer(1)]],\n"
-     "                     constant uint &n [[buffer(2)]], uint i [[thread_position_in_grid]],\n"
-     "                     uint all [[threads_per_grid]])\n"
-     "{\n    uint4 sum = 0;\n    for (uint j = i; j < n; j += all) sum ^= from[j];\n"
-     "    if (sum.x == 0x9e3779b9u && sum.y == 1u && sum.z == 2u) to[0] = sum.w; // what is not used is not read\n}\n";
-
-typedef struct reader {
-    id<MTLComputePipelineState> state;
-    id<MTLBuffer> from, to;
-    uint32_t n;
-} reader;
-
-static bool record_reading(void *user, id<MTLComputeCommandEncoder> encoder)
-{
-    const reader *r = (const reader *)user;
-    [encoder setComputePipelineState:r->state];
-    [encoder setBuffer:r->from offset:0 atIndex:0];
-    [encoder setBuffer:r->to offset:0 atIndex:1];
-    [encoder setBytes:&r->n length:sizeof r->n atIndex:2];
-    [encoder dispatchThreadgroups:MTLSizeMake(1024, 1, 1) threadsPerThreadgroup:MTLSizeMake(256, 1, 1)];
-    return true;
-}
-
-static void time_reading(id<MTLDevice> device)
-{
-    NSError *error = nil;
-    MTLCompileOptions *options = [[[MTLCompileOptions alloc] init] autorelease];
-    [options setFastMathEnabled:NO];
-    id<MTLLibrary> library = [device newLibraryWithSource:reader_source options:options error:&error];
-    id<MTLFunction> function = [library newFunctionWithName:@"read_all"
-                                             constantValues:[[[MTLFunctionConstantValues alloc] init] autorelease]
-                                                      error:&error];
-    reader r = {.n = 16 << 20 >> 4};
-    if (function) r.state = [device newComputePipelineStateWithFunction:function error:&error];
-    if (!r.state) {
-        printf("only reading: not measured: %s\n", [[error localizedDescription] UTF8String]);
-        return;
-    }
-    r.to = [device newBufferWithLength:16 options:MTLResourceStorageModeShared];
-    for (; r.n <= 256 << 20 >> 4;
-         r.n *= 4) { /* of a cache of some thousand positions, and beyond what caches of chips hold */
-        r.from = [device newBufferWithLength:(NSUInteger)r.n * 16 options:MTLResourceStorageModeShared];
-        const double t = report_time_best(queue, record_reading, &r, rounds, warm);
-        if (t > 0) printf("only reading: %u MB: %.3f ms, %.1f GB/s\n", r.n >> 16, t * 1e3, r.n * 16.0 / t * 1e-9);
-        [r.from release];
-    }
-    [r.to release];
-    [r.state release];
-    [function release];
-    [library release];
 }
 
 /* *halves: seconds of half floats, or 0 where these are they */
@@ -271,7 +214,6 @@ int main(int argc, char **argv)
     queue = [device newCommandQueue];
     time_self_test(m, 64, 1);
     if (!is_tiny) time_self_test(m, 128, 4);
-    time_reading(device);
     const int n = (int)(sizeof shapes / sizeof *shapes);
     for (int i = is_tiny ? n - 2 : 0; i < (is_tiny ? n - 1 : n); i++) time_shape(m, &shapes[i], is_tiny ? tiny : usual);
     tqkv_metal_destroy(m);
