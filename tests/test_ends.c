@@ -1,5 +1,5 @@
 /* Caches with exact ends and rings: their memory, what is refused, what stays visible, and forks of halves. What edits
- * leave of halves: test_history.c. Their bytes and bits: test_attend_history.c and test_learn_history.c. */
+ * leave of halves: test_history.c. Their bytes and bits: test_attend_history.c and test_history.c. */
 #include "cache_fixture.h"
 
 enum {

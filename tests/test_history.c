@@ -1,7 +1,7 @@
-/* Histories of caches against a model that keeps every position and attends in double precision: the fuzzer's text. */
+/* Histories of caches against a model that takes every position alone and keeps it: the fuzzer's text. */
 #define LLVMFuzzerTestOneInput run_cache_history
 #include "fuzz/fuzz_cache.c"
 
 #include "history.h"
 
-void test_history_cases(void) { history_add(run_cache_history, "cache", 8, 100); }
+void test_history_cases(void) { history_add(run_cache_history, "cache", 8, 120); }

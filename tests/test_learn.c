@@ -1,5 +1,5 @@
 /* Caches that learn centre and scale of their keys: drafts around the position from which they do, copies, trees,
- * memory. fuzz/fuzz_learn.c has what they learn, what each query gives, chunks and edits. */
+ * memory. fuzz/fuzz_cache.c has what they learn, what each query gives, chunks and edits. */
 #include "cache_fixture.h"
 
 enum { MOST = 130, D = 64, LEARNS_AT = 40, HEADS = CACHE_HEADS * CACHE_GROUP, DRAFTS = 6, WIDE = HEADS * D };

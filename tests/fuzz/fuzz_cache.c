@@ -1,28 +1,38 @@
 /* make fuzz FUZZERS=cache SECONDS=60; AFL++: make fuzz-afl FUZZERS=cache. Sequences of cache calls, checked against a
-   model that keeps every position ever appended: the stores hold what it says, and answers are those of tqkv_attend
-   over them. */
+   model that takes every position alone and keeps it: the stores hold what it says, a cache learns what its first
+   positions must teach, and answers are those of tqkv_attend over these stores. */
 #include "fuzz.h"
 #include "tests/counting.h"
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-enum { MAX_OPERATIONS = 40, MAX_QUERIES = 5, MAX_HEADS = 8, MAX_POSITIONS = 2 * 150 + 10 };
+enum { MAX_OPERATIONS = 40, MAX_QUERIES = 5, MAX_HEADS = 8, MAX_POSITIONS = 2 * 150 + 10, TILE = 64 };
+
+/* The model's stores: codes, the halves of exact ends, and halves as they came, which a cache learns from. If the keys
+   are the values, both have them. */
+enum { KEYS, VALUES, TAIL, STREAMS, HALVES = STREAMS, RAW = HALVES + 2, STORES = RAW + 2 };
 
 /* Position p of the model is position base + p of the cache. */
 typedef struct model {
     tqkv_cache_desc desc;
     tqkv_cache *cache;
-    tqkv_store keys, values, tail; /* linear, all positions; values: the keys again if they are the values */
-    tqkv_store halves[2];          /* of all positions of keys and values, if the cache has some */
-    bool kept[2][MAX_POSITIONS];   /* which the cache must still have, as first and as newest ones */
-    int positions;                 /* capacity of the model */
+    tqkv_store stores[STORES]; /* linear, all positions; some are zeros */
+    int positions;             /* capacity of the model */
     int64_t base, first, end;
+    int64_t below, from; /* the cache must still have halves of the positions below, and from there on */
+    int appended;        /* by the last append: so many queries find their halves */
     counting counter;
     float sinks[MAX_HEADS];
     /* As set_center and set_scale take them, then the keys' and the tail's parts of the first one; or NULL. */
     float *centers[4], *scales[4];
-    bool edits; /* operations 8 to 15 remove, keep and fork */
+    bool edits;  /* operations 8 to 15 remove, keep and fork */
+    bool chunks; /* appends are often small, and all their positions attend */
+    /* Of a cache that learns. */
+    bool learning;
+    int learn_from;             /* 0: never again */
+    int64_t raw_below, raw_end; /* queries below the one read what is raw; it is there below the other */
+    float *channels;            /* centre and scale that it has learned: [2][n_kv_heads][head_dim] */
 } model;
 
 static int n_heads(const model *m) { return m->desc.n_heads; }
@@ -30,6 +40,16 @@ static int n_heads(const model *m) { return m->desc.n_heads; }
 static int key_dim(const model *m) { return m->desc.head_dim + m->desc.tail_dim; }
 
 static int value_dim(const model *m) { return m->desc.value_dim ? m->desc.value_dim : m->desc.head_dim; }
+
+static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Positions of exact ends. */
+static int n_first(const model *m) { return (int)at_most(m->desc.exact_first, m->desc.capacity); }
+static int n_last(const model *m) { return (int)at_most(m->desc.exact_last, m->desc.capacity); }
+
+/* Of keys, values or tail. */
+static int side_of(int store) { return store < HALVES ? store : (store - HALVES) % 2; }
 
 static void read_latent(fuzz_input *input, tqkv_cache_desc *desc)
 {
@@ -45,11 +65,48 @@ static void read_latent(fuzz_input *input, tqkv_cache_desc *desc)
 
 static void read_ends(fuzz_input *input, tqkv_cache_desc *desc)
 {
-    desc->exact_first = fuzz_range(input, 0, 9);
+    const uint8_t first = fuzz_byte(input);
+    desc->exact_first = first < 200 ? first % 10 : first % (desc->capacity + 1);
     desc->exact_last = fuzz_range(input, 0, desc->capacity + 9);
     if (desc->head_dim > 64 || desc->exact_last % 2) return;
     desc->capacity = 150; /* more than the rings of so few newest halves hold */
     desc->exact_last = desc->exact_last % 4 ? 1 : 2 + desc->exact_last % 32;
+}
+
+/* Of how many positions a cache of this capacity learns at most. */
+static int most_learnt(int capacity) { return capacity < 64 ? 16 : capacity / 4; }
+
+/* Whether a cache can calibrate as this one does. */
+static bool can_calibrate(const model *m, int capacity, bool ring)
+{
+    return !m->desc.calibrate || (capacity >= 16 && (!ring || m->desc.calibrate <= most_learnt(capacity)));
+}
+
+static void read_calibrate(fuzz_input *input, model *m)
+{
+    const int byte = fuzz_byte(input), calibrate = 16 + byte % 105, most = most_learnt(m->desc.capacity);
+    if (m->desc.capacity < 16) return;
+    m->desc.calibrate = m->desc.ring && calibrate > most ? most : calibrate;
+    m->desc.pairs = test_no_pairs(byte % 3);
+}
+
+/* Rows have gaps, token by token or head by head. */
+static tqkv_strides strides_of(int heads, int dim, bool by_head)
+{
+    enum { GAP = 16, MOST_TOKENS = 256 };
+    const size_t token = by_head ? (size_t)dim : (size_t)(heads * dim + GAP),
+                 head = by_head ? (size_t)(MOST_TOKENS * dim + GAP) : (size_t)dim;
+    const tqkv_strides s = {token, head};
+    return s;
+}
+
+static void set_strides(model *m, bool by_head)
+{
+    tqkv_cache_desc *d = &m->desc;
+    d->strides.k = strides_of(d->n_kv_heads, key_dim(m), by_head);
+    d->strides.v = strides_of(d->n_kv_heads, value_dim(m), !by_head);
+    d->strides.q = strides_of(n_heads(m), key_dim(m), by_head);
+    d->strides.out = strides_of(n_heads(m), value_dim(m), !by_head);
 }
 
 /* Columns [from, from + dim) of n rows of k, or of its centre; NULL stays NULL. */
@@ -61,24 +118,32 @@ static float *part_of(const model *m, const float *rows, int from, int dim, int 
     return part;
 }
 
-/* The last byte of an input decides on scales. */
-static void make_scales(const fuzz_input *input, model *m)
+/* Centres, and scales, on which the last byte of an input decides. */
+static void make_channels(const fuzz_input *input, model *m, uint8_t flags)
 {
     const tqkv_cache_desc *desc = &m->desc;
     const uint8_t last = input->left ? input->at[input->left - 1] : 0;
-    if (last & 1) m->scales[0] = test_scales(last, desc->n_kv_heads, key_dim(m), 4.0);
-    if (last & 2 && !desc->shared) m->scales[1] = test_scales(last + 1u, desc->n_kv_heads, value_dim(m), 4.0);
-    m->scales[2] = part_of(m, m->scales[0], 0, desc->head_dim, desc->n_kv_heads);
-    m->scales[3] = part_of(m, m->scales[0], desc->head_dim, desc->tail_dim, desc->n_kv_heads);
+    const int heads = desc->n_kv_heads, d = desc->head_dim;
+    if (flags & 16) m->centers[0] = test_rows(1, DATA_GAUSSIAN, heads, key_dim(m));
+    if (flags & 32 && !desc->shared) m->centers[1] = test_rows(2, DATA_STUDENT, heads, value_dim(m));
+    if (last & 1) m->scales[0] = test_scales(last, heads, key_dim(m), 4.0);
+    if (last & 2 && !desc->shared) m->scales[1] = test_scales(last + 1u, heads, value_dim(m), 4.0);
+    for (int i = 0; i < 2; i++) {
+        float **const channels = i ? m->scales : m->centers;
+        channels[2] = part_of(m, channels[0], 0, d, heads);
+        channels[3] = part_of(m, channels[0], d, desc->tail_dim, heads);
+    }
 }
 
 static void read_desc(fuzz_input *input, model *m)
 {
-    static const int dims[8] = {32, 64, 128, 256, 32, 64, 512, 1024};
+    static const int dims[2][8] = {{32, 64, 128, 256, 32, 64, 512, 1024}, {32, 64, 48, 96, 32, 80, 128, 160}};
     static const float scales[4] = {0.0f, 0.02f, 0.1f, -0.05f}, caps[4] = {0.0f, 5.0f, 30.0f, 0.5f};
     tqkv_cache_desc *desc = &m->desc;
-    uint8_t flags = fuzz_byte(input), numbers = fuzz_byte(input);
-    desc->head_dim = dims[numbers & 7];
+    const uint8_t use = fuzz_byte(input), flags = fuzz_byte(input), numbers = fuzz_byte(input);
+    const bool learns = use & 4;
+    fuzz_choose_isa(use);
+    desc->head_dim = dims[learns][numbers & 7];
     desc->scale = scales[numbers >> 3 & 3];
     desc->softcap = caps[numbers >> 5 & 3];
     desc->n_kv_heads = fuzz_range(input, 1, 2);
@@ -94,24 +159,52 @@ static void read_desc(fuzz_input *input, model *m)
     if (flags & 8) desc->sinks = m->sinks;
     for (int i = 0; i < MAX_HEADS; i++) m->sinks[i] = (float)(i * 7 % 5) - 2.0f;
     desc->allocator = counting_allocator(&m->counter);
+    desc->non_causal = (use & 96) == 96;
+    m->chunks = (use & 128) != 0;
     m->edits = (flags & 64) != 0;
     if (flags & 128) {
-        desc->value_dim = dims[(numbers + flags) & 7];
+        desc->value_dim = dims[learns][(numbers + flags) & 7];
         desc->type = test_no_type(numbers % 3);
     }
     if (numbers & 128) read_latent(input, desc);
     if (numbers & 128 && flags & 8) read_ends(input, desc);
-    m->centers[0] = flags & 16 ? test_rows(1, DATA_GAUSSIAN, desc->n_kv_heads, key_dim(m)) : NULL;
-    m->centers[1] = flags & 32 && !desc->shared ? test_rows(2, DATA_STUDENT, desc->n_kv_heads, value_dim(m)) : NULL;
-    m->centers[2] = part_of(m, m->centers[0], 0, desc->head_dim, desc->n_kv_heads);
-    m->centers[3] = part_of(m, m->centers[0], desc->head_dim, desc->tail_dim, desc->n_kv_heads);
-    make_scales(input, m);
+    if (learns) read_calibrate(input, m);
+    if (!learns || (numbers & 24) == 24) make_channels(input, m, flags);
+    const bool given = m->centers[0] || m->centers[1] || m->scales[0] || m->scales[1];
+    m->learning = desc->calibrate && !given;
+    if (m->learning) m->learn_from = (int)at_most(desc->calibrate, most_learnt(desc->capacity));
+    if (use & 8) set_strides(m, use & 16);
 }
 
-static bool set_up(fuzz_input *input, model *m)
+/* ---- The model's stores ---- */
+
+static void add_store(model *m, int i, tqkv_format format, int dim)
+{
+    const int channels = i == TAIL ? 3 : side_of(i) == VALUES && !m->desc.shared ? 1 : 2;
+    m->stores[i] = test_store(format, dim, m->desc.n_kv_heads, m->positions, false);
+    if (i >= RAW) return;
+    m->stores[i].center = m->centers[channels];
+    m->stores[i].channel_scale = m->scales[channels];
+    if (i >= HALVES) m->stores[i].rotation = TQKV_ROTATION_ON;
+}
+
+static void add_stores(model *m)
+{
+    const tqkv_attention view = test_view(m->cache, 0);
+    const int dims[2] = {m->desc.head_dim, value_dim(m)};
+    m->positions = 2 * m->desc.capacity + 10;
+    add_store(m, KEYS, view.keys->format, dims[0]);
+    add_store(m, VALUES, view.values->format, dims[1]);
+    if (m->desc.tail_dim) add_store(m, TAIL, view.tail->format, m->desc.tail_dim);
+    for (int side = 0; side < 2; side++) {
+        if (m->desc.exact_first || m->desc.exact_last) add_store(m, HALVES + side, TQKV_F16, dims[side]);
+        if (m->learning) add_store(m, RAW + side, TQKV_F16, dims[side]);
+    }
+}
+
+static void set_up(fuzz_input *input, model *m)
 {
     memset(m, 0, sizeof *m);
-    fuzz_choose_isa(fuzz_byte(input));
     read_desc(input, m);
     tqkv_cache_desc desc = m->desc;
     desc.key_center = m->centers[0];
@@ -127,28 +220,9 @@ static bool set_up(fuzz_input *input, model *m)
     }
     CHECK(m->counter.fail_at > 2, "a cache without an allocation");
     m->counter.fail_at = 0;
-    tqkv_format keys = test_keys(m->cache)->format, values = test_values(m->cache)->format;
-    m->positions = 2 * m->desc.capacity + 10;
-    m->keys = test_store(keys, m->desc.head_dim, m->desc.n_kv_heads, m->positions, false);
-    m->values = test_store(values, value_dim(m), m->desc.n_kv_heads, m->positions, false);
-    m->keys.center = m->centers[2];
-    m->values.center = m->desc.shared ? m->centers[2] : m->centers[1];
-    m->keys.channel_scale = m->scales[2];
-    m->values.channel_scale = m->desc.shared ? m->scales[2] : m->scales[1];
-    if (m->desc.tail_dim) {
-        const tqkv_format tail = test_tail(m->cache)->format;
-        m->tail = test_store(tail, m->desc.tail_dim, m->desc.n_kv_heads, m->positions, false);
-        m->tail.center = m->centers[3];
-        m->tail.channel_scale = m->scales[3];
-    }
-    for (int side = 0; side < 2 && (m->desc.exact_first || m->desc.exact_last); side++) {
-        const tqkv_store *codes = side ? &m->values : &m->keys;
-        m->halves[side] = test_store(TQKV_F16, codes->head_dim, codes->n_kv_heads, m->positions, false);
-        m->halves[side].rotation = TQKV_ROTATION_ON;
-        m->halves[side].center = codes->center;
-        m->halves[side].channel_scale = codes->channel_scale;
-    }
-    return true;
+    if (m->learning) m->raw_below = m->raw_end = INT64_MAX;
+    m->channels = fuzz_new_floats(2, m->desc.n_kv_heads, m->desc.head_dim);
+    add_stores(m);
 }
 
 static void tear_down(model *m)
@@ -157,152 +231,412 @@ static void tear_down(model *m)
     CHECK_NO_LEAK(&m->counter);
     for (int i = 0; i < 4; i++) free(m->centers[i]);
     for (int i = 0; i < 4; i++) free(m->scales[i]);
-    test_store_free(&m->keys);
-    test_store_free(&m->values);
-    test_store_free(&m->tail);
-    test_store_free(&m->halves[0]);
-    test_store_free(&m->halves[1]);
+    for (int i = 0; i < STORES; i++) test_store_free(&m->stores[i]);
+    free(m->channels);
+}
+
+static void encode(const tqkv_store *s, int head, int64_t at, const float *row)
+{
+    float scaled[REFERENCE_MAX_DIM], norms[REFERENCE_MAX_DIM / 128];
+    const size_t n_norms = (size_t)reference_norms_per_row(s->format, s->head_dim);
+    reference_encode_row(s, head, row, (uint8_t *)(uintptr_t)reference_codes_at(s, head, at), norms, scaled);
+    if (n_norms) memcpy((void *)(uintptr_t)reference_norms_at(s, head, at), norms, n_norms * sizeof *norms);
+}
+
+/* Moves n positions of the model down. */
+static void model_move(model *m, int64_t from, int64_t to, int64_t n)
+{
+    for (int i = 0; i < STORES * m->desc.n_kv_heads && n > 0; i++) {
+        const tqkv_store *s = &m->stores[i % STORES];
+        const int head = i / STORES;
+        if (!s->codes) continue;
+        const size_t norms = (size_t)reference_norms_per_row(s->format, s->head_dim) * sizeof(float);
+        memmove((void *)(uintptr_t)reference_codes_at(s, head, to), reference_codes_at(s, head, from),
+                (size_t)n * reference_row_bytes(s->format, s->head_dim));
+        if (norms)
+            memmove((void *)(uintptr_t)reference_norms_at(s, head, to), reference_norms_at(s, head, from),
+                    (size_t)n * norms);
+    }
+}
+
+/* ---- Learning ---- */
+
+/* The first n positions as they came, as halves hold them: [n][n_kv_heads][head_dim]. Freed by the caller. */
+static float *raw_rows(const model *m, int side, int64_t n)
+{
+    const tqkv_store *raw = &m->stores[RAW + side];
+    const int heads = m->desc.n_kv_heads, d = raw->head_dim;
+    float *rows = fuzz_new_floats((int)n, heads, d);
+    for (int i = 0; i < n * heads * d; i++) {
+        const uint8_t *half = reference_codes_at(raw, i / d % heads, i / d / heads) + i % d * 2;
+        rows[i] = (float)reference_half_value((uint16_t)(half[0] | half[1] << 8));
+    }
+    return rows;
+}
+
+/* Whether |v - v'|^2 > |v|^2 / 4, of the values v of a position and those before. n: values of a position */
+static bool is_new(const float *v, int n)
+{
+    double differs = 0.0, size = 0.0;
+    for (int i = 0; i < n; i++) {
+        const double x = (double)v[i];
+        differs += pow(x - (double)v[i - n], 2.0);
+        size += x * x;
+    }
+    return differs > size / 4.0;
+}
+
+/* Scales of a head so large that halves hold its rows. kept: [n] rows of n_kv_heads heads of d */
+static void limit_scales(const float *kept, int n, int step, int d, const float *center, float *scale)
+{
+    float factor = 1.0f;
+    for (int i = 0; i < d; i++) {
+        float largest = 0.0f;
+        for (int p = 0; p < n; p++) largest = fmaxf(largest, fabsf(reference_add(kept[p * step + i], -center[i])));
+        factor = fmaxf(factor, reference_divide(reference_multiply(largest, 1.0f / 1024.0f), scale[i]));
+    }
+    for (int i = 0; i < d; i++) scale[i] = reference_multiply(scale[i], factor);
+}
+
+/* Centre and scale that the first positions teach. */
+static void find_channels(const model *m)
+{
+    const int heads = m->desc.n_kv_heads, d = m->desc.head_dim, step = heads * d;
+    const int count = m->learn_from, half = count / 2, n_values = heads * value_dim(m);
+    const int exact = (int)n_first(m);
+    float *kept = raw_rows(m, KEYS, count), *values = raw_rows(m, VALUES, count), *scale = m->channels + step;
+    float *used = fuzz_new_floats(count, heads, d);
+    bool news[MAX_POSITIONS] = {false};
+    int all = 0, from = 0, n = 0;
+    for (int p = 0; p < count; p++) {
+        news[p] = p == 0 || is_new(values + p * n_values, n_values);
+        all += news[p];
+        from += p >= exact && news[p];
+    }
+    const bool few = all < (half > 64 ? 64 : half > 16 ? half : 16);
+    for (int p = (few ? count - exact : from) >= 16 ? exact : 0; p < count; p++)
+        if (few || news[p]) memcpy(used + n++ * step, kept + p * step, (size_t)step * sizeof *used);
+    tqkv_store shape = test_store(TQKV_I8, d, heads, 1, false);
+    CHECK_RESULT(tqkv_calibrate(&shape, used, n, NULL, 0, 0, m->desc.pairs, m->channels, scale), TQKV_OK);
+    for (int i = 0; few && i < step; i++) scale[i] = fmaxf(0.5f, fminf(scale[i], 1.5f));
+    for (int h = 0; h < heads; h++) limit_scales(kept + h * d, count, step, d, m->channels + h * d, scale + h * d);
+    test_store_free(&shape);
+    free(kept);
+    free(values);
+    free(used);
+}
+
+/* Lets the keys, and values that are the keys, have these channels, or none. */
+static void name_channels(model *m, const float *channels)
+{
+    for (int i = 0; i < RAW; i++) {
+        if (i == TAIL || (side_of(i) == VALUES && !m->desc.shared)) continue;
+        m->stores[i].center = channels;
+        m->stores[i].channel_scale = channels ? channels + m->desc.n_kv_heads * m->desc.head_dim : NULL;
+    }
+}
+
+/* Learns, and encodes n positions from halves of what came. */
+static void learn(model *m, int64_t n)
+{
+    const int heads = m->desc.n_kv_heads;
+    find_channels(m);
+    name_channels(m, m->channels);
+    for (int i = 0; i < RAW; i++) {
+        const tqkv_store *s = &m->stores[i];
+        if (i == TAIL || !s->codes) continue;
+        float *rows = raw_rows(m, side_of(i), n);
+        for (int row = 0; row < n * heads; row++) encode(s, row % heads, row / heads, rows + row * s->head_dim);
+        free(rows);
+    }
+    m->below = at_most(n, n_first(m));
+    m->from = 0;
+    m->learning = false;
+    m->raw_below = m->learn_from;
+    m->raw_end = n;
+}
+
+/* What taught the cache is taken back: as if it had never come. */
+static void unlearn(model *m)
+{
+    name_channels(m, NULL);
+    m->learning = true;
+    m->raw_below = m->raw_end = INT64_MAX;
+    m->first = 0;
+}
+
+/* A position changes or moves: from there on the cache no longer has what was raw when it learned. */
+static void begin_edit(model *m, int64_t position)
+{
+    if (m->learning) return;
+    if (position < m->raw_below) m->raw_below = 0;
+    m->raw_end = m->raw_below ? at_most(m->raw_end, position) : 0;
+}
+
+/* A copy learns no more if the cache has, and else from no fewer positions. */
+static void begin_copy(model *m)
+{
+    const int most = (int)at_most(m->desc.calibrate, most_learnt(m->desc.capacity));
+    m->appended = 0;
+    m->learn_from = m->learning ? (int)at_most(at_least(most, m->learn_from), m->desc.capacity) : 0;
+    if (!m->learning) m->raw_end = 0;
+}
+
+/* How many of the newest n queries read what is raw. */
+static int raw_queries(const model *m, int n)
+{
+    const int64_t end = m->base + m->end, below = m->raw_below;
+    return !end || !below || end - n >= below ? 0 : end <= below ? n : (int)(below - (end - n));
 }
 
 /* ---- The cache against the model ---- */
 
-static void check_row(const model *m, const tqkv_store *store, const tqkv_store *modelled, int head, int64_t at)
+static void check_rows(const model *m, const tqkv_store *store, int modelled, int64_t from, int64_t to)
 {
-    tqkv_store s = *store; /* the ring may have more slots than positions */
-    size_t codes = reference_row_bytes(s.format, s.head_dim);
-    size_t norms = (size_t)reference_norms_per_row(s.format, s.head_dim) * sizeof(float);
-    CHECK(!memcmp(reference_codes_at(&s, head, m->base + at), reference_codes_at(modelled, head, at), codes),
-          "codes of position %d", (int)at);
-    if (norms)
-        CHECK(!memcmp(reference_norms_at(&s, head, m->base + at), reference_norms_at(modelled, head, at), norms),
-              "norms of position %d", (int)at);
+    const tqkv_store *expected = &m->stores[modelled];
+    const size_t codes = reference_row_bytes(store->format, store->head_dim);
+    const size_t norms = (size_t)reference_norms_per_row(store->format, store->head_dim) * sizeof(float);
+    for (int64_t at = from; at < to; at++)
+        for (int head = 0; head < m->desc.n_kv_heads; head++) {
+            CHECK(!memcmp(reference_codes_at(store, head, m->base + at), reference_codes_at(expected, head, at), codes),
+                  "store %d: codes of position %d", modelled, (int)at);
+            CHECK(!norms || !memcmp(reference_norms_at(store, head, m->base + at),
+                                    reference_norms_at(expected, head, at), norms),
+                  "store %d: norms of position %d", modelled, (int)at);
+        }
 }
 
-static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
+static bool same_floats(const float *a, const float *b, int n)
+{
+    return a && b ? !memcmp(a, b, (size_t)n * sizeof *a) : a == b;
+}
+
+/* Positions of a ring of newest halves for so many queries. */
+static int64_t end_room(const model *m, int64_t n_queries)
+{
+    return n_last(m) ? (n_last(m) + n_queries - 1 + TILE - 1) / TILE * TILE : 0;
+}
 
 /* An edit leaves the newest halves that a ring for 64 queries has room for. */
 static void forget_halves(model *m)
 {
-    const int64_t last = at_most(m->desc.exact_last, m->desc.capacity), room = (last + 63 + 63) / 64 * 64;
-    for (int64_t at = 0; at < m->end - room; at++) m->kept[1][at] = false;
+    if (!m->learning && n_last(m)) m->from = at_least(m->from, m->end - end_room(m, TILE));
 }
 
-/* What the halves hold, and how many there are. */
-static void check_halves(const model *m)
+/* What the halves hold that n queries read, and how many there are. */
+static void check_halves(const model *m, int n_queries)
 {
     const tqkv_attention a = test_view(m->cache, 0);
-    const int64_t most = at_most(m->desc.exact_last, m->end - m->first),
-                  from = at_least(m->first, a.last.from - m->base);
-    int n_first = 0, n_last = 0;
-    while (n_first < m->end && m->kept[0][n_first]) n_first++;
-    while (n_last < most && m->kept[1][m->end - 1 - n_last]) n_last++;
-    CHECK(a.first.n == n_first, "%d first positions, not %d", a.first.n, n_first);
-    CHECK(a.last.n == n_last, "%d newest positions, not %d", a.last.n, n_last);
-    CHECK(m->end == m->first || test_view(m->cache, 1).keys, "the newest query lacks halves");
-    const tqkv_store *const first[2] = {a.first.keys, a.first.values}, *const last[2] = {a.last.keys, a.last.values};
-    for (int i = 0; i < 2 * m->desc.n_kv_heads; i++) {
-        for (int at = 0; first[i % 2] && at < a.first.n; at++)
-            if (first[i % 2]->rotation == TQKV_ROTATION_ON) check_row(m, first[i % 2], &m->halves[i % 2], i / 2, at);
-        for (int64_t at = at_least(m->end - a.last.n - MAX_QUERIES + 1, from); last[i % 2] && at < m->end; at++)
-            check_row(m, last[i % 2], &m->halves[i % 2], i / 2, at);
+    const tqkv_store *const first[STREAMS] = {a.first.keys, a.first.values, a.first.tail};
+    const tqkv_store *const last[2] = {a.last.keys, a.last.values};
+    const int64_t from = at_least(m->from, m->first), oldest = m->end - n_last(m) - n_queries + 1;
+    CHECK(a.first.n == m->below, "%d first positions, not %d", a.first.n, (int)m->below);
+    CHECK(a.last.n == at_most(m->end - from, n_last(m)), "%d newest positions of %d", a.last.n, (int)(m->end - from));
+    CHECK(a.last.from >= m->base + m->from, "newest positions from %d on", (int)a.last.from);
+    for (int i = 0; i < STREAMS; i++)
+        if (first[i]) check_rows(m, first[i], first[i]->rotation == TQKV_ROTATION_ON ? HALVES + i : i, 0, a.first.n);
+    for (int i = 0; i < 2; i++)
+        if (last[i]) check_rows(m, last[i], HALVES + i, at_least(from, oldest), m->end);
+}
+
+static size_t row_bytes(const model *m, tqkv_format format, int dim)
+{
+    return ((size_t)reference_norms_per_row(format, dim) * sizeof(float) + reference_row_bytes(format, dim)) *
+           (size_t)m->desc.n_kv_heads;
+}
+
+/* What the codes take, and what is kept besides. */
+static size_t bytes_of(const model *m)
+{
+    const int capacity = m->desc.capacity;
+    const int64_t own = end_room(m, TILE), grown = end_room(m, at_most(m->appended, capacity - n_last(m) + 1));
+    const size_t n_halves = (size_t)(grown > own ? own + grown : own);
+    const size_t first = (size_t)at_most(m->desc.exact_first, capacity);
+    const size_t n_raw = m->end && m->raw_end ? (size_t)m->learn_from + TILE : 0;
+    size_t bytes = 0;
+    for (int i = 0; i < STREAMS; i++) {
+        const tqkv_store *s = &m->stores[i];
+        if (!s->codes || (i == VALUES && m->desc.shared)) continue;
+        const size_t coded = row_bytes(m, s->format, s->head_dim), half = row_bytes(m, TQKV_F16, s->head_dim);
+        const bool halves = i != TAIL && s->format != TQKV_F16;
+        bytes += (size_t)capacity * coded + n_raw * (i == TAIL ? coded : half);
+        bytes += halves ? (first + n_halves) * half : m->desc.ring ? first * coded : 0;
     }
+    return bytes;
 }
 
 static void check_state(const model *m)
 {
+    const tqkv_attention view = test_view(m->cache, 0), newest = test_view(m->cache, 1);
+    const tqkv_store *const codes[STREAMS] = {view.keys, view.values, view.tail};
+    const tqkv_store *const raw[STREAMS] = {newest.keys, newest.values, newest.tail};
+    const bool reads_raw = raw_queries(m, 1) && m->raw_end;
     CHECK(tqkv_cache_end(m->cache) == m->base + m->end, "end");
     CHECK(test_first(m->cache) == m->base + m->first, "first");
-    CHECK(m->counter.live <= 2, "%d blocks live", m->counter.live); /* the second of halves */
-    for (int64_t at = m->first; at < m->end; at++)
-        for (int head = 0; head < m->desc.n_kv_heads; head++) {
-            check_row(m, test_keys(m->cache), &m->keys, head, at);
-            check_row(m, test_values(m->cache), &m->values, head, at);
-            if (m->tail.codes) check_row(m, test_tail(m->cache), &m->tail, head, at);
-        }
-    if (m->halves[0].codes) check_halves(m);
+    CHECK(m->counter.live <= 2 + (m->raw_end > 0), "%d blocks live", m->counter.live); /* halves, and what is raw */
+    CHECK(m->end == 0 || tqkv_cache_bytes(m->cache) == bytes_of(m), "%d bytes, not %d", (int)tqkv_cache_bytes(m->cache),
+          (int)bytes_of(m));
+    const bool lacks = (m->base + m->end && m->end == m->first) || (raw_queries(m, 1) && !m->raw_end);
+    CHECK((newest.keys != NULL) == !lacks, "a view of the newest query, or none");
+    for (int i = 0; i < STREAMS; i++) {
+        const tqkv_store *s = &m->stores[i];
+        const int n = m->desc.n_kv_heads * s->head_dim;
+        if (!s->codes) continue;
+        CHECK(same_floats(codes[i]->center, s->center, n), "the centre of store %d", i);
+        CHECK(same_floats(codes[i]->channel_scale, s->channel_scale, n), "the scale of store %d", i);
+        if (!m->learning) check_rows(m, codes[i], i, m->first, m->end);
+        if (reads_raw) check_rows(m, raw[i], i == TAIL ? TAIL : RAW + i, 0, m->end);
+    }
+    if (m->stores[HALVES].codes && !m->learning) check_halves(m, TILE);
+}
+
+/* A call that lacked memory has changed nothing, and succeeds when it gets some. */
+static bool try_again(model *m, tqkv_result result)
+{
+    if (result != TQKV_OUT_OF_MEMORY) return false;
+    CHECK(m->counter.fail_at, "no allocation failed");
+    m->counter.fail_at = 0;
+    check_state(m);
+    return true;
+}
+
+/* ---- Rows in memory ---- */
+
+static size_t type_size(const model *m) { return m->desc.type == TQKV_TYPE_F32 ? 4 : 2; }
+
+/* Where row i of those of heads begins, in bytes. */
+static size_t row_at(const model *m, tqkv_strides s, int heads, int dim, int i)
+{
+    if (!s.token) return (size_t)(i * dim) * type_size(m);
+    return ((size_t)(i / heads) * s.token + (size_t)(i % heads) * s.head) * type_size(m);
+}
+
+/* Bytes of n tokens' rows, as far as the last value. */
+static size_t wide_size(const model *m, tqkv_strides s, int n, int heads, int dim)
+{
+    return n ? row_at(m, s, heads, dim, n * heads - 1) + (size_t)dim * type_size(m) : 0;
+}
+
+/* Rounds rows of floats to the type, and returns them in it with their gaps. Freed by the caller. */
+static char *spread(const model *m, tqkv_strides s, int n, int heads, int dim, float *rows)
+{
+    const size_t bytes = (size_t)dim * type_size(m);
+    char *typed = (char *)fuzz_typed(m->desc.type, rows, (size_t)(n * heads * dim));
+    char *wide = (char *)test_alloc_filled(wide_size(m, s, n, heads, dim), 0xff);
+    for (int i = 0; i < n * heads; i++) memcpy(wide + row_at(m, s, heads, dim, i), typed + (size_t)i * bytes, bytes);
+    free(typed);
+    return wide;
 }
 
 /* ---- Append ---- */
 
-static void model_append(model *m, tqkv_store *store, const float *rows, int n)
+/* Makes a row one that halves may not hold: in each head one value, the others 0. */
+static void make_odd_row(float *row, int heads, int dim, int choice)
 {
-    float scaled[REFERENCE_MAX_DIM], norms[REFERENCE_MAX_DIM / 128];
-    size_t n_norms = (size_t)reference_norms_per_row(store->format, store->head_dim);
-    for (int i = 0; i < n * store->n_kv_heads; i++) {
-        int64_t at = m->end + i / store->n_kv_heads;
-        int head = i % store->n_kv_heads;
-        reference_encode_row(store, head, rows + (size_t)i * (size_t)store->head_dim,
-                             (uint8_t *)(uintptr_t)reference_codes_at(store, head, at), norms, scaled);
-        if (n_norms) memcpy((void *)(uintptr_t)reference_norms_at(store, head, at), norms, n_norms * sizeof *norms);
-    }
+    static const float sizes[8] = {1e-9f, 7e-6f, 8e-6f, 7e-5f, 65519.0f, 65520.0f, 6e5f, 1.0f};
+    for (int i = 0; i < heads * dim; i++) row[i] = i % dim ? 0.0f : sizes[choice];
 }
 
-/* Keys have ordinary size: float is accurate for their scores. Values have any size. */
-static void make_rows(fuzz_input *input, const model *m, float *keys, float *values, int n_rows)
+/* Keys to learn from have a constant part and channels of different sizes, sometimes one of the first position alone;
+   values to learn from repeat themselves. */
+static void make_rows(fuzz_input *input, const model *m, float *keys, float *values, int n)
 {
-    static const data_kind key_kinds[4] = {DATA_GAUSSIAN, DATA_ZEROS, DATA_ONE_HOT, DATA_CONSTANT};
-    static const data_kind value_kinds[4] = {DATA_STUDENT, DATA_OUTLIERS, DATA_MAGNITUDES, DATA_ZEROS};
-    uint8_t kinds = fuzz_byte(input);
-    fuzz_data(kinds, key_kinds[kinds & 3], keys, n_rows, key_dim(m));
-    fuzz_data((uint64_t)kinds + 1, value_kinds[kinds >> 2 & 3], values, n_rows, value_dim(m));
+    static const data_kind key_kinds[8] = {DATA_GAUSSIAN, DATA_ZEROS,    DATA_ONE_HOT,    DATA_CONSTANT,
+                                           DATA_STUDENT,  DATA_OUTLIERS, DATA_MAGNITUDES, DATA_GAUSSIAN};
+    static const data_kind value_kinds[8] = {DATA_STUDENT,  DATA_OUTLIERS, DATA_MAGNITUDES, DATA_ZEROS,
+                                             DATA_GAUSSIAN, DATA_ONE_HOT,  DATA_CONSTANT,   DATA_STUDENT};
+    const uint8_t kinds = fuzz_byte(input);
+    const int heads = m->desc.n_kv_heads, n_keys = heads * key_dim(m), n_values = heads * value_dim(m);
+    fuzz_data(kinds, key_kinds[(kinds & 3) + (kinds >> 5 & 4)], keys, n * heads, key_dim(m));
+    fuzz_data((uint64_t)kinds + 1, value_kinds[(kinds >> 2 & 3) + (kinds >> 4 & 4)], values, n * heads, value_dim(m));
+    for (int i = 0; i < n * n_keys && m->learn_from; i++)
+        keys[i] = keys[i] * (float)(1 + i % n_keys % 7) + (float)(i % 3);
+    for (int t = 0; t < n && kinds % 16 == 12; t++) keys[t * n_keys] = m->end + t ? 1.0f : 6e4f;
+    for (int t = 1; t < n && m->learn_from && kinds & 16; t++) /* the same, or nearly */
+        for (int i = 0; (t * 7 + kinds) % 4 && i < n_values; i++)
+            values[t * n_values + i] = values[(t - 1) * n_values + i] * (i % 2 ? 1.0f : 1.125f);
+    if (!n || kinds % 16 != 15) return;
+    if (kinds & 16)
+        make_odd_row(keys, heads, key_dim(m), kinds >> 5);
+    else
+        make_odd_row(values, heads, value_dim(m), kinds >> 5);
+}
+
+/* Whether halves hold n rows of dim values. */
+static bool in_halves(const float *rows, int n, int dim, bool centered)
+{
+    bool hold = true;
+    for (int i = 0; i < n; i++) {
+        float most = 0.0f;
+        for (int d = 0; d < dim; d++) most = fmaxf(most, fabsf(rows[i * dim + d]));
+        hold = hold && most < 65520.0f && (centered || most == 0.0f || most >= 1.0f / 131072.0f);
+    }
+    return hold;
 }
 
 /* Whether the halves that an append brings hold n rows of keys (0) or values. */
 static bool halves_hold(const model *m, int side, const float *rows, int n)
 {
-    const tqkv_store *s = &m->halves[side];
-    const int first = m->desc.exact_first < m->desc.capacity ? m->desc.exact_first : m->desc.capacity;
-    const int dim = s->head_dim, n_rows = n * s->n_kv_heads;
-    bool hold = true;
-    const tqkv_format format = side && !m->desc.shared ? m->values.format : m->keys.format;
-    if (!s->codes || format == TQKV_F16 || (!m->desc.exact_last && m->base + m->end >= first)) return true;
+    const tqkv_store *s = &m->stores[HALVES + side];
+    const int dim = m->stores[side].head_dim, n_rows = n * m->desc.n_kv_heads;
+    if (m->stores[side].format == TQKV_F16) return true;
+    if (m->learning && !in_halves(rows, n_rows, dim, false)) return false;
+    if (!s->codes || (!n_last(m) && m->base + m->end >= n_first(m))) return true;
     float *stored = fuzz_new_floats(n_rows, dim, 1);
     CHECK_RESULT(tqkv_probe(s, rows, n, stored), TQKV_OK);
-    for (int i = 0; i < n_rows; i++) {
-        float most = 0.0f;
-        for (int d = 0; d < dim; d++) most = fmaxf(most, fabsf(stored[i * dim + d]));
-        hold = hold && most < 65520.0f && (s->center || most == 0.0f || most >= 1.0f / 131072.0f);
-    }
+    const bool hold = in_halves(stored, n_rows, dim, s->center != NULL);
     free(stored);
     return hold;
 }
 
-static void append(fuzz_input *input, model *m)
+/* One position after the other. */
+static void model_append(model *m, const float *const rows[STREAMS], int n)
 {
-    int heads = m->desc.n_kv_heads, n = fuzz_range(input, 0, m->desc.capacity + 3);
-    uint8_t bad = fuzz_byte(input);
-    if (m->end + n > m->positions) n = (int)(m->positions - m->end);
-    const size_t n_keys = (size_t)(n * heads * key_dim(m)), n_values = (size_t)(n * heads * value_dim(m));
-    float *keys = fuzz_new_floats((int)n_keys, 1, 1), *values = fuzz_new_floats((int)n_values, 1, 1);
-    make_rows(input, m, keys, values, n * heads);
-    bool is_bad = bad >= 224 && n;
-    const bool bad_key = bad & 1 || m->desc.shared;
-    if (is_bad) (bad_key ? keys : values)[bad % (bad_key ? n_keys : n_values)] = bad & 2 ? NAN : -INFINITY;
-    void *k = fuzz_typed(m->desc.type, keys, n_keys), *v = fuzz_typed(m->desc.type, values, n_values);
-    bool fits = m->desc.ring ? m->base + m->end <= INT64_MAX - n : m->end + n <= m->desc.capacity;
-    float *main = part_of(m, keys, 0, m->desc.head_dim, n * heads);
-    const bool hold = is_bad || (halves_hold(m, 0, main, n) && halves_hold(m, 1, m->desc.shared ? main : values, n));
-    tqkv_result expected = !fits ? TQKV_OUT_OF_RANGE : is_bad || !hold ? TQKV_NOT_FINITE : TQKV_OK;
-    tqkv_result result = tqkv_cache_append(m->cache, k, m->desc.shared ? NULL : v, n);
-    CHECK(result == expected || result == TQKV_OUT_OF_MEMORY, "append: %s, not %s", tqkv_result_string(result),
-          tqkv_result_string(expected));
-    CHECK(result != TQKV_OUT_OF_MEMORY || m->counter.fail_at, "no allocation failed");
-    if (result == TQKV_OK) {
-        float *tail = part_of(m, keys, m->desc.head_dim, m->desc.tail_dim, n * heads);
-        model_append(m, &m->keys, main, n);
-        model_append(m, &m->values, m->desc.shared ? main : values, n);
-        if (m->tail.codes) model_append(m, &m->tail, tail, n);
-        if (m->halves[0].codes) model_append(m, &m->halves[0], main, n);
-        if (m->halves[1].codes) model_append(m, &m->halves[1], m->desc.shared ? main : values, n);
-        free(tail);
-        for (int64_t first = at_most(m->desc.exact_first, m->desc.capacity); n-- > 0; m->end++) {
-            m->kept[0][m->end] = m->end < first && (m->end == 0 || m->kept[0][m->end - 1]);
-            m->kept[1][m->end] = true;
+    const int heads = m->desc.n_kv_heads;
+    const bool learning = m->learning;
+    if (n && !learning) m->raw_below = m->raw_end = 0;
+    for (int t = 0; t <= n; t++) {
+        if (m->learning && m->end == m->learn_from) learn(m, m->end);
+        for (int i = 0; i < STORES * heads && t < n; i++) {
+            const tqkv_store *s = &m->stores[i % STORES];
+            if (s->codes)
+                encode(s, i / STORES, m->end, rows[side_of(i % STORES)] + (t * heads + i / STORES) * s->head_dim);
         }
-        if (m->end - m->first > m->desc.capacity) m->first = m->end - m->desc.capacity;
+        if (t == n) break;
+        if (m->below == m->end && m->end < n_first(m)) m->below++;
+        m->end++;
     }
+    if (learning && !m->learning) m->raw_end = at_most(m->end, m->learn_from + TILE);
+    if (m->desc.non_causal && !m->learning) m->raw_below = m->raw_end = 0; /* all queries see what is encoded */
+    if (m->end - m->first > m->desc.capacity) m->first = m->end - m->desc.capacity;
+    if (n) m->appended = n;
+}
+
+static void append(fuzz_input *input, model *m, bool few)
+{
+    const int heads = m->desc.n_kv_heads, dims[2] = {key_dim(m), value_dim(m)};
+    int n = fuzz_range(input, 0, m->desc.capacity + 3);
+    const uint8_t bad = fuzz_byte(input);
+    if (few) n %= 8;
+    n = (int)at_most(n, m->positions - m->end);
+    float *keys = fuzz_new_floats(n, heads, dims[0]), *values = fuzz_new_floats(n, heads, dims[1]);
+    make_rows(input, m, keys, values, n);
+    const bool is_bad = bad >= 224 && n, bad_key = bad & 1 || m->desc.shared;
+    if (is_bad) (bad_key ? keys : values)[bad % (n * heads * dims[!bad_key])] = bad & 2 ? NAN : -INFINITY;
+    char *k = spread(m, m->desc.strides.k, n, heads, dims[0], keys);
+    char *v = spread(m, m->desc.strides.v, n, heads, dims[1], values);
+    float *main = part_of(m, keys, 0, m->desc.head_dim, n * heads);
+    float *tail = part_of(m, keys, m->desc.head_dim, m->desc.tail_dim, n * heads);
+    const float *const rows[STREAMS] = {main, m->desc.shared ? main : values, tail};
+    const bool fits = m->desc.ring ? m->base + m->end <= INT64_MAX - n : m->end + n <= m->desc.capacity;
+    const bool hold = !is_bad && halves_hold(m, KEYS, rows[KEYS], n) && halves_hold(m, VALUES, rows[VALUES], n);
+    tqkv_result result = tqkv_cache_append(m->cache, k, m->desc.shared ? NULL : v, n);
+    if (try_again(m, result)) result = tqkv_cache_append(m->cache, k, m->desc.shared ? NULL : v, n);
+    CHECK_RESULT(result, !fits ? TQKV_OUT_OF_RANGE : hold ? TQKV_OK : TQKV_NOT_FINITE);
+    CHECK(result != TQKV_NOT_FINITE || is_bad == !strstr(test_explained, "halves"), "%s", test_explained);
+    if (result == TQKV_OK) model_append(m, rows, n);
     free(main);
+    free(tail);
     free(k);
     free(v);
     free(keys);
@@ -311,66 +645,139 @@ static void append(fuzz_input *input, model *m)
 
 /* ---- Attend ---- */
 
-/* The cache's attention over its own stores. */
+/* Lets attention read the model's stores where it reads the cache's. */
+static void read_model(const model *m, tqkv_attention *a)
+{
+    const tqkv_store *const s = m->stores;
+    a->keys = &s[KEYS];
+    a->values = &s[VALUES];
+    if (a->tail) a->tail = &s[TAIL];
+    if (a->first.keys) a->first.keys = &s[HALVES + KEYS];
+    if (a->first.values) a->first.values = &s[HALVES + VALUES];
+    if (a->last.keys) a->last.keys = &s[HALVES + KEYS];
+    if (a->last.values) a->last.values = &s[HALVES + VALUES];
+}
+
+/* The attention of the newest queries, with the halves that the cache must have: over its own stores where the model's
+   have other positions, and in a ring with first ones, which adds these apart. */
 static tqkv_attention attention_of(const model *m, int n_queries)
 {
-    const tqkv_attention view = test_view(m->cache, 1);
-    tqkv_attention a =
-        test_attention(test_keys(m->cache), test_values(m->cache), n_heads(m), n_queries, m->base + m->end);
-    a.tail = test_tail(m->cache);
+    tqkv_attention view = test_view(m->cache, 0);
+    if (!m->base && !(m->desc.ring && m->below)) read_model(m, &view);
+    tqkv_attention a = test_attention(view.keys, view.values, n_heads(m), n_queries, m->base + m->end);
+    a.tail = view.tail;
     a.kv_len = (int)(m->end - m->first); /* 0 would mean the default */
     a.window = m->desc.window;
     a.scale = m->desc.scale;
     a.softcap = m->desc.softcap;
     a.sinks = m->desc.sinks;
+    a.non_causal = m->desc.non_causal;
     a.first = view.first;
+    a.first.n = (int)m->below;
     a.last = view.last;
+    a.last.n = n_last(m);
+    a.last.from = m->base + m->from;
     return a;
 }
 
 /* The floats whose rounded values the cache must give: zeros where nothing is resident. */
-static void attend_floats(const model *m, const float *q, int n_queries, size_t n_out, float *floats)
+static float *expect_answers(const model *m, const float *q, int n, const tqkv_attention *some)
 {
-    const tqkv_attention a = attention_of(m, n_queries);
-    memset(floats, 0, n_out * sizeof *floats);
-    if (a.kv_len && n_queries) CHECK_RESULT(tqkv_attend(&a, q, floats), TQKV_OK);
+    const int n_raw = raw_queries(m, n);
+    float *floats = fuzz_new_floats(n, n_heads(m), value_dim(m));
+    tqkv_attention codes = attention_of(m, n - n_raw), raw;
+    if (some) codes.tree = some->tree, codes.list = some->list;
+    raw = codes;
+    memset(floats, 0, (size_t)(n * n_heads(m) * value_dim(m)) * sizeof *floats);
+    raw.keys = &m->stores[RAW + KEYS];
+    raw.values = &m->stores[RAW + VALUES];
+    raw.tail = m->stores[TAIL].codes ? &m->stores[TAIL] : NULL;
+    raw.first.n = raw.last.n = 0;
+    raw.n_queries = n_raw;
+    raw.end = m->end - (n - n_raw);
+    raw.kv_len = (int)raw.end;
+    if (n_raw) CHECK_RESULT(tqkv_attend(&raw, q, floats), TQKV_OK);
+    if (codes.kv_len && n > n_raw)
+        CHECK_RESULT(
+            tqkv_attend(&codes, q + n_raw * n_heads(m) * key_dim(m), floats + n_raw * n_heads(m) * value_dim(m)),
+            TQKV_OK);
+    return floats;
 }
 
-static void attend(fuzz_input *input, model *m)
+/* Compares n queries' answers, which become untouched memory. */
+static void check_answers(const model *m, const float *q, int n, const tqkv_attention *some, char *out)
 {
-    const tqkv_type type = m->desc.type;
-    int n = fuzz_range(input, 0, MAX_QUERIES), d = key_dim(m);
-    const size_t n_out = (size_t)(n * n_heads(m) * value_dim(m));
-    const size_t size = n_out * (type == TQKV_TYPE_F32 ? sizeof(float) : sizeof(uint16_t));
-    float *q = fuzz_new_floats(n, n_heads(m), d), *floats = fuzz_new_floats((int)n_out, 1, 1);
-    void *out = test_alloc_filled(size, 0xff);
-    const uint8_t seed = fuzz_byte(input);
-    fuzz_data(seed, DATA_GAUSSIAN, q, n * n_heads(m), d);
-    void *queries = fuzz_typed(type, q, (size_t)(n * n_heads(m) * d));
-    tqkv_result result = tqkv_cache_attend(m->cache, queries, n, out);
-    const tqkv_attention view = test_view(m->cache, 1);
-    /* What the window of the first query begins with, and the first position that can be missing. */
-    const int64_t begin = m->end - n - view.window + 1, kept = m->base ? -m->base : view.first.n;
-    const bool gone = view.window && n && (begin > kept ? begin : kept) < m->first;
-    if (gone && result == TQKV_OUT_OF_RANGE) {
-        CHECK(test_is_untouched(out, size), "written");
-        free(q);
-        free(floats);
-        free(queries);
-        free(out);
-        return;
+    const int heads = n_heads(m), dim = value_dim(m);
+    float *floats = expect_answers(m, q, n, some);
+    for (int i = 0; i < n * heads; i++) {
+        char *row = out + row_at(m, m->desc.strides.out, heads, dim, i);
+        if (m->end > m->first) /* else zeros of either sign */
+            CHECK(fuzz_is_rounded(m->desc.type, row, floats + i * dim, (size_t)dim), "query %d of %d: other floats",
+                  i / heads, n);
+        memset(row, 0xff, (size_t)dim * type_size(m));
     }
-    CHECK(result == TQKV_OK || (result == TQKV_OUT_OF_MEMORY && m->counter.fail_at), "%s", tqkv_result_string(result));
-    if (result == TQKV_OK) {
-        attend_floats(m, q, n, n_out, floats);
-        const bool any = m->end > m->first; /* else zeros of either sign */
-        CHECK(!any || fuzz_is_rounded(type, out, floats, n_out), "not the rounded floats of the stores");
-    } else {
-        CHECK(test_is_untouched(out, size), "written");
-    }
-    free(q);
     free(floats);
-    free(queries);
+}
+
+/* Whether queries must be refused for a window, or for halves of what was raw. */
+static bool lacks_rows(const model *m, int n)
+{
+    const int n_raw = raw_queries(m, n);
+    /* What the window of the first query begins with, and the first position that can be missing. */
+    const int64_t begin = m->end - n + n_raw - m->desc.window + 1, kept = m->base ? -m->base : m->below;
+    return (n_raw && !m->raw_end) || (m->desc.window && n > n_raw && at_least(begin, kept) < m->first);
+}
+
+/* Room for what some queries see of their positions. */
+typedef struct sight {
+    uint64_t tree[TILE];
+    int32_t blocks[256][2];
+} sight;
+
+/* A tree, or a list of two blocks each and of the newest positions, where there can be one. */
+static void choose_sight(const model *m, uint8_t seed, int n, sight *room, tqkv_attention *some)
+{
+    memset(some, 0, sizeof *some);
+    for (int i = 0; i < TILE; i++) room->tree[i] = UINT64_C(1) << i | UINT64_C(0x9e3779b97f4a7c15) * seed >> i % 16;
+    for (int i = 0; i < n; i++) room->blocks[i][0] = (seed + i) % 5, room->blocks[i][1] = i % 3 ? 5 + seed % 4 : -1;
+    if (seed & 2 && n <= TILE && !m->desc.non_causal) some->tree = room->tree;
+    if (seed & 2 || m->desc.window || m->base) return; /* what a list leaves out of a window, nobody misses */
+    some->list.rows = room->blocks[0];
+    some->list.length = 2;
+    some->list.block = 16;
+    some->list.newest = seed % 7;
+}
+
+static tqkv_result ask(const model *m, const tqkv_attention *some, const void *q, int n, void *out)
+{
+    return some ? test_attend_some(m->cache, some, q, n, out) : tqkv_cache_attend(m->cache, q, n, out);
+}
+
+/* By the cache, or by a view of it. */
+static void attend(fuzz_input *input, model *m, int n)
+{
+    const tqkv_cache_strides *s = &m->desc.strides;
+    const int heads = n_heads(m), dims[2] = {key_dim(m), value_dim(m)}, n_raw = raw_queries(m, n);
+    const size_t size = wide_size(m, s->out, n, heads, dims[1]);
+    const uint8_t seed = fuzz_byte(input);
+    const bool views = m->chunks && seed & 1 && n && m->end > m->first, cut = views && n_raw && n_raw < n;
+    const bool many = n_last(m) && n > TILE && n > m->appended; /* more than there need be halves for */
+    const bool refused = cut || lacks_rows(m, n);
+    sight room;
+    tqkv_attention some;
+    choose_sight(m, seed, n, &room, &some);
+    float *q = fuzz_new_floats(n, heads, dims[0]);
+    fuzz_data(seed, DATA_GAUSSIAN, q, n * heads, dims[0]);
+    char *rows = spread(m, s->q, n, heads, dims[0], q), *out = (char *)test_alloc_filled(size, 0xff);
+    tqkv_result result = ask(m, views ? &some : NULL, rows, n, out);
+    if (try_again(m, result)) result = ask(m, views ? &some : NULL, rows, n, out);
+    if (!many || result != TQKV_OUT_OF_RANGE) CHECK_RESULT(result, refused ? TQKV_OUT_OF_RANGE : TQKV_OK);
+    if (result == TQKV_OK && m->stores[HALVES].codes && !m->learning)
+        check_halves(m, m->desc.non_causal && !m->desc.window ? 1 : n - n_raw);
+    if (result == TQKV_OK) check_answers(m, q, n, views ? &some : NULL, out);
+    CHECK(test_is_untouched(out, size), "written, or a gap was");
+    free(q);
+    free(rows);
     free(out);
 }
 
@@ -383,14 +790,18 @@ static void truncate_to(model *m, int64_t end)
     CHECK(result == (fits ? TQKV_OK : TQKV_OUT_OF_RANGE), "truncate: %s", tqkv_result_string(result));
     if (!fits) return;
     if (end < m->base + m->end) forget_halves(m);
+    if ((m->raw_end && end < m->raw_below) || (end == 0 && m->learn_from)) unlearn(m);
     m->end = end == 0 ? 0 : end - m->base;
+    m->below = at_most(m->below, m->end);
+    m->from = at_most(m->from, m->end);
+    if (!m->learning) m->raw_end = at_most(m->raw_end, m->end);
     if (end == 0) m->first = m->base = 0;
 }
 
-/* Truncates to 0, or to a position near the end, sometimes just beyond it. */
-static void truncate_near_end(fuzz_input *input, model *m)
+/* Truncates to 0, or to a position some steps before the end, sometimes just beyond it. */
+static void truncate_near_end(fuzz_input *input, model *m, int step)
 {
-    int64_t end = m->base + m->end - fuzz_range(input, 0, 12);
+    int64_t end = m->base + m->end - fuzz_range(input, 0, 12) * step;
     truncate_to(m, fuzz_byte(input) < 8 ? 0 : end <= INT64_MAX - 2 ? end + 2 : end);
 }
 
@@ -399,7 +810,7 @@ static void move_positions(model *m, stream *s, uint64_t bits)
 {
     int64_t farthest = INT64_MAX - m->end, base = (int64_t)(bits & INT64_MAX);
     uint64_t positions[2], hash;
-    if (!m->desc.ring || m->end == 0) return;
+    if (!m->desc.ring || m->end == 0 || m->learning || m->stores[HALVES].codes) return;
     m->base = base <= farthest ? base : farthest;
     positions[0] = (uint64_t)(m->base + m->first);
     positions[1] = (uint64_t)(m->base + m->end);
@@ -409,20 +820,21 @@ static void move_positions(model *m, stream *s, uint64_t bits)
     for (size_t i = 0; i < 8; i++) s->bytes[header + i] = (uint8_t)(hash >> (8 * i));
 }
 
+/* What is loaded takes the cache's place, and saves to the same bytes. */
 static void save_and_load(fuzz_input *input, model *m, bool move)
 {
-    tqkv_cache_desc desc;
-    memset(&desc, 0, sizeof desc);
+    tqkv_cache_desc desc = test_cache_desc(0, 0, m->desc.sinks ? n_heads(m) : 0, 0);
     desc.allocator = m->desc.allocator;
     desc.parallel = m->desc.parallel;
     desc.sinks = m->desc.sinks;
     desc.type = m->desc.type;
-    desc.n_heads = m->desc.sinks ? n_heads(m) : 0;
+    desc.strides = m->desc.strides;
+    desc.non_causal = m->desc.non_causal;
+    if (!can_calibrate(m, m->desc.capacity, m->desc.ring)) return; /* a fork's snapshot, which is refused */
     stream s = stream_empty();
     s.call.largest = fuzz_byte(input);
     CHECK_RESULT(tqkv_cache_save(m->cache, stream_write, &s), TQKV_OK);
-    if (move && !m->halves[0].codes) move_positions(m, &s, fuzz_bits(input, 8));
-    stream_rewind(&s);
+    if (move) move_positions(m, &s, fuzz_bits(input, 8));
     tqkv_cache *loaded = NULL;
     tqkv_result result = tqkv_cache_load(&desc, stream_read, &s, &loaded);
     if (result == TQKV_OUT_OF_MEMORY && m->counter.fail_at) {
@@ -431,30 +843,16 @@ static void save_and_load(fuzz_input *input, model *m, bool move)
         result = tqkv_cache_load(&desc, stream_read, &s, &loaded);
     }
     CHECK_RESULT(result, TQKV_OK);
+    stream again = stream_of_cache(loaded);
+    CHECK(stream_is_equal(&s, &again), "a loaded cache saves to other bytes");
     tqkv_cache_destroy(m->cache);
     m->cache = loaded;
+    begin_copy(m);
     stream_free(&s);
+    stream_free(&again);
 }
 
 /* ---- Remove, keep and fork ---- */
-
-/* Moves n positions of the model down. */
-static void model_move(model *m, int64_t from, int64_t to, int64_t n)
-{
-    for (int i = 0; i < 2 && n > 0; i++) memmove(&m->kept[i][to], &m->kept[i][from], (size_t)n * sizeof(bool));
-    tqkv_store *stores[5] = {&m->keys, &m->values, &m->tail, &m->halves[0], &m->halves[1]};
-    for (int i = 0; i < 5 * m->desc.n_kv_heads && n > 0; i++) {
-        const tqkv_store *s = stores[i % 5];
-        const int head = i / 5;
-        if (!s->codes) continue;
-        const size_t norms = (size_t)reference_norms_per_row(s->format, s->head_dim) * sizeof(float);
-        memmove((void *)(uintptr_t)reference_codes_at(s, head, to), reference_codes_at(s, head, from),
-                (size_t)n * reference_row_bytes(s->format, s->head_dim));
-        if (norms)
-            memmove((void *)(uintptr_t)reference_norms_at(s, head, to), reference_norms_at(s, head, from),
-                    (size_t)n * norms);
-    }
-}
 
 static void remove_some(fuzz_input *input, model *m)
 {
@@ -467,10 +865,31 @@ static void remove_some(fuzz_input *input, model *m)
                                  : fits       ? TQKV_OK
                                               : TQKV_OUT_OF_RANGE;
     CHECK_RESULT(tqkv_cache_remove(m->cache, first, count), expected);
-    if (expected != TQKV_OK) return;
-    if (count) forget_halves(m);
+    if (expected != TQKV_OK || !count) return;
+    forget_halves(m);
+    begin_edit(m, first);
     model_move(m, first + count, first, m->end - first - count);
     m->end -= count;
+    if (m->below > first) m->below = at_least(m->below - count, first);
+    if (m->from > first) m->from = at_least(m->from - count, first);
+}
+
+/* Of the newest n positions those that are named stay. */
+static void model_keep(model *m, int n, const int *kept, int n_kept)
+{
+    const int64_t first = m->end - n;
+    int same = 0, below = 0;
+    while (same < n_kept && kept[same] == same) same++;
+    while (below < n_kept && first + kept[below] < m->below) below++;
+    const int64_t position = m->base + first + same;
+    forget_halves(m);
+    if (position < m->raw_below && m->raw_end >= m->base + m->end) unlearn(m);
+    begin_edit(m, position);
+    for (int i = 0; i < n_kept; i++) model_move(m, first + kept[i], first + i, 1);
+    m->end = first + n_kept;
+    m->below = at_most(m->below, first + below);
+    if (first + same < m->from) m->from = m->end; /* of what moves some has no halves */
+    if (m->learning && m->end >= m->learn_from) learn(m, m->end);
 }
 
 /* Of the newest n those whose bits are set; sometimes one is out of order or range. */
@@ -479,6 +898,7 @@ static void keep_some(fuzz_input *input, model *m)
     int kept[64], n_kept = 0, n = fuzz_range(input, 0, 64);
     const uint64_t bits = fuzz_bits(input, 8);
     const uint8_t bad = fuzz_byte(input);
+    if (m->chunks) n %= (int)(m->end - m->first) + 2;
     for (int i = 0; i < n; i++)
         if (bits >> i & 1) kept[n_kept++] = i;
     tqkv_result expected = n > m->end - m->first ? TQKV_OUT_OF_RANGE : TQKV_OK;
@@ -490,71 +910,78 @@ static void keep_some(fuzz_input *input, model *m)
         if (other < 0 || other >= n) expected = TQKV_OUT_OF_RANGE;
     }
     CHECK_RESULT(tqkv_cache_keep(m->cache, n, kept, n_kept), expected);
-    if (expected != TQKV_OK) return;
-    if (n_kept < n) forget_halves(m);
-    bool all = true; /* from the first on that moves */
-    int same = 0;
-    while (same < n_kept && kept[same] == same) same++;
-    for (int i = same; i < n; i++) all = all && m->kept[1][m->end - n + i];
-    for (int i = 0; i < n_kept; i++) model_move(m, m->end - n + kept[i], m->end - n + i, 1);
-    m->end -= n - n_kept;
-    for (int64_t at = 0; at < m->end && !all; at++) m->kept[1][at] = false;
+    if (expected == TQKV_OK && n_kept < n) model_keep(m, n, kept, n_kept);
 }
 
-/* Asks for a copy in other formats, unless halves stand beside the codes. */
+/* Asks for a copy in other formats; with halves beside the codes not for F16, which would leave them. */
 static void ask_for_formats(const model *m, uint8_t choice, tqkv_cache_desc *desc)
 {
-    if (m->halves[0].codes || !(choice & 2)) return;
+    if (!(choice & 2)) return;
     desc->key_format = test_formats[(choice >> 2) % TEST_FORMATS];
     if (!m->desc.shared) desc->value_format = test_formats[(choice >> 3) % TEST_FORMATS];
-    if (m->tail.codes) desc->tail_format = test_formats[(choice >> 4) % TEST_FORMATS];
+    if (m->stores[TAIL].codes) desc->tail_format = test_formats[(choice >> 4) % TEST_FORMATS];
+    if (!m->stores[HALVES].codes) return;
+    if (desc->key_format == TQKV_F16) desc->key_format = TQKV_FORMAT_DEFAULT;
+    if (desc->value_format == TQKV_F16) desc->value_format = TQKV_FORMAT_DEFAULT;
 }
 
-/* Converts a stream of the model, if the copy has another format. */
-static void model_convert(const model *m, tqkv_store *s, tqkv_format format)
+/* Converts a stream of the model, if the copy has another format; its halves are those of what was F16. */
+static void model_convert(model *m, int i, tqkv_format format)
 {
+    tqkv_store *s = &m->stores[i];
     if (!s->codes || s->format == format) return;
     tqkv_store to = test_store(format, s->head_dim, s->n_kv_heads, s->capacity, false);
     to.center = s->center;
     to.channel_scale = s->channel_scale;
-    CHECK_RESULT(tqkv_store_convert(&to, s, m->first, (int)(m->end - m->first)), TQKV_OK);
+    if (i == TAIL || !m->learning) CHECK_RESULT(tqkv_store_convert(&to, s, 0, (int)m->end), TQKV_OK);
+    if (i != TAIL && !m->learning && m->stores[HALVES].codes && s->format == TQKV_F16)
+        CHECK_RESULT(tqkv_store_convert(&m->stores[HALVES + i], s, 0, (int)m->end), TQKV_OK);
     free(s->codes);
     free(s->norms);
     *s = to;
+}
+
+/* What a fork must give. */
+static tqkv_result expect_fork(const model *m, const tqkv_cache_desc *desc)
+{
+    const int capacity = desc->capacity ? desc->capacity : m->desc.capacity;
+    const bool ring = m->desc.ring || desc->ring;
+    if (capacity < m->end - m->first || (!m->learning && capacity < m->below)) return TQKV_OUT_OF_RANGE;
+    if (ring && m->desc.window > capacity) return TQKV_INVALID_ARGUMENT;
+    return m->learning && !can_calibrate(m, capacity, ring) ? TQKV_INVALID_ARGUMENT : TQKV_OK;
 }
 
 /* The fork takes the cache's place. */
 static void fork_cache(fuzz_input *input, model *m)
 {
     const uint8_t choice = fuzz_byte(input);
-    const bool changed = choice & 1, ring = fuzz_byte(input) & 1;
+    const uint8_t use = fuzz_byte(input);
+    const bool changed = choice & 1;
     const int capacity = fuzz_range(input, 0, 150);
-    tqkv_cache_desc desc;
+    tqkv_cache_desc desc = test_cache_desc(0, 0, 0, changed ? capacity : 0);
     tqkv_cache *copy = NULL;
-    memset(&desc, 0, sizeof desc);
-    desc.capacity = changed ? capacity : 0;
-    desc.ring = ring;
-    ask_for_formats(m, choice, &desc);
-    const int first = test_view(m->cache, 1).first.n;
-    const bool fits = !desc.capacity || (desc.capacity >= m->end - m->first && desc.capacity >= first);
-    const tqkv_result result = tqkv_cache_fork(m->cache, changed ? &desc : NULL, &copy);
-    const bool short_ring = (m->desc.ring || (changed && ring)) &&
-                            m->desc.window > (desc.capacity ? desc.capacity : test_keys(m->cache)->capacity);
-    const tqkv_result expected = !fits ? TQKV_OUT_OF_RANGE : short_ring ? TQKV_INVALID_ARGUMENT : TQKV_OK;
-    CHECK(result == expected || (result == TQKV_OUT_OF_MEMORY && m->counter.fail_at), "fork: %s",
-          tqkv_result_string(result));
+    desc.ring = changed && use & 1;
+    desc.non_causal = changed && use > 240;
+    if (changed) ask_for_formats(m, choice, &desc);
+    const tqkv_result expected = expect_fork(m, &desc);
+    tqkv_result result = tqkv_cache_fork(m->cache, changed ? &desc : NULL, &copy);
+    if (try_again(m, result)) result = tqkv_cache_fork(m->cache, changed ? &desc : NULL, &copy);
+    CHECK_RESULT(result, expected);
     CHECK((copy != NULL) == (result == TQKV_OK), "fork: a cache, or none");
     if (!copy) return;
     tqkv_cache_destroy(m->cache);
     m->cache = copy;
     if (desc.capacity) m->desc.capacity = desc.capacity;
-    m->desc.ring = m->desc.ring || (changed && ring);
-    model_convert(m, &m->keys, test_keys(copy)->format);
-    model_convert(m, &m->values, test_values(copy)->format);
-    if (m->tail.codes) model_convert(m, &m->tail, test_tail(copy)->format);
+    m->desc.ring = m->desc.ring || desc.ring;
+    m->desc.non_causal = m->desc.non_causal || desc.non_causal;
+    const tqkv_attention view = test_view(copy, 0);
+    model_convert(m, KEYS, view.keys->format);
+    model_convert(m, VALUES, view.values->format);
+    if (view.tail) model_convert(m, TAIL, view.tail->format);
+    begin_copy(m);
 }
 
-static void operate_edit(fuzz_input *input, model *m, int operation)
+static void edit(fuzz_input *input, model *m, int operation)
 {
     if (operation < 2)
         remove_some(input, m);
@@ -566,33 +993,25 @@ static void operate_edit(fuzz_input *input, model *m, int operation)
 
 static void operate(fuzz_input *input, model *m)
 {
-    uint8_t operation = fuzz_byte(input);
+    const uint8_t operation = fuzz_byte(input);
+    const bool attends = m->chunks && operation & 16, odd = m->chunks && operation & 32;
+    const bool edits = operation & 8 || (m->raw_end && !m->learning && operation & 64); /* often as it has learned */
     m->counter.calls = 0;
     m->counter.fail_at = operation >= 192 ? 1 + operation % 3 : 0;
-    if (m->edits && operation & 8) {
-        operate_edit(input, m, operation % 8);
-        check_state(m);
-        return;
-    }
-    switch (operation % 8) {
-    case 0:
-    case 1:
-    case 2:
-        append(input, m);
-        break;
-    case 3:
-    case 4:
-        attend(input, m);
-        break;
-    case 5:
-        truncate_near_end(input, m);
-        break;
-    case 6:
-        save_and_load(input, m, false);
-        break;
-    default:
-        save_and_load(input, m, true);
-        break;
+    if (m->edits && edits) {
+        edit(input, m, operation % 8);
+    } else if (operation % 8 < 3) {
+        append(input, m, odd);
+        if (attends) attend(input, m, m->appended);
+    } else if (operation % 8 < 5) {
+        attend(input, m,
+               !attends ? fuzz_range(input, 0, MAX_QUERIES)
+               : odd    ? TILE + (operation >> 6 & 1)
+                        : m->appended);
+    } else if (operation % 8 == 5) {
+        truncate_near_end(input, m, attends ? 8 : 1);
+    } else {
+        save_and_load(input, m, operation % 8 == 7);
     }
     check_state(m);
 }
@@ -602,7 +1021,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size)
     test_failure_aborts = true;
     fuzz_input input = {bytes, size};
     model m;
-    if (!set_up(&input, &m)) return 0;
+    set_up(&input, &m);
     for (int i = 0; i < MAX_OPERATIONS && input.left; i++) operate(&input, &m);
     tear_down(&m);
     return 0;

@@ -1,6 +1,6 @@
 # The fuzzers: `make fuzz` looks for findings, `make test-fuzz` replays the committed inputs.
 
-FUZZERS ?= snapshot cache learn codec attend format index profile
+FUZZERS ?= snapshot cache codec attend format index profile
 SECONDS ?= 60
 FUZZ_BUILD := $(BUILD)/fuzz
 # The vector loops take a minute to compile so, and more than ten with -O2 and UBSan, under which test-fuzz replays.
