@@ -7,6 +7,17 @@
 
 #include <limits.h>
 
+/* The parameters of a case that has none. */
+#define NO_ROW const void *row __attribute__((unused))
+
+/* What a call says after one change of what set_up makes. */
+#define RESULT_AFTER(expected, set_up, call, change) \
+    do { \
+        set_up; \
+        change; \
+        CHECK_RESULT(call, TQKV_##expected); \
+    } while (0)
+
 /* A buffer that is never read or written. */
 static inline tqkv_metal_buffer at(int number, size_t offset)
 {
@@ -137,6 +148,19 @@ static inline tqkv_result plan_attend(const tqkv_metal_attention *a, tqkv_metal_
     return r;
 }
 
+/* Of a cache in a buffer. */
+static inline tqkv_result plan_append(const tqkv_cache *c, int n_tokens, tqkv_metal_plan *plan)
+{
+    return check_plan(tqkv_metal_plan_cache_append(c, at(0, 256), NULL, at(Q, 0), at(OUT, 0), n_tokens, none, plan),
+                      plan);
+}
+static inline tqkv_result plan_queries(const tqkv_cache *c, int n_queries, tqkv_metal_plan *plan)
+{
+    return check_plan(
+        tqkv_metal_plan_cache_attend(c, at(0, 256), NULL, NULL, at(Q, 0), n_queries, at(SCRATCH, 0), at(OUT, 0), plan),
+        plan);
+}
+
 /* An attention, and all that it may read. */
 typedef struct plan_scene {
     tqkv_metal_store keys, values, tail, first, last, first_tail;
@@ -183,17 +207,11 @@ static inline void set_scene(plan_scene *s, plan_kind kind)
 }
 
 /* Attention over a scene after one change: what planning it says; the name of an array that overlaps another. */
-#define PLAN_IS(expected, kind, change) \
+#define PLAN_IS(expected, kind, change) RESULT_AFTER(expected, set_scene(&s, kind), plan_attend(&s.a, &s.plan), change)
+#define PLAN_OVERLAPS(name, change) \
     do { \
-        set_scene(&s, kind); \
-        change; \
-        CHECK_RESULT(plan_attend(&s.a, &s.plan), TQKV_##expected); \
-    } while (0)
-#define PLAN_OVERLAPS(name, kind, change) \
-    do { \
-        set_scene(&s, kind); \
-        change; \
-        CHECK_RESULT(tqkv_metal_plan_attend(&s.a, at(Q, 0), at(SCRATCH, 0), at(OUT, 0), &s.plan), TQKV_OK); \
+        RESULT_AFTER(OK, set_scene(&s, PLAIN), \
+                     tqkv_metal_plan_attend(&s.a, at(Q, 0), at(SCRATCH, 0), at(OUT, 0), &s.plan), change); \
         CHECK(!strcmp(overlapping(s.plan.d), name), "%s: %s", #change, overlapping(s.plan.d)); \
     } while (0)
 

@@ -33,17 +33,12 @@ static tqkv_result decode(rows_scene *s, int n, int64_t position)
 }
 
 #define ROWS_ARE(expected, paged, call, n, position, change) \
-    do { \
-        set_rows(&s, paged); \
-        change; \
-        CHECK_RESULT(call(&s, n, position), TQKV_##expected); \
-    } while (0)
+    RESULT_AFTER(expected, set_rows(&s, paged), call(&s, n, position), change)
 
 /* Rows that are encoded and decoded: a wrong number, type, stride or pair is refused. */
-static void check_rows(const void *row)
+static void check_rows(NO_ROW)
 {
     rows_scene s;
-    (void)row;
     ROWS_ARE(OK, false, encode, 0, 10, (void)0);
     ROWS_ARE(OK, false, encode_both, 4, 6, s.values.shape.ring = true);
     ROWS_ARE(OUT_OF_RANGE, false, encode, 5, 6, (void)0);
@@ -72,10 +67,9 @@ static void check_rows(const void *row)
 }
 
 /* Keys in pages, of which some entries are -1: tokens of these are left out, and cannot be decoded. */
-static void check_paged_rows(const void *row)
+static void check_paged_rows(NO_ROW)
 {
     rows_scene s;
-    (void)row;
     ROWS_ARE(OK, true, encode, 64, 64, s.pages[1] = -1);
     ROWS_ARE(OK, true, encode_both, 12, 64, s.pages[1] = -1);
     ROWS_ARE(OUT_OF_RANGE, true, decode, 64, 64, s.pages[1] = -1);
@@ -108,12 +102,11 @@ static void check_paged_rows(const void *row)
 #undef ROWS_ARE
 
 /* The other calls over rows. */
-static void check_other_rows(const void *row)
+static void check_other_rows(NO_ROW)
 {
     const tqkv_metal_store s = plan_store(TQKV_TQ5, 64, 10, false, 0);
     tqkv_metal_store odd = s;
     tqkv_metal_plan plan;
-    (void)row;
     odd.shape.type = test_no_type(3);
     CHECK_RESULT(tqkv_metal_plan_encode(NULL, NULL, none, none, 1, 0, none, &plan), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_plan_encode(NULL, &s, none, none, 1, 0, none, &plan), TQKV_INVALID_ARGUMENT);
@@ -144,7 +137,7 @@ static void check_constants(const tqkv_metal_kernel *kernel)
 }
 
 /* What an engine with its own encoder reads from a plan. */
-static void check_engine(const void *row)
+static void check_engine(NO_ROW)
 {
     static const char *const names[] = {"tqkv_tables", "tqkv_encode_d1024", "tqkv_encode_kv_d192_128",
                                         "tqkv_attend_d64"};
@@ -156,7 +149,6 @@ static void check_engine(const void *row)
                            keys = plan_store(TQKV_I8, 192, 10, false, 0),
                            values = plan_store(TQKV_TQ5, 128, 10, false, 2),
                            small = plan_store(TQKV_F16, 64, 9, false, 0);
-    (void)row;
     tqkv_metal_attention a = plan_attention(&small, &small);
     const tqkv_result planned[] = {tqkv_metal_plan_tables(at(OUT, 0), &plans[0]),
                                    tqkv_metal_plan_encode(&large, NULL, at(Q, 0), none, 9, 0, none, &plans[1]),
@@ -178,11 +170,10 @@ static void check_engine(const void *row)
 }
 
 /* Nowhere to write a plan. */
-static void check_no_plan(const void *row)
+static void check_no_plan(NO_ROW)
 {
     const tqkv_metal_store s = plan_store(TQKV_I8, 64, 10, false, 0);
     tqkv_metal_store one = s;
-    (void)row;
     one.shape.n_kv_heads = 1;
     tqkv_metal_attention a = plan_attention(&s, &s);
     tqkv_metal_index x;
@@ -242,10 +233,9 @@ static void check_head_dim(const void *row)
 }
 
 /* A report as the shaders give it, then with each byte changed in turn. */
-static void check_stale(const void *row)
+static void check_stale(NO_ROW)
 {
     tqkv__table_report report;
-    (void)row;
     memset(&report, 0, sizeof report);
     CHECK(!strcmp(tqkv_metal_stale_table(&report), "table version"), "an empty report");
     report.table_version = TQKV_TABLE_VERSION;

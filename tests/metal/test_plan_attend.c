@@ -2,10 +2,9 @@
    compute shows the machine of simt.h. */
 #include "plan_fixture.h"
 
-static void check_numbers(const void *row)
+static void check_numbers(NO_ROW)
 {
     plan_scene s;
-    (void)row;
     PLAN_IS(OK, PLAIN, s.a.attention.end = 0);
     PLAN_IS(OK, PLAIN, s.a.attention.window = 10);
     PLAN_IS(OUT_OF_RANGE, PLAIN, s.a.attention.end = 9001);
@@ -35,18 +34,17 @@ static void check_numbers(const void *row)
 }
 
 /* A tree whose bits are known here, or not. */
-static void check_tree(const void *row)
+static void check_tree(NO_ROW)
 {
     const uint64_t tree[64] = {1, 3, 5};
     plan_scene s;
-    (void)row;
     PLAN_IS(OK, PLAIN, s.a.attention.n_queries = 3; s.a.tree = at(MORE, 4));
     CHECK(plan_end(&s.plan, at(MORE, 0)) == 4 + 24, "the size of a tree");
     PLAN_IS(OK, PLAIN, s.a.attention.n_queries = 3; s.a.tree = at(MORE, 4); s.a.attention.tree = tree);
     PLAN_IS(INVALID_ARGUMENT, PLAIN, s.a.attention.n_queries = 65; s.a.tree = at(MORE, 4));
     PLAN_IS(INVALID_ARGUMENT, PLAIN, s.a.attention.n_queries = 65; s.a.tree = at(MORE, 4); s.a.attention.tree = tree);
     PLAN_IS(INVALID_ARGUMENT, PLAIN, s.a.attention.n_queries = 3; s.a.attention.tree = tree);
-    PLAN_OVERLAPS("scratch", PLAIN, s.a.attention.n_queries = 3; s.a.tree = at(SCRATCH, 8));
+    PLAN_OVERLAPS("scratch", s.a.attention.n_queries = 3; s.a.tree = at(SCRATCH, 8));
     /* Positions 64, 65 and 66 are of entry -1; the tree shows the second and the third only to query 1. */
     PLAN_IS(OUT_OF_RANGE, PAGED, s.pages[1] = -1; s.a.attention.end = 67; s.a.attention.n_queries = 3;
             s.a.tree = at(MORE, 4096); s.a.attention.tree = tree);
@@ -56,13 +54,12 @@ static void check_tree(const void *row)
             s.a.tree = at(MORE, 4096)); /* not known here */
 }
 
-static void check_overlaps(const void *row)
+static void check_overlaps(NO_ROW)
 {
     plan_scene s;
-    (void)row;
-    PLAN_OVERLAPS("sinks", PLAIN, s.a.sinks = at(SCRATCH, 8));
-    PLAN_OVERLAPS("values' center", PLAIN, s.values.center = at(OUT, 0));
-    PLAN_OVERLAPS("values' channel_scale", PLAIN, s.values.channel_scale = at(OUT, 0));
+    PLAN_OVERLAPS("sinks", s.a.sinks = at(SCRATCH, 8));
+    PLAN_OVERLAPS("values' center", s.values.center = at(OUT, 0));
+    PLAN_OVERLAPS("values' channel_scale", s.values.channel_scale = at(OUT, 0));
     PLAN_IS(OK, LATENT, s.a.tail = NULL);
     /* Streams that share bytes are one stream. */
     PLAN_IS(INVALID_ARGUMENT, PLAIN, s.values = s.keys; s.values.shape.format = TQKV_TQ3);
@@ -70,10 +67,9 @@ static void check_overlaps(const void *row)
     PLAN_IS(INVALID_ARGUMENT, PLAIN, s.values = s.keys; s.values.codes.offset = 32);
 }
 
-static void check_tails(const void *row)
+static void check_tails(NO_ROW)
 {
     plan_scene s;
-    (void)row;
     PLAN_IS(OK, LATENT, (void)0);
     PLAN_IS(INVALID_ARGUMENT, LATENT, s.tail.shape.capacity = 8999);
     PLAN_IS(UNSUPPORTED, LATENT, s.tail.shape.head_dim = 128);
@@ -99,10 +95,9 @@ static void check_tails(const void *row)
 
 /* A dispatch for the first positions, for the others, for the last ones, and the merge. A ring has room for the newest
    halves of all queries, or refuses them. */
-static void check_ends(const void *row)
+static void check_ends(NO_ROW)
 {
     plan_scene s;
-    (void)row;
     for (int end = 0; end <= 9000; end += 113) {
         PLAN_IS(OK, ENDS, s.a.attention.end = end);
         CHECK(s.plan.n == (end > 720 ? 4 : end > 20 ? 3 : 2), "%d dispatches at %d", s.plan.n, end);
@@ -122,10 +117,9 @@ static void check_ends(const void *row)
 }
 
 /* Halves beside pages: of both streams, without a tail, and in no pages themselves. */
-static void check_paged_ends(const void *row)
+static void check_paged_ends(NO_ROW)
 {
     plan_scene s;
-    (void)row;
 #define WITH_LAST \
     s.a.last.keys = s.a.last.values = &s.last; \
     s.a.attention.last.n = 40
@@ -139,10 +133,9 @@ static void check_paged_ends(const void *row)
 #undef WITH_LAST
 }
 
-static void check_pages(const void *row)
+static void check_pages(NO_ROW)
 {
     plan_scene s;
-    (void)row;
     PLAN_IS(OUT_OF_RANGE, PAGED, s.pages[1] = -1);
     PLAN_IS(OK, PAGED, s.pages[1] = -1; s.a.attention.window = 72);
     CHECK(constant(s.plan.d, TQKV_FC_SAME_SLOTS) == 0, "two tables");
@@ -160,11 +153,10 @@ static void check_pages(const void *row)
 }
 
 /* The kernel divides by the tiles of a page with a factor and a shift. */
-static void check_page_division(const void *row)
+static void check_page_division(NO_ROW)
 {
     const int page_sizes[] = {64, 128, 192, 320, 448, 4032, 65600, 1 << 20, 33554432 + 64, 1 << 30, INT_MAX / 64 * 64};
     plan_scene s;
-    (void)row;
     for (size_t i = 0; i < sizeof page_sizes / sizeof *page_sizes; i++) {
         const uint32_t tiles = (uint32_t)page_sizes[i] / 32, last = (uint32_t)INT_MAX / 32;
         PLAN_IS(OK, PAGED, s.keys.shape.pages = NULL; s.a.attention.end = s.keys.shape.n_pages = 1;
@@ -178,10 +170,9 @@ static void check_page_division(const void *row)
     }
 }
 
-static void check_lists(const void *row)
+static void check_lists(NO_ROW)
 {
     plan_scene s;
-    (void)row;
 #define LISTED(n, size) \
     s.a.list = at(MORE, 0); \
     s.a.attention.list.length = n; \
@@ -205,7 +196,7 @@ static void check_lists(const void *row)
 }
 
 /* Scratch that no size_t counts: of halves, and of rows of lists, once for each part. */
-static void check_large_scratch(const void *row)
+static void check_large_scratch(NO_ROW)
 {
     const struct {
         int n_kv_heads, n_heads, n_queries, first, length;
@@ -215,7 +206,6 @@ static void check_large_scratch(const void *row)
                  {1, 1, INT_MAX, 1, 1 << 20, TQKV_OK},
                  {1, 1, INT_MAX, 1, (1 << 30) - 100, TQKV_INVALID_ARGUMENT}};
     plan_scene s;
-    (void)row;
     for (int i = 0; i < 4; i++) {
         set_scene(&s, PLAIN);
         s.keys = plan_store(TQKV_TQ4, 1024, INT_MAX - 63, false, 0);
@@ -236,25 +226,20 @@ static void check_large_scratch(const void *row)
 }
 
 /* Slices are of positions that there are; those that merge are of the same values and queries. */
-static void check_slices(const void *row)
+static void check_slices(NO_ROW)
 {
     plan_scene s, t;
     const tqkv_metal_buffer b = at(OUT, 0), m = at(MORE, 0);
     tqkv_metal_plan *const plan = &s.plan;
-    (void)row;
 #define PARTIAL_IS(expected, first, count) \
     CHECK_RESULT(check_plan(tqkv_metal_plan_attend_partial(&s.a, at(Q, 0), first, count, at(SCRATCH, 0), b, m, \
                                                            at(MORE, 8192), plan), \
                             plan), \
                  TQKV_##expected)
 #define MERGE_IS(expected, change) \
-    do { \
-        set_scene(&s, PLAIN); \
-        set_scene(&t, PLAIN); \
-        change; \
-        CHECK_RESULT(tqkv_metal_plan_attend_merge(&s.a, b, m, at(MORE, 8192), &t.a, at(SCRATCH, 0), m, m, plan), \
-                     TQKV_##expected); \
-    } while (0)
+    RESULT_AFTER(expected, set_scene(&s, PLAIN); \
+                 set_scene(&t, PLAIN), \
+                 tqkv_metal_plan_attend_merge(&s.a, b, m, at(MORE, 8192), &t.a, at(SCRATCH, 0), m, m, plan), change)
     set_scene(&s, PLAIN);
     s.a.attention.kv_len = 1000;
     PARTIAL_IS(OK, 1000, 1000);
@@ -281,11 +266,10 @@ static void check_slices(const void *row)
 }
 
 /* Slices of two attentions lie apart. */
-static void check_slice_overlaps(const void *row)
+static void check_slice_overlaps(NO_ROW)
 {
     plan_scene s;
     const size_t size = 6 * 64 * sizeof(float);
-    (void)row;
     set_scene(&s, PLAIN);
     CHECK_RESULT(tqkv_metal_plan_attend_merge(&s.a, at(OUT, 0), at(OUT, size), at(OUT, size + 24), &s.a,
                                               at(OUT, size + 48), at(MORE, 0), at(OUT, size + 20), &s.plan),

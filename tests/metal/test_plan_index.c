@@ -30,13 +30,12 @@ static tqkv_result plan_scores(const tqkv_metal_index *x, tqkv_metal_plan *plan)
     return check_plan(tqkv_metal_plan_index_scores(x, at(Q, 0), at(OUT, 0), plan), plan);
 }
 
-static void check_choose(const void *row)
+static void check_choose(NO_ROW)
 {
     tqkv_metal_store keys;
     tqkv_metal_index x = plan_index(&keys, 1 << 20, 1 << 18, 1);
     tqkv_metal_plan plan;
     const tqkv_metal_dispatch *const d = plan.d;
-    (void)row;
     CHECK_RESULT(plan_choose(&x, 2048, &plan), TQKV_OK);
     CHECK(plan.n == 3 && d[1].grid[0] == 64 && d[2].grid[0] == 1 && plan_end(&plan, at(OUT, 0)) == 8192,
           "%d dispatches of %zu", plan.n, d->grid[0]);
@@ -54,13 +53,12 @@ static void check_choose(const void *row)
     CHECK(!plan.n, "scores of no query");
 }
 
-static void check_scores(const void *row)
+static void check_scores(NO_ROW)
 {
     tqkv_metal_store keys;
     tqkv_metal_index x = plan_index(&keys, 1 << 18, 1 << 18, 2);
     tqkv_metal_plan plan;
     const tqkv_metal_dispatch *const d = plan.d;
-    (void)row;
     x.index.n_heads = 64;
     x.weights = at(MORE, 0);
     CHECK_RESULT(plan_scores(&x, &plan), TQKV_OK);
@@ -78,7 +76,7 @@ static void check_scores(const void *row)
     CHECK_RESULT(plan_scores(&x, &plan), TQKV_UNSUPPORTED);
 }
 
-static void check_index_refusals(const void *row)
+static void check_index_refusals(NO_ROW)
 {
     static const int32_t pages[4] = {3, 0, 5, 2}; /* of 5 pages */
     tqkv_metal_store keys;
@@ -86,7 +84,6 @@ static void check_index_refusals(const void *row)
     tqkv_metal_plan plan;
     int *const numbers[] = {&x.index.n_queries, &x.index.ratio,  &x.index.block,  &x.index.first,
                             &x.index.newest,    &x.index.kv_len, &x.index.n_heads};
-    (void)row;
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++) {
         *numbers[i] = -1;
         CHECK_RESULT(plan_choose(&x, 7, &plan), TQKV_INVALID_ARGUMENT);

@@ -28,16 +28,11 @@ typedef struct learning {
 
 static bool open_learning(const learn_row *row, learning *l)
 {
-    tqkv_cache_desc desc;
+    tqkv_cache_desc desc = test_cache_desc(row->head_dim, CACHE_HEADS, HEADS, 200);
     memset(l, 0, sizeof *l);
-    memset(&desc, 0, sizeof desc);
     l->backend.memory = counting_allocator(&l->memory);
     l->backend.has_kernels = tqkv__has_kernels;
     desc.metal = (tqkv_metal *)(void *)l;
-    desc.head_dim = row->head_dim;
-    desc.n_kv_heads = CACHE_HEADS;
-    desc.n_heads = HEADS;
-    desc.capacity = 200;
     desc.key_format = TQKV_TQ4;
     desc.value_format = row->shared ? TQKV_FORMAT_DEFAULT : TQKV_TQ3;
     desc.shared = row->shared;
@@ -55,7 +50,7 @@ static bool open_learning(const learn_row *row, learning *l)
 static const char *append(learning *l, int n, tqkv_metal_plan *plan)
 {
     static char letters[TQKV_METAL_DISPATCHES + 1];
-    check_plan(tqkv_metal_plan_cache_append(l->cache, at(0, 0), NULL, at(1, 0), at(2, 0), n, none, plan), plan);
+    (void)plan_append(l->cache, n, plan);
     for (int i = 0; i < plan->n; i++) {
         const int family = plan->d[i].kernel.family;
         letters[i] = "?ek"[family == TQKV_METAL_ENCODE_KV ? 2 : family == TQKV_METAL_ENCODE];
@@ -72,9 +67,7 @@ static void check_queries(learning *l, int n, int n_reads, const char *when)
     tqkv_metal_plan plan, sizes;
     int reads = 0;
     CHECK_RESULT(tqkv_metal_plan_cache_attend(l->cache, at(0, 0), NULL, NULL, none, n, none, none, &sizes), TQKV_OK);
-    check_plan(
-        tqkv_metal_plan_cache_attend(l->cache, at(0, 0), NULL, NULL, at(Q, 0), n, at(SCRATCH, 0), at(OUT, 0), &plan),
-        &plan);
+    (void)plan_queries(l->cache, n, &plan);
     for (int i = 0; i < plan.n; i++) reads += plan.d[i].kernel.family != TQKV_METAL_ATTEND_MERGE;
     CHECK(plan_end(&plan, at(SCRATCH, 0)) <= sizes.scratch_size, "%s: %zu bytes of scratch", when, sizes.scratch_size);
     CHECK(reads == n_reads, "%s: %d dispatches read keys, not %d", when, reads, n_reads);
@@ -87,18 +80,19 @@ static void check_apart(const learn_row *row, const learning *l)
     enum { RAW = 12, N = 20 };
     const size_t query = (size_t)(HEADS * (row->head_dim + row->tail_dim)) * sizeof(float), dim = (size_t)row->head_dim;
     const tqkv_cache_strides shared = {{0, 0}, {0, 0}, {0, 0}, {dim, RAW * dim}};
+    const struct {
+        const tqkv_cache_strides *strides;
+        tqkv_metal_buffer out;
+        tqkv_result expected;
+    } outputs[] = {{NULL, at(1, RAW * query), TQKV_INVALID_ARGUMENT},
+                   {NULL, at(0, 0), TQKV_INVALID_ARGUMENT},
+                   {&shared, at(3, 0), TQKV_INVALID_ARGUMENT},
+                   {NULL, at(1, N * query), TQKV_OK}};
     tqkv_metal_plan plan;
-    CHECK_RESULT(
-        tqkv_metal_plan_cache_attend(l->cache, at(0, 0), NULL, NULL, at(1, 0), N, at(2, 0), at(1, RAW * query), &plan),
-        TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(tqkv_metal_plan_cache_attend(l->cache, at(0, 0), NULL, NULL, at(1, 0), N, at(2, 0), at(0, 0), &plan),
-                 TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(
-        tqkv_metal_plan_cache_attend(l->cache, at(0, 0), &shared, NULL, at(1, 0), N, at(2, 0), at(3, 0), &plan),
-        TQKV_INVALID_ARGUMENT);
-    CHECK_RESULT(
-        tqkv_metal_plan_cache_attend(l->cache, at(0, 0), NULL, NULL, at(1, 0), N, at(2, 0), at(1, N * query), &plan),
-        TQKV_OK);
+    for (int i = 0; i < 4; i++)
+        CHECK_RESULT(tqkv_metal_plan_cache_attend(l->cache, at(0, 0), outputs[i].strides, NULL, at(1, 0), N, at(2, 0),
+                                                  outputs[i].out, &plan),
+                     outputs[i].expected);
 }
 
 /* 20 tokens, 20 more, of which 12 fill what the cache learns from, and 3 behind them. */
@@ -141,28 +135,24 @@ static void check_learning(const void *parameters)
 
 /* A GPU takes no cache whose halves the processor has put elsewhere,
  * and no more tokens at once than there is room for. */
-static void check_learning_refused(const void *parameters)
+static void check_learning_refused(NO_ROW)
 {
-    (void)parameters;
     const cache_row shape = {TQKV_I8, TQKV_TQ4, 64, 100, false, 0, -1};
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
     tqkv_metal_plan plan;
     desc.calibrate = 20;
     tqkv_cache *cache = cache_make(&shape, &desc);
     REQUIRE(cache, "no cache");
-    CHECK_RESULT(tqkv_metal_plan_cache_append(cache, at(0, 0), NULL, none, none, 1, none, &plan), TQKV_UNSUPPORTED);
+    CHECK_RESULT(plan_append(cache, 1, &plan), TQKV_UNSUPPORTED);
     cache_append_seed(cache, 1, 19, 64);
-    CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 0), NULL, NULL, none, 1, none, none, &plan),
-                 TQKV_UNSUPPORTED);
+    CHECK_RESULT(plan_queries(cache, 1, &plan), TQKV_UNSUPPORTED);
     cache_append_seed(cache, 1, 1, 64); /* which it has learned from: queries before still read the halves */
-    CHECK_RESULT(tqkv_metal_plan_cache_append(cache, at(0, 0), NULL, none, none, 1, none, &plan), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 0), NULL, NULL, none, 1, none, none, &plan),
-                 TQKV_UNSUPPORTED);
+    CHECK_RESULT(plan_append(cache, 1, &plan), TQKV_OK);
+    CHECK_RESULT(plan_queries(cache, 1, &plan), TQKV_UNSUPPORTED);
     cache_append_seed(cache, 1, 1, 64);
-    CHECK_RESULT(tqkv_metal_plan_cache_attend(cache, at(0, 0), NULL, NULL, none, 1, none, none, &plan), TQKV_OK);
-    CHECK_RESULT(tqkv_metal_plan_cache_append(cache, at(0, 0), NULL, none, none, 80, none, &plan), TQKV_OUT_OF_RANGE);
-    CHECK_RESULT(tqkv_metal_plan_cache_append(cache, at(0, 0), NULL, none, none, -1, none, &plan),
-                 TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(plan_queries(cache, 1, &plan), TQKV_OK);
+    CHECK_RESULT(plan_append(cache, 80, &plan), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(plan_append(cache, -1, &plan), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_cache_failed(NULL, 0), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_metal_cache_failed(cache, -1), TQKV_OUT_OF_RANGE);
     tqkv_cache_destroy(cache);
@@ -171,9 +161,9 @@ static void check_learning_refused(const void *parameters)
     desc.capacity = 1000;
     cache = cache_make(&shape, &desc);
     REQUIRE(cache, "no cache");
-    CHECK_RESULT(tqkv_metal_plan_cache_append(cache, at(0, 0), NULL, none, none, 700, none, &plan), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(plan_append(cache, 700, &plan), TQKV_OUT_OF_RANGE);
     cache_append_seed(cache, 1, 700, 64);
-    CHECK_RESULT(tqkv_metal_plan_cache_append(cache, at(0, 0), NULL, none, none, 1, none, &plan), TQKV_UNSUPPORTED);
+    CHECK_RESULT(plan_append(cache, 1, &plan), TQKV_UNSUPPORTED);
     tqkv_cache_destroy(cache);
 }
 

@@ -108,9 +108,8 @@ static void check_kernel(int head_dim, int group, int matrix_group, int n_querie
     CHECK(d[0].memory_each[2] > 0 && d[0].memory[2] == 0, "the memory of another kernel");
 }
 
-static void check_kernels(const void *row)
+static void check_kernels(NO_ROW)
 {
-    (void)row;
     for (int i = 0; i < TQKV__KERNEL_DIMS; i++)
         for (int group = 1; group <= 8; group++)
             for (int matrix_group = 0; matrix_group <= 5; matrix_group++)
@@ -119,12 +118,11 @@ static void check_kernels(const void *row)
 }
 
 /* A window has the stretches that its queries see together, wherever it stands, and all of a ring that wraps. */
-static void check_window(const void *row)
+static void check_window(NO_ROW)
 {
     tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 200000, false, 0), values = keys;
     tqkv_metal_plan plan;
     tqkv_metal_dispatch *const d = plan.d;
-    (void)row;
     tqkv_metal_attention a = plan_attention(&keys, &values);
     a.attention.window = 1000;
     for (a.attention.n_queries = 1; a.attention.n_queries < 700; a.attention.n_queries += 300) {
@@ -149,11 +147,10 @@ static void check_window(const void *row)
 
 /* A slice is a context that begins with its first position and sees none from its end on: slices of 69,000 positions,
    in the scratch that is asked for. */
-static void check_partial(const void *row)
+static void check_partial(NO_ROW)
 {
     const tqkv_metal_store keys = plan_store(TQKV_TQ4, 64, 70000, false, 0);
     tqkv_metal_plan plan, sizes;
-    (void)row;
     tqkv_metal_attention a = plan_attention(&keys, &keys);
     a.sinks = at(MORE, 8192);
     a.attention.end = 69000;
