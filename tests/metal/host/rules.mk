@@ -74,10 +74,6 @@ $(HOST_BUILD)/arc/objc: $(HOST_BUILD)/gnustep/objc
 	@cp $</*.h $@
 	@sed -i 's/return object->class_pointer;/return *(Class *)(__bridge void *)object;/' $@/runtime.h
 
-$(HOST_BUILD)/arc/examples/%.o: examples/%.m $(HOST_HEADERS) $(HOST_BUILD)/arc/objc
-	@mkdir -p $(@D)
-	@clang $(HOST_WARNINGS) $(INCLUDE) $(CPPFLAGS) $(HOST_ARC) -c $< -o $@
-
 $(eval $(call host_objects,$(HOST_BUILD)/arc,$(HOST_FLAGS) $(HOST_FAILING) $(HOST_ARC),,$(HOST_BUILD)/arc/objc))
 
 $(HOST_BUILD)/runner-arc: $(HOST_BUILD)/arc/tqkv_metal.o $(HOST_BUILD)/$(STANDIN)/arc.o \
@@ -122,10 +118,6 @@ $(HOST_BUILD)/stale/made: $(METAL_BUILD)/cpu/prepared $(SHADER_SHARED) $(STANDIN
 endif
 
 $(eval $(call host_objects,$(HOST_BUILD),$(HOST_FLAGS) $(HOST_GNUSTEP),$(HOST_FAILING),$(HOST_OBJC)))
-
-$(HOST_BUILD)/examples/%.o: examples/%.m $(HOST_HEADERS) $(HOST_OBJC)
-	@mkdir -p $(@D)
-	@clang $(HOST_WARNINGS) $(INCLUDE) $(CPPFLAGS) $(HOST_GNUSTEP) -c $< -o $@
 
 # The implementation and what counts the cases, without sanitizers: tests/rules.mk has its sanitized builds.
 $(HOST_BUILD)/tests/%.o: $(TEST_BUILD)/$(REFERENCE_BUILD)/%.o

@@ -33,16 +33,14 @@ kernel void tqkv_{name}(device uint *out [[buffer(0)]]{argument})
 
 def refused():
     """{name: (text, line, what is said)}"""
+    rows = [(name, "", body, said) for name, (body, said) in BODIES.items()]
+    used = "out[0] = uint(sizeof at);"
+    rows += [("argument_" + name, ", " + argument, used, said) for name, (argument, said) in ARGUMENTS.items()]
     found = {}
-    for name, (body, said) in BODIES.items():
-        text = SHADER.format(name=name, argument="", body=body)
-        line = next(i for i, text_line in enumerate(text.splitlines(), 1) if "// here" in text_line)
-        found[name] = (text, line, said)
-    for name, (argument, said) in ARGUMENTS.items():
-        use = "out[0] = at;" if "[[thread" in argument else "out[0] = uint(sizeof(*at));"
-        text = SHADER.format(name=name, argument=f", {argument}", body=use)
-        line = next(i for i, text_line in enumerate(text.splitlines(), 1) if text_line.startswith("kernel"))
-        found["argument_" + name] = (text, line, said)
+    for name, argument, body, said in rows:
+        text = SHADER.format(name=name, argument=argument, body=body)
+        before = text[:text.index("// here" if "// here" in body else "kernel")]
+        found[name] = (text, before.count("\n") + 1, said)
     return found
 
 

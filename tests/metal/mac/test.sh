@@ -10,36 +10,21 @@ export XCRUN_LIBRARY="$folder/xcrun.metallib" HOME="$folder"
 passed=0
 
 mkdir "$folder/bin"
-stub() { cat >"$folder/bin/$1"; chmod +x "$folder/bin/$1"; }
-stub uname <<'STUB'
-#!/bin/sh
-case $1 in -m) echo arm64 ;; *) echo Darwin ;; esac
-STUB
-stub sw_vers <<'STUB'
-#!/bin/sh
-echo "ProductVersion: 26.0"
-STUB
-stub brew <<'STUB'
-#!/bin/sh
-exit 127
-STUB
-stub xcode-select <<'STUB'
-#!/bin/sh
-echo /Library/Developer/CommandLineTools
-STUB
-stub xcrun <<'STUB'
-#!/bin/sh
-case $XCODE:$* in
-    none:*) echo 'xcrun: error: unable to find utility "metal", not a developer tool or in PATH' >&2; exit 72 ;;
+stub() { printf '#!/bin/sh\n%s\n' "$2" >"$folder/bin/$1"; chmod +x "$folder/bin/$1"; }
+stub uname 'case $1 in -m) echo arm64 ;; *) echo Darwin ;; esac'
+stub sw_vers 'echo "ProductVersion: 26.0"'
+stub brew 'exit 127'
+stub xcode-select 'echo /Library/Developer/CommandLineTools'
+stub xcrun 'case $XCODE:$* in
+    none:*) echo "xcrun: error: unable to find utility \"metal\", not a developer tool or in PATH" >&2; exit 72 ;;
     26:*--find*) echo /Applications/Xcode.app/Contents/Developer/usr/bin/metal ;;
-    26:*) echo "error: cannot execute tool 'metal' due to missing Metal Toolchain" >&2; exit 1 ;;
-    *--version*) echo 'Apple metal version 32023.830' ;;
-esac
-STUB
-stub make <<'STUB'
-#!/bin/sh
-case $2 in *"$UNMADE"*) echo "clang: error"; exit 1 ;; *xcrun.metallib) cp "$STANDIN_COMPILED" "$XCRUN_LIBRARY" ;; esac
-STUB
+    26:*) echo "error: cannot execute tool metal due to missing Metal Toolchain" >&2; exit 1 ;;
+    *--version*) echo "Apple metal version 32023.830" ;;
+esac'
+stub make 'case $2 in
+    *"$UNMADE"*) echo "clang: error"; exit 1 ;;
+    *xcrun.metallib) cp "$STANDIN_COMPILED" "$XCRUN_LIBRARY" ;;
+esac'
 MAKE="$folder/bin/make"
 PATH="$folder/bin:$PATH"
 export MAKE PATH UNMADE=nothing XCODE
