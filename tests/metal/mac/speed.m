@@ -6,7 +6,6 @@
    see that it runs. */
 #include "report.h"
 #include "../../shape.h"
-#include <stdlib.h>
 #include <string.h>
 
 enum { CHUNK = 2048, LENGTHS = 7 };
