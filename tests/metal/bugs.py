@@ -179,18 +179,17 @@ BUGS = {
         "relative error"),
     "only_the_first_query": (
         "shaders/tiles.h", "many_queries ? int(row / uint(args.group)) : 0", "0", "attend", (64,), "plain",
-        "defect/every_query_read", "relative error"),
+        "attend/divided/d64", "relative error"),
     "ring_without_wrap": (
         "shaders/tiles.h", "return position < 0 ? position + args.key_capacity : position;", "return position;",
         "attend",
         (64,), "plain", "attend/divided/d64", "relative error"),
     "finite_mask": (
         "shaders/attend.h", "state.shift[c]) : -INFINITY", "state.shift[c]) : -9.0f", "attend", (64,),
-        "plain", "defect/nan_in_unused_slots", "relative error"),
+        "plain", "attend/divided/d64", "relative error"),
     "weight_zero_times_nan": (
         "shaders/attend_values.h", "if ((W == 16 || !one_norm<D>(value_format)) && weight[c] == 0.0f) continue;", "",
-        "attend", (64,), "plain",
-        "defect/nan_in_unused_slots", "relative error"),
+        "attend", (256,), "plain", "attend/poison", "relative error"),
     "offset_of_32_bits": (
         "shaders/tiles.h", "(value_slot(args, pages, base, row)) * ulong(bytes);\n    return codes + ulong(base) * ulong(bytes)",
         "(value_slot(args, pages, base, row)) * ulong(bytes);\n    return codes + base * bytes", "attend", (1024,), "plain", "defect/offsets_beyond_4_gib",

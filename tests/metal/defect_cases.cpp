@@ -6,36 +6,6 @@
 namespace
 {
 
-// One attention of I8 keys and TQ4 values of 64, as planned and divided so.
-struct attend_defect {
-    const char *name;
-    gpu_split split;
-    void (*change)(attend_row &row);
-};
-
-void long_row(attend_row &row) { row.end = row.key_capacity = row.value_capacity = 320; }
-
-const attend_defect attend_defects[] = {
-    // Each simdgroup takes several tiles: it writes new weights while slow lanes may still read the old ones.
-    {"barrier_before_next_tile", {GPU_MOST, 1, 1}, long_row},
-    // Scores grow from tile to tile and from simdgroup to simdgroup: the result needs all four maxima and sums.
-    {"state_of_four_simdgroups",
-     {GPU_MOST, 4, 1},
-     [](attend_row &row) {
-         long_row(row);
-         row.key_format = TQKV_TQ8, row.value_format = TQKV_TQ6, row.query_size = 30.0f;
-     }},
-    {"every_query_read", {GPU_MOST, 2, 1}, [](attend_row &row) { row.n_queries = 7; }},
-    // The fixture fills unused slots with 0xff bytes: NaN norms, NaN halves, large codes.
-    {"nan_in_unused_slots/one",
-     {GPU_MOST, 2, 2},
-     [](attend_row &row) { row.key_format = row.value_format = TQKV_F16, row.end = 5; }},
-    // The first queries see nothing and give zeros, also beside others in one threadgroup.
-    {"nan_in_unused_slots/nine", {6, 2, 2}, [](attend_row &row) {
-         row.key_format = row.value_format = TQKV_F16;
-         row.end = 5, row.n_queries = 9;
-     }}};
-
 void run_format_is_required(const void *)
 {
     tqkv_store s = test_store(TQKV_TQ4, 64, 1, 1, false);
@@ -106,16 +76,26 @@ void run_decoded_once(const void *)
     }
 }
 
+// Each simdgroup takes several tiles: it writes new weights while slow lanes may still read the old ones. Then scores
+// grow from tile to tile and from simdgroup to simdgroup: the result needs all four maxima and sums.
+void add_attend_defects()
+{
+    shape_row row = {attend_default_row(TQKV_I8, TQKV_TQ4, 64), {GPU_MOST, 1, 1}};
+    row.problem.end = row.problem.key_capacity = row.problem.value_capacity = 320;
+    test_add(run_shape, &row, sizeof row, "defect/barrier_before_next_tile");
+    row.problem.key_format = TQKV_TQ8;
+    row.problem.value_format = TQKV_TQ6;
+    row.problem.query_size = 30.0f;
+    row.split.n_simdgroups = 4;
+    test_add(run_shape, &row, sizeof row, "defect/state_of_four_simdgroups");
+}
+
 } // namespace
 
 void defect_shader_cases()
 {
     test_add(run_format_is_required, nullptr, 0, "defect/no_pipeline_without_format");
-    for (const attend_defect &defect : attend_defects) {
-        shape_row row = {attend_default_row(TQKV_I8, TQKV_TQ4, 64), defect.split};
-        defect.change(row.problem);
-        test_add(run_shape, &row, sizeof row, "defect/%s", defect.name);
-    }
+    add_attend_defects();
     if (gpu_on_device) return; // a device copies the buffers and does not count operations
     test_add(run_beyond_4_gib, nullptr, 0, "defect/offsets_beyond_4_gib");
     test_add(run_decoded_once, nullptr, 0, "defect/decoded_once_for_the_group");

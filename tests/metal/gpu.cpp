@@ -180,20 +180,18 @@ tqkv_metal_store gpu_store(const tqkv_store *s)
     return store;
 }
 
-gpu_attention::gpu_attention(const tqkv_attention &a)
-    : keys(gpu_store(a.keys)), values(gpu_store(a.values)), tail(gpu_store(a.tail ? a.tail : a.keys)), ends(), metal()
+gpu_attention::gpu_attention(const tqkv_attention &a) : stores(), metal()
 {
-    metal.keys = &keys;
-    metal.values = &values;
-    metal.tail = a.tail ? &tail : nullptr;
+    const tqkv_store *const from[] = {a.keys,         a.values,    a.tail,        a.first.keys,
+                                      a.first.values, a.last.keys, a.last.values, a.first.tail};
+    const tqkv_metal_store **const to[] = {&metal.keys,        &metal.values,       &metal.tail,
+                                           &metal.first.keys,  &metal.first.values, &metal.last.keys,
+                                           &metal.last.values, &metal.first.tail};
     metal.attention = a;
-    const tqkv_store *const stores[] = {a.first.keys, a.first.values, a.last.keys, a.last.values, a.first.tail};
-    const tqkv_metal_store **const to[] = {&metal.first.keys, &metal.first.values, &metal.last.keys, &metal.last.values,
-                                           &metal.first.tail};
-    for (int i = 0; i < 5; i++) {
-        if (!stores[i]) continue;
-        ends[i] = gpu_store(stores[i]);
-        *to[i] = &ends[i];
+    for (int i = 0; i < STREAMS; i++) {
+        if (!from[i]) continue;
+        stores[i] = gpu_store(from[i]);
+        *to[i] = &stores[i];
     }
     metal.sinks = gpu_buffer(a.sinks);
     metal.tree = gpu_buffer(a.tree);
@@ -346,8 +344,7 @@ void block::add(gpu_attention &a)
 {
     const tqkv_attention &call = a.metal.attention;
     const size_t n_queries = (size_t)call.n_queries, rows = n_queries * (size_t)std::max(call.list.heads, 1);
-    for (tqkv_metal_store *s : {&a.keys, &a.values, &a.tail}) add(*s);
-    for (tqkv_metal_store &s : a.ends) add(s);
+    for (tqkv_metal_store &s : a.stores) add(s);
     add(a.metal.sinks, (size_t)call.n_heads * sizeof(float));
     add(a.metal.tree, n_queries * sizeof(uint64_t));
     add(a.metal.list, rows * (size_t)call.list.length * sizeof(int32_t));

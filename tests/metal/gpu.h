@@ -70,8 +70,8 @@ struct gpu_attention {
     explicit gpu_attention(const tqkv_attention &a);
     gpu_attention(const gpu_attention &) = delete;
     gpu_attention &operator=(const gpu_attention &) = delete;
-    tqkv_metal_store keys, values, tail;
-    tqkv_metal_store ends[5]; // first keys and values, last keys and values, the first of a tail
+    enum { STREAMS = 8 };
+    tqkv_metal_store stores[STREAMS]; // those of the call
     tqkv_metal_attention metal;
 };
 
