@@ -13,17 +13,16 @@ $(CUDA_BUILD)/prepared: tests/metal/prep.py metallib/msl.py $(SHADER_SOURCES) $(
 	@python3 tests/metal/prep.py cuda $(@D)/source $(SHADER_SOURCES)
 	@touch $@
 
-$(CUDA_BUILD)/%.o: tests/metal/%.cpp $(SHADER_TEST_HEADERS) $(wildcard tests/cuda/*.h)
-	@mkdir -p $(@D)
-	@$(CXX) $(CUDA_TEST_FLAGS) -c $< -o $@
+# $(1) sources, $(2) more flags.
+define cuda_objects
+$(CUDA_BUILD)/%.o: $(1) $(SHADER_TEST_HEADERS) $(wildcard tests/cuda/*.h)
+	@mkdir -p $$(@D)
+	@$(CXX) $(2) $(CUDA_TEST_FLAGS) -c $$< -o $$@
+endef
 
-$(CUDA_BUILD)/%.o: tests/cuda/%.cpp $(SHADER_TEST_HEADERS) $(wildcard tests/cuda/*.h)
-	@mkdir -p $(@D)
-	@$(CXX) $(CUDA_TEST_FLAGS) -c $< -o $@
-
-$(CUDA_BUILD)/%.o: tests/%.c $(SHADER_TEST_HEADERS)
-	@mkdir -p $(@D)
-	@$(CXX) -x c++ $(CUDA_TEST_FLAGS) -c $< -o $@
+$(eval $(call cuda_objects,tests/metal/%.cpp))
+$(eval $(call cuda_objects,tests/cuda/%.cpp))
+$(eval $(call cuda_objects,tests/%.c,-x c++))
 
 $(CUDA_BUILD)/driver: $(CUDA_TESTS:%=$(CUDA_BUILD)/%.o) \
 		$(patsubst %,$(CUDA_BUILD)/%.o,simt runner test_tables device pipelines cuda_cases)

@@ -650,16 +650,13 @@ void run_strands_of_one(const void *parameters)
     row.bits_alone = true;
     if (seed / 2) row.exact_first = 5;
     if (seed / 2) row.exact_last = 30;
-    attend_problem problem;
-    attend_set_up_floats(&problem, &row);
-    CHECK(planned_strands(problem.attention) == 1, "the call has strands");
-    CHECK_RUN(gpu_attend(&problem.attention, problem.q, problem.out, as_planned));
+    const random_problem p(row, seed);
+    const std::vector<float> out = p.run(p.attention, as_planned);
+    CHECK(planned_strands(p.attention) == 1, "the call has strands");
     for (int query : {0, row.n_queries - 1}) {
-        CHECK(planned_strands(call_of_one_query(problem.attention, query)) == TQKV__STRANDS, "query %d has none",
-              query);
-        check_alone(problem.attention, problem.q, problem.out, query, as_planned);
+        CHECK(planned_strands(call_of_one_query(p.attention, query)) == TQKV__STRANDS, "query %d has none", query);
+        check_alone(p.attention, p.q, out.data(), query, as_planned);
     }
-    attend_tear_down(&problem);
 }
 
 // Slices that begin with a stretch or a section, added in this order, have the bits of the whole call, which is near

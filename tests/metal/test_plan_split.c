@@ -21,27 +21,18 @@ static void check_stretches(const tqkv_metal_plan *plan, int64_t end)
     const size_t row = ((size_t)d->kernel.head_dim * TQKV__DIM_UNIT + 2) * sizeof(float),
                  n_rows = (size_t)merge_args(d).n_rows;
     const bool full = d->grid[0] * d->grid[1] >= 256, each = !full && n_rows * row * (size_t)n <= 32 << 20;
-    const int strands = each ? expected_strands(d, n, end) : 1;
+    const int strands = each ? expected_strands(d, n, end) : 1, section = strands > 1 ? strands : each ? 16 : 1;
+    const int64_t splits = full ? 1 : each ? n * strands : sections;
     CHECK(attend_args(d).strands == strands && merge_args(d).strands == strands, "%d strands", attend_args(d).strands);
     CHECK(constant(d, TQKV_FC_STRANDS) == (strands > 1), "a pipeline without strands, or with");
     CHECK(attend_args(d).first_stretch == 0 && attend_args(d).stretch_tiles == 16 && attend_args(d).n_short == 16,
           "the stretches");
-    CHECK((int64_t)d->grid[2] == (full   ? 1
-                                  : each ? n * strands
-                                         : sections),
-          "%zu splits, %d stretches", d->grid[2], (int)n);
-    CHECK(attend_args(d).sections_each == (full   ? sections
-                                           : each ? 0
-                                                  : 1),
-          "%d sections each", attend_args(d).sections_each);
+    CHECK((int64_t)d->grid[2] == splits, "%zu splits, %d stretches", d->grid[2], (int)n);
+    CHECK(attend_args(d).sections_each == (full ? sections : !each), "%d sections each", attend_args(d).sections_each);
     CHECK(plan_end(plan, at(SCRATCH, 0)) ==
               n_rows * (row * (full && sections > 1 ? 2 : d->grid[2]) + 2 * sizeof(float)),
           "partial results");
-    CHECK(merge_args(d).n_partials == (int)d->grid[2] &&
-              merge_args(d).section == (strands > 1 ? strands
-                                        : each      ? 16
-                                                    : 1) &&
-              merge_args(d).before == 0,
+    CHECK(merge_args(d).n_partials == splits && merge_args(d).section == section && merge_args(d).before == 0,
           "the merge");
 }
 
