@@ -8,9 +8,7 @@ static void check_numbers(NO_ROW)
     PLAN_IS(OK, PLAIN, s.a.attention.end = 0);
     PLAN_IS(OK, PLAIN, s.a.attention.window = 10);
     PLAN_IS(OUT_OF_RANGE, PLAIN, s.a.attention.end = 9001);
-    PLAN_IS(OUT_OF_RANGE, PLAIN, s.a.attention.end = 5; s.a.attention.kv_len = 6);
     PLAN_IS(INVALID_ARGUMENT, PLAIN, s.a.attention.n_heads = 7);
-    PLAN_IS(INVALID_ARGUMENT, PLAIN, s.a.attention.window = -1);
     PLAN_IS(INVALID_ARGUMENT, PLAIN, s.a.attention.n_queries = INT_MAX);
     PLAN_IS(INVALID_ARGUMENT, PLAIN, s.a.keys = NULL);
     PLAN_IS(UNSUPPORTED, PLAIN, s.a.attention.output_type = test_no_type(-1));
@@ -105,7 +103,6 @@ static void check_ends(NO_ROW)
     PLAN_IS(INVALID_ARGUMENT, ENDS, s.first.shape.rotation = TQKV_ROTATION_DEFAULT);
     PLAN_IS(INVALID_ARGUMENT, ENDS, s.first.center = at(MORE, 0));
     PLAN_IS(OUT_OF_RANGE, ENDS, s.first.shape.capacity = 19);
-    PLAN_IS(INVALID_ARGUMENT, ENDS, s.a.attention.first.n = -1);
     PLAN_IS(UNSUPPORTED, ENDS, s.a.attention.first.n = s.first.shape.capacity = 1500; s.a.first.values = NULL);
     PLAN_IS(OUT_OF_RANGE, ENDS, s.a.attention.last.n = INT_MAX; s.a.attention.n_queries = 9);
     PLAN_IS(OK, ENDS, s.a.attention.last.n = INT_MAX; s.a.attention.n_queries = 9; s.last.shape.capacity = 9024);
@@ -182,7 +179,6 @@ static void check_lists(NO_ROW)
     PLAN_IS(OK, PLAIN, LISTED(2048, 1); s.a.attention.list.heads = 3);
     PLAN_IS(INVALID_ARGUMENT, PLAIN, LISTED(2048, 1); s.a.attention.list.heads = 2);
     PLAN_IS(INVALID_ARGUMENT, PLAIN, LISTED(2048, 48));
-    PLAN_IS(INVALID_ARGUMENT, PLAIN, LISTED(-1, 64));
     PLAN_IS(INVALID_ARGUMENT, PLAIN, LISTED(INT_MAX, 64); s.a.attention.n_queries = 3);
     PLAN_IS(OK, PLAIN, LISTED(200, 64); s.keys.shape.ring = s.values.shape.ring = true; s.a.attention.end = 15000;
             s.a.attention.window = 5000);
@@ -244,9 +240,6 @@ static void check_slices(NO_ROW)
     s.a.attention.kv_len = 1000;
     PARTIAL_IS(OK, 1000, 1000);
     PARTIAL_IS(OUT_OF_RANGE, 999, 1);
-    PARTIAL_IS(OUT_OF_RANGE, 1999, 2);
-    PARTIAL_IS(OUT_OF_RANGE, INT64_MAX, 1);
-    PARTIAL_IS(INVALID_ARGUMENT, 1000, -1);
     CHECK_RESULT(tqkv_metal_plan_attend_partial(NULL, b, 0, 1, b, b, b, b, plan), TQKV_INVALID_ARGUMENT);
     MERGE_IS(OK, (void)0);
     MERGE_IS(INVALID_ARGUMENT, s.values.channel_scale = at(MORE, 16384));
