@@ -247,6 +247,22 @@ static inline tqkv_store attend_paged(const tqkv_attention *a, const tqkv_store 
     return pool;
 }
 
+/* A page that a query sees, but that is not there, is refused. pages: [n]; those that are seen lie in the pool */
+static inline void attend_check_missing(const attend_problem *p, const tqkv_attention *a, data_random *random,
+                                        int32_t *pages, int n)
+{
+    int at = data_below(random, n), left = n;
+    while (left > 0 && (pages[at] < 0 || pages[at] >= n)) at = (at + 1) % n, left--;
+    if (!left || a->first.n || a->last.n) return; /* some are read as halves alone */
+    float *out = (float *)test_alloc_filled(attend_out_bytes(p), 0xff);
+    const int32_t page = pages[at];
+    pages[at] = at % 2 ? -1 : n;
+    CHECK_RESULT(tqkv_attend(a, p->q, out), TQKV_OUT_OF_RANGE);
+    CHECK(test_is_untouched(out, attend_out_bytes(p)), "written");
+    pages[at] = page;
+    free(out);
+}
+
 /* Keys with their tail, values or both, or the halves, in pages: the same bits, whole and as a slice. */
 static inline void attend_check_pages(const attend_problem *p, data_random *random)
 {
@@ -277,6 +293,8 @@ static inline void attend_check_pages(const attend_problem *p, data_random *rand
     }
     if (shared) a.values = a.keys, a.first.values = a.first.keys, a.last.values = a.last.keys;
     attend_expect(p, &a, "in pages");
+    for (int i = 0; i < 2 - shared; i++)
+        if (pages[i]) attend_check_missing(p, &a, random, pages[i], pools[i].n_pages);
     for (int i = 0; i < 7; i++) {
         if (pages[i]) test_store_free(&pools[i]);
         free(pages[i]);

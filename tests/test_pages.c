@@ -1,8 +1,8 @@
-/* Paged stores: pages that occur twice, and hidden ones. test_codec_history.c and test_attend_history.c have
+/* Paged stores: pages that occur twice, and two tables of one pool. test_codec_history.c and test_attend_history.c have
  * others. */
-#include "attend_checks.h"
-
-enum { POOL_PAGES = 9 };
+#include "data.h"
+#include "reference.h"
+#include "runner.h"
 
 /* Numbers that occur twice are found wherever they stand, beyond the 32768 that are marked at a time too. */
 static void check_twice(const void *parameters)
@@ -22,43 +22,6 @@ static void check_twice(const void *parameters)
 }
 
 /* ---- Attention ---- */
-
-/* A tree hides the newest page from all queries: its entry is not looked at. */
-static void check_hidden(const void *parameters)
-{
-    (void)parameters;
-    attend_row row = attend_default_row(TQKV_I8, TQKV_TQ4, 64);
-    uint64_t tree[64] = {0};
-    int32_t pages[POOL_PAGES + 2];
-    row.key_capacity = row.value_capacity = POOL_PAGES * 64;
-    row.end = 128;
-    row.n_queries = 64;
-    attend_problem problem;
-    attend_set_up(&problem, &row);
-    tqkv_attention a = problem.attention;
-    const size_t one = problem.n_rows / 64 * problem.head_dim;
-    data_random order = {1};
-    tqkv_store keys = attend_paged(&a, &problem.keys, 0, &order, 64, pages);
-    order.state = 1;
-    tqkv_store values = attend_paged(&a, &problem.values, 0, &order, 64, pages);
-    a.keys = &keys;
-    a.values = &values;
-    a.tree = tree;
-    pages[1] = INT32_MIN;
-    CHECK_RESULT(tqkv_attend(&a, problem.q, problem.out), TQKV_OK);
-    tree[63] = (uint64_t)1 << 40;
-    CHECK_RESULT(tqkv_attend(&a, problem.q, problem.out), TQKV_OUT_OF_RANGE);
-    float *alone = (float *)test_alloc(one * sizeof *alone); /* the last query, at the end of the first page */
-    a.tree = NULL;
-    a.end = 64;
-    a.n_queries = 1;
-    CHECK_RESULT(tqkv_attend(&a, problem.q + 63 * one, alone), TQKV_OK);
-    CHECK(!memcmp(alone, problem.out + 63 * one, one * sizeof *alone), "the hidden page counts");
-    test_store_free(&keys);
-    test_store_free(&values);
-    free(alone);
-    attend_tear_down(&problem);
-}
 
 /* Keys and values that lie in one pool, each by its own table. */
 static void check_one_pool(const void *parameters)
@@ -89,5 +52,4 @@ void test_pages_cases(void)
 {
     test_add(check_one_pool, NULL, 0, "pages/one_pool");
     test_add(check_twice, NULL, 0, "pages/twice");
-    test_add(check_hidden, NULL, 0, "pages/hidden");
 }
