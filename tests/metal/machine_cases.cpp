@@ -56,8 +56,23 @@ void run_refusals(const void *)
 // ---- Matrices ----
 
 typedef metal::simdgroup_matrix<float, 8, 8> matrix;
+enum { ELEMENTS = 64 };
 
-// Runs a kernel over buffers of 100 floats on one simdgroup.
+// The lane's two elements of a matrix in a buffer.
+float *elements_of(const simt::thread_state &t, int buffer)
+{
+    const simt::matrix_place place = simt::matrix_places[t.thread_index_in_simdgroup];
+    return (float *)t.buffers[buffer] + place.row * 8 + place.column;
+}
+
+matrix load(const simt::thread_state &t, int buffer)
+{
+    matrix m;
+    for (int i = 0; i < 2; i++) m.thread_elements()[i] = elements_of(t, buffer)[i];
+    return m;
+}
+
+// Runs a kernel over two factors and a sum on one simdgroup.
 std::string run_matrix_kernel(void (*body)(simt::thread_state &), float *left, float *right, float *sum)
 {
     const simt::kernel k = {"matrix_test", 7, 0, 0, body, nullptr};
@@ -70,56 +85,39 @@ std::string run_matrix_kernel(void (*body)(simt::thread_state &), float *left, f
     return simt::run(k, l, gpu_schedules[0]);
 }
 
-void multiply_matrices(simt::thread_state &t)
+void multiply(const simt::thread_state &t, const matrix &right)
 {
-    matrix a, b, c = metal::make_filled_simdgroup_matrix<float, 8, 8>(2.0f);
-    metal::simdgroup_load(a, (const float *)t.buffers[0], 8);
-    metal::simdgroup_load(b, (const float *)t.buffers[1], 11);
-    b.thread_elements()[1] += 1.0f;
-    metal::simdgroup_multiply_accumulate(c, a, b, c);
-    metal::simdgroup_store(c, (float *)t.buffers[2], 9);
+    matrix sum = load(t, 2);
+    metal::simdgroup_multiply_accumulate(sum, load(t, 0), right, sum);
+    for (int i = 0; i < 2; i++) elements_of(t, 2)[i] = sum.thread_elements()[i];
 }
 
-// Small integers, so that every order of the sums is exact. Rows of 8, 11 and 9 numbers.
+// Small integers, so that every order of the sums is exact.
 void run_matrices(const void *)
 {
-    float a[100], b[100], c[100];
-    for (int i = 0; i < 100; i++) {
+    float a[ELEMENTS], b[ELEMENTS], c[ELEMENTS];
+    for (int i = 0; i < ELEMENTS; i++) {
         a[i] = (float)(i * 7 % 23);
         b[i] = (float)(i * 5 % 19);
-        c[i] = -1.0f;
+        c[i] = (float)(i % 3);
     }
-    CHECK_RUN(run_matrix_kernel(multiply_matrices, a, b, c));
-    for (int row = 0; row < 8; row++) {
-        CHECK(c[row * 9 + 8] == -1.0f, "the store wrote behind row %d", row);
-        for (int column = 0; column < 8; column++) {
-            float expected = 2.0f;
-            for (int k = 0; k < 8; k++) expected += a[row * 8 + k] * (b[k * 11 + column] + (float)(column % 2));
-            const float got = c[row * 9 + column];
-            CHECK(got == expected, "row %d, column %d: %g, not %g", row, column, (double)got, (double)expected);
-        }
+    CHECK_RUN(run_matrix_kernel([](simt::thread_state &t) { multiply(t, load(t, 1)); }, a, b, c));
+    for (int i = 0; i < ELEMENTS; i++) {
+        float expected = (float)(i % 3);
+        for (int k = 0; k < 8; k++) expected += a[i / 8 * 8 + k] * b[k * 8 + i % 8];
+        CHECK(c[i] == expected, "element %d: %g, not %g", i, (double)c[i], (double)expected);
     }
-}
-
-void multiply_unset(simt::thread_state &t)
-{
-    matrix a = metal::make_filled_simdgroup_matrix<float, 8, 8>(1.0f), unset, c = a;
-    metal::simdgroup_multiply_accumulate(c, a, unset, c);
-    metal::simdgroup_store(c, (float *)t.buffers[2], 8);
-}
-
-void multiply_in_half_the_lanes(simt::thread_state &t)
-{
-    matrix a = metal::make_filled_simdgroup_matrix<float, 8, 8>(1.0f), c = a;
-    if (t.thread_index_in_simdgroup < 16) metal::simdgroup_multiply_accumulate(c, a, a, c);
 }
 
 void run_wrong_matrices(const void *)
 {
-    float numbers[100] = {};
-    CHECK_RUN(run_matrix_kernel(multiply_unset, numbers, numbers, numbers));
+    float numbers[ELEMENTS] = {};
+    CHECK_RUN(run_matrix_kernel([](simt::thread_state &t) { multiply(t, matrix()); }, numbers, numbers, numbers));
     CHECK(isnan(numbers[0]) && isnan(numbers[63]), "elements that were never set were multiplied");
-    check_refusal(run_matrix_kernel(multiply_in_half_the_lanes, numbers, numbers, numbers), "divergent");
+    const auto in_half_the_lanes = [](simt::thread_state &t) {
+        if (t.thread_index_in_simdgroup < 16) multiply(t, load(t, 1));
+    };
+    check_refusal(run_matrix_kernel(in_half_the_lanes, numbers, numbers, numbers), "divergent");
 }
 
 // On a machine whose matrices lie otherwise, `tables` reports another product.
