@@ -214,7 +214,7 @@ VARIANT_i386_CASES := i386 no_plain one_format one_plain
 
 VARIANT_s390x_CC := s390x-linux-gnu-gcc
 VARIANT_s390x_FLAGS := -std=c99 -O2 $(CROSS_FLAGS)
-VARIANT_s390x_STEMS := attend attend_history calibrate codec codec_history golden history learn snapshot \
+VARIANT_s390x_STEMS := attend attend_history calibrate codec codec_history golden history snapshot \
 	snapshot_history store_snapshot
 VARIANT_s390x_CASES := s390x no_plain one_format one_plain
 

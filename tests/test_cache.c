@@ -1,4 +1,4 @@
-/* The cache: defaults, forks, refusals. Its bytes and results, and edits: test_history.c. */
+/* Caches: defaults, refusals, sizes, and a defect of edits. What they hold, learn and answer: test_history.c. */
 #include "cache_fixture.h"
 
 static void check_defaults(const void *parameters)
@@ -70,6 +70,154 @@ static void check_out_over_cache(const void *parameters)
     }
 }
 
+/* The memory of the newest halves of a large append is the cache's, too: nothing else may lie there. */
+static void check_over_halves(const void *parameters)
+{
+    const cache_row row = {TQKV_TQ4, TQKV_TQ3, 64, 300, false, 200, -1};
+    tqkv_cache_desc desc = cache_desc(&row, NULL);
+    (void)parameters;
+    desc.exact_last = 64;
+    tqkv_cache *cache = cache_make(&row, &desc);
+    REQUIRE(cache, "no cache");
+    float *rows = cache_data(1, CACHE_GROUP, 64);
+    void *grown = test_view(cache, 1).last.keys->codes;
+    CHECK_RESULT(tqkv_cache_append(cache, grown, rows, 1), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_cache_keep(cache, 2, (const int *)grown, 1), TQKV_INVALID_ARGUMENT);
+    CHECK_RESULT(tqkv_cache_attend(cache, rows, 1, grown), TQKV_INVALID_ARGUMENT);
+    tqkv_cache_destroy(cache);
+    free(rows);
+}
+
+/* ---- Queries on both sides of the position at which a cache learns ---- */
+
+/* A call whose first queries stand where rows are read raw is refused and writes nothing. */
+static void check_cut_refused(tqkv_cache *cache, int n, const float *q, float *out, const float *all, size_t size,
+                              const char *what)
+{
+    float *before = (float *)test_alloc(size);
+    memcpy(before, all, size);
+    const tqkv_result r = tqkv_cache_attend(cache, q, n, out);
+    CHECK(r == TQKV_INVALID_ARGUMENT && !memcmp(before, all, size), "%s: %s", what, tqkv_result_string(r));
+    free(before);
+}
+
+/* They are one call: its outputs may overlap neither the queries of the other side, nor each other, nor the cache. */
+static void check_over_queries(const void *parameters)
+{
+    enum { D = 64, WIDE = CACHE_HEADS * CACHE_GROUP * D, N = 6, RAW = 3, LEARNS_AT = 40, ALL = (N + RAW) * WIDE };
+    const size_t size = ALL * sizeof(float);
+    float *q = test_rows(3, DATA_GAUSSIAN, N, WIDE), *all = (float *)test_alloc_filled(size, 0);
+    float *behind = all + RAW * WIDE;
+    (void)parameters;
+    for (int way = 0; way < 3; way++) {
+        const cache_row row = {TQKV_TQ4, TQKV_TQ3, D, 240, false, LEARNS_AT - RAW, -1};
+        tqkv_cache_desc desc = cache_desc(&row, NULL);
+        desc.calibrate = LEARNS_AT;
+        if (way == 1) desc.strides.out.token = D, desc.strides.out.head = RAW * D;
+        tqkv_cache *cache = cache_make(&row, &desc);
+        REQUIRE(cache, "no cache");
+        cache_append_seed(cache, 22, way == 2 ? RAW : N, D);
+        float *codes = (float *)test_keys(cache)->codes;
+        if (way == 1) {
+            check_cut_refused(cache, N, q, all, all, size, "outputs that share rows");
+        } else if (way == 2) {
+            check_cut_refused(cache, RAW, all, codes, all, size, "outputs in codes that no query reads");
+        } else {
+            check_cut_refused(cache, N, all, behind, all, size, "outputs in the queries behind");
+            check_cut_refused(cache, N, behind, all, all, size, "outputs in the queries before");
+            check_cut_refused(cache, N, all, codes, all, size, "outputs in the codes");
+            check_cut_refused(cache, N, all, codes - (N - 1) * WIDE, all, size, "the last output in the codes");
+        }
+        tqkv_cache_destroy(cache);
+    }
+    free(all);
+    free(q);
+}
+
+/* ---- Windows that are gone ---- */
+
+/* Lists of queries at the newest of 204 positions of a ring that begins at 140, with a window of 64: all but the newest
+   query miss some of their windows. Refused is what asks for these, by its list or by its newest positions. A list may
+   name positions before all windows: nobody misses them, until a window begins among them. */
+static void check_lost_lists(const tqkv_cache *cache, const float *q, float *out)
+{
+    static const struct {
+        int n, block, newest;
+        int32_t of_first, of_all[2]; /* blocks that the first query's list begins with, and those of the others */
+        tqkv_result result;
+    } cases[] = {{6, 4, 0, 35, {36, -1}, TQKV_OK},
+                 {6, 4, 0, 34, {36, -1}, TQKV_OUT_OF_RANGE},
+                 {6, 4, 0, 33, {36, -1}, TQKV_OUT_OF_RANGE},
+                 {6, 4, 0, 32, {36, -1}, TQKV_OK},
+                 {6, 4, 59, 35, {36, -1}, TQKV_OK},
+                 {6, 4, 60, 35, {36, -1}, TQKV_OUT_OF_RANGE},
+                 {6, 4, 60, -1, {36, -1}, TQKV_OUT_OF_RANGE},
+                 {1, 16, 0, 7, {7, 12}, TQKV_OK}, /* positions 112 to 127, 192 to 207; windows from 128 on */
+                 {13, 16, 0, 7, {7, 12}, TQKV_OK},
+                 {13, 16, 0, 8, {7, 12}, TQKV_OUT_OF_RANGE}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int32_t lists[13][2];
+        tqkv_attention some;
+        memset(&some, 0, sizeof some);
+        for (int query = 0; query < 13; query++) memcpy(lists[query], cases[i].of_all, sizeof lists[query]);
+        lists[0][0] = cases[i].of_first;
+        some.list.rows = lists[0];
+        some.list.length = 2;
+        some.list.block = cases[i].block;
+        some.list.newest = cases[i].newest;
+        CHECK(test_attend_some(cache, &some, q, cases[i].n, out) == cases[i].result, "case %d", (int)i);
+    }
+}
+
+/* A view of a cache whose queries miss some of their windows gets no answer in any way; stores know no history. */
+static void check_lost_windows(const void *parameters)
+{
+    enum { D = 64, WIDE = CACHE_HEADS * CACHE_GROUP * D, N = 13 };
+    const cache_row row = {TQKV_TQ4, TQKV_TQ4, D, 64, true, 204, -1};
+    tqkv_cache_desc desc = cache_desc(&row, NULL);
+    float *q = test_rows(3, DATA_GAUSSIAN, N, WIDE), *out = (float *)test_alloc_filled(N * WIDE * sizeof(float), 0xff);
+    static float sums[2][N * CACHE_HEADS * CACHE_GROUP];
+    const void *const queries[1] = {q};
+    void *const outs[1] = {out};
+    (void)parameters;
+    desc.window = 64;
+    tqkv_cache *cache = cache_make(&row, &desc);
+    REQUIRE(cache, "no cache");
+    tqkv_attention view = test_view(cache, 1);
+    view.n_queries = 6;
+    CHECK_RESULT(tqkv_attend(&view, q, out), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_attend_batch(&view, 1, queries, outs), TQKV_OUT_OF_RANGE);
+    CHECK_RESULT(tqkv_attend_partial(&view, q, 140, 1, out, sums[0], sums[1]), TQKV_OUT_OF_RANGE);
+    CHECK(test_is_untouched(out, N * WIDE * sizeof(float)), "written");
+    view.whole_window = false;
+    CHECK_RESULT(tqkv_attend(&view, q, out), TQKV_OK);
+    check_lost_lists(cache, q, out);
+    tqkv_cache_destroy(cache);
+    free(q);
+    free(out);
+}
+
+/* ---- Edits and forks ---- */
+
+/* Defect: kept whole, a run of positions that reaches below the newest halves took them all. */
+static void check_keep_all(const void *parameters)
+{
+    const cache_row row = {TQKV_TQ4, TQKV_TQ3, 64, 200, false, 50, -1};
+    tqkv_cache_desc desc = cache_desc(&row, NULL);
+    int kept[150];
+    (void)parameters;
+    desc.exact_first = desc.exact_last = 4;
+    tqkv_cache *cache = cache_make(&row, &desc);
+    REQUIRE(cache, "no cache");
+    for (int i = 0; i < 150; i++) kept[i] = i;
+    for (int i = 0; i < 2; i++) cache_append_seed(cache, 22, 50, 64);
+    for (int n = 150; n > 100; n -= 49) { /* then all but the newest 49 */
+        CHECK_RESULT(tqkv_cache_keep(cache, (int)tqkv_cache_end(cache), kept, n), TQKV_OK);
+        CHECK(test_view(cache, 1).last.n == 4, "%d newest positions", test_view(cache, 1).last.n);
+    }
+    tqkv_cache_destroy(cache);
+}
+
 /* A cache copies its centres; a fork may be asked for the same, and for no other. */
 static void check_centers(const void *parameters)
 {
@@ -77,13 +225,9 @@ static void check_centers(const void *parameters)
     const cache_row row = {TQKV_TQ4, TQKV_TQ3, 64, 12, false, 0, -1};
     tqkv_cache_desc desc = cache_desc(&row, NULL);
     float *centers = test_rows(7, DATA_GAUSSIAN, 2 * CACHE_HEADS, 64), *values = centers + CACHE_HEADS * 64;
-    tqkv_cache *plain = cache_make(&row, &desc), *cache = cache_given(&desc, centers, NULL, values, NULL), *fork = NULL;
-    REQUIRE(cache && plain, "no cache");
-    CHECK(tqkv_cache_bytes(cache) == tqkv_cache_bytes(plain), "centres are counted");
+    tqkv_cache *cache = cache_given(&desc, centers, NULL, values, NULL), *fork = NULL;
+    REQUIRE(cache, "no cache");
     CHECK(test_keys(cache)->center != centers, "the centre is not a copy");
-    cache_append_seed(cache, 3, 11, 64);
-    CHECK_RESULT(tqkv_cache_truncate(cache, 0), TQKV_OK);
-    CHECK(test_values(cache)->center && test_values(cache)->center[0] == values[0], "the centre is gone");
     desc.value_center = values;
     CHECK_RESULT(tqkv_cache_fork(cache, &desc, &fork), TQKV_OK);
     tqkv_cache_destroy(fork);
@@ -93,52 +237,11 @@ static void check_centers(const void *parameters)
     desc.key_scale = centers; /* there is none */
     for (int i = 0; i < CACHE_HEADS * 64; i++) centers[i] = 1.0f;
     CHECK_RESULT(tqkv_cache_fork(cache, &desc, &fork), TQKV_INVALID_ARGUMENT);
-    tqkv_cache_destroy(plain);
     tqkv_cache_destroy(cache);
     free(centers);
 }
 
-/* A ring's capacity decides where it wraps, which may be within a tile:
- * a copy of another capacity has the same bits. */
-static void check_fork_bits(const void *parameters)
-{
-    enum { N = 150, DIM = 64, TAIL = 32, QUERIES = 32, VALUES = QUERIES * CACHE_HEADS * CACHE_GROUP };
-    const int index = *(const int *)parameters;
-    const cache_row row = {
-        test_formats[index % TEST_FORMATS], test_formats[(index + 3) % TEST_FORMATS], DIM, 110, true, 0, -1};
-    tqkv_cache_desc desc = cache_desc(&row, NULL), larger = test_cache_desc(0, 0, 0, 0);
-    float *k = test_rows(1, DATA_STUDENT, N * CACHE_HEADS, DIM + TAIL), *v = cache_data(2, N, DIM);
-    float *q = test_rows(3, DATA_GAUSSIAN, VALUES, DIM + TAIL), out[2][VALUES * DIM];
-    desc.tail_dim = TAIL;
-    if (index % 4 > 1) desc.exact_first = desc.exact_last = 50;
-    if (index % 3 == 1) desc.window = 70;
-    int32_t list[QUERIES][2];
-    tqkv_attention some;
-    memset(&some, 0, sizeof some);
-    for (int i = 0; i < QUERIES; i++) { /* blocks of 64 positions: the ring of 110 wraps in block 1 */
-        list[i][0] = 1;
-        list[i][1] = i % 2 ? 2 : -1;
-    }
-    if (index % 5 == 4) some.list.rows = list[0];
-    some.list.length = 2;
-    some.list.block = 64;
-    tqkv_cache *ring = cache_make(&row, &desc), *copy;
-    REQUIRE(ring, "no cache");
-    for (int i = 0; i < N; i += 50) /* the ring drops 40 */
-        CHECK_RESULT(tqkv_cache_append(ring, k + i * CACHE_HEADS * (DIM + TAIL), v + i * CACHE_HEADS * DIM, 50),
-                     TQKV_OK);
-    CHECK_RESULT(test_attend_some(ring, &some, q, QUERIES, out[0]), TQKV_OK);
-    for (larger.capacity = 128; larger.capacity < 200; larger.capacity += 11) {
-        CHECK_RESULT(tqkv_cache_fork(ring, &larger, &copy), TQKV_OK);
-        CHECK_RESULT(test_attend_some(copy, &some, q, QUERIES, out[1]), TQKV_OK);
-        CHECK(!memcmp(out[0], out[1], sizeof out[0]), "a ring of %d has other bits", larger.capacity);
-        tqkv_cache_destroy(copy);
-    }
-    tqkv_cache_destroy(ring);
-    free(k);
-    free(v);
-    free(q);
-}
+/* ---- Sizes ---- */
 
 /* Gives the same block for any size: a cache that is made touches little of its memory. */
 static void *alloc_too_little(void *user, size_t size) { return size > SIZE_MAX / 16 ? user : malloc(size); }
@@ -147,28 +250,6 @@ static void free_too_little(void *user, void *pointer, size_t size)
 {
     (void)size;
     if (pointer != user) free(pointer);
-}
-
-/* A copy and a loaded cache take over that their queries see all positions. */
-static void check_non_causal_copy(const void *parameters)
-{
-    static const cache_row row = {TQKV_TQ4, TQKV_TQ3, 64, 10, false, 5, -1};
-    const tqkv_cache_desc desc = cache_desc(&row, NULL);
-    tqkv_cache *cache = cache_make(&row, &desc);
-    tqkv_cache_desc use = test_cache_desc(0, 0, 0, 0);
-    (void)parameters;
-    REQUIRE(cache, "no cache");
-    use.non_causal = true;
-    for (int way = 0; way < 2; way++) {
-        stream s = stream_of_cache(cache);
-        tqkv_cache *copy = NULL;
-        CHECK_RESULT(way ? tqkv_cache_fork(cache, &use, &copy) : tqkv_cache_load(&use, stream_read, &s, &copy),
-                     TQKV_OK);
-        CHECK(test_view(copy, 1).non_causal && !test_view(cache, 1).non_causal, "way %d", way);
-        tqkv_cache_destroy(copy);
-        stream_free(&s);
-    }
-    tqkv_cache_destroy(cache);
 }
 
 /* Codes that a size_t can count beside halves that it cannot: of the first positions, and of those before a cache has
@@ -200,11 +281,13 @@ static void check_too_large(const void *parameters)
 
 void test_cache_cases(void)
 {
-    for (int i = 0; i < 20; i++) test_add(check_fork_bits, &i, sizeof i, "cache/fork_bits/%d", i);
-    test_add(check_centers, NULL, 0, "cache/centers");
     test_add(check_defaults, NULL, 0, "cache/defaults");
     test_add(check_ring_refusals, NULL, 0, "cache/ring_refusals");
     test_add(check_out_over_cache, NULL, 0, "cache/out_over_cache");
-    test_add(check_non_causal_copy, NULL, 0, "cache/non_causal_copy");
+    test_add(check_over_halves, NULL, 0, "cache/over_halves");
+    test_add(check_over_queries, NULL, 0, "cache/over_queries");
+    test_add(check_lost_windows, NULL, 0, "cache/lost_windows");
+    test_add(check_keep_all, NULL, 0, "cache/keep_all");
+    test_add(check_centers, NULL, 0, "cache/centers");
     test_add(check_too_large, NULL, 0, "cache/too_large");
 }

@@ -24,7 +24,7 @@ typedef struct model {
     int appended;        /* by the last append: so many queries find their halves */
     counting counter;
     float sinks[MAX_HEADS];
-    /* As set_center and set_scale take them, then the keys' and the tail's parts of the first one; or NULL. */
+    /* Of keys and of values, then the keys' and the tail's parts of the first one; or NULL. */
     float *centers[4], *scales[4];
     bool edits;  /* operations 8 to 15 remove, keep and fork */
     bool chunks; /* appends are often small, and all their positions attend */
@@ -66,9 +66,9 @@ static void read_latent(fuzz_input *input, tqkv_cache_desc *desc)
 static void read_ends(fuzz_input *input, tqkv_cache_desc *desc)
 {
     const uint8_t first = fuzz_byte(input);
-    desc->exact_first = first < 200 ? first % 10 : first % (desc->capacity + 1);
-    desc->exact_last = fuzz_range(input, 0, desc->capacity + 9);
-    if (desc->head_dim > 64 || desc->exact_last % 2) return;
+    desc->exact_first = first < 136 ? first % 10 : first % (desc->capacity + 1);
+    desc->exact_last = first % 8 ? fuzz_range(input, 0, desc->capacity + 9) : 0;
+    if (desc->head_dim > 64 || !desc->exact_last || desc->exact_last % 4 == 3) return;
     desc->capacity = 150; /* more than the rings of so few newest halves hold */
     desc->exact_last = desc->exact_last % 4 ? 1 : 2 + desc->exact_last % 32;
 }
@@ -167,7 +167,7 @@ static void read_desc(fuzz_input *input, model *m)
         desc->type = test_no_type(numbers % 3);
     }
     if (numbers & 128) read_latent(input, desc);
-    if (numbers & 128 && flags & 8) read_ends(input, desc);
+    if (flags & 8 && (numbers & 128 || m->chunks)) read_ends(input, desc);
     if (learns) read_calibrate(input, m);
     if (!learns || (numbers & 24) == 24) make_channels(input, m, flags);
     const bool given = m->centers[0] || m->centers[1] || m->scales[0] || m->scales[1];
@@ -798,11 +798,12 @@ static void truncate_to(model *m, int64_t end)
     if (end == 0) m->first = m->base = 0;
 }
 
-/* Truncates to 0, or to a position some steps before the end, sometimes just beyond it. */
+/* Truncates to 0, or to a position some steps before the end, or before those that are read raw, or just beyond. */
 static void truncate_near_end(fuzz_input *input, model *m, int step)
 {
-    int64_t end = m->base + m->end - fuzz_range(input, 0, 12) * step;
-    truncate_to(m, fuzz_byte(input) < 8 ? 0 : end <= INT64_MAX - 2 ? end + 2 : end);
+    const bool learnt = m->chunks && m->raw_end && !m->learning;
+    int64_t end = (learnt ? m->raw_below : m->base + m->end) - fuzz_range(input, 0, 12) * step;
+    truncate_to(m, fuzz_byte(input) < (m->chunks ? 40 : 8) ? 0 : end <= INT64_MAX - 2 ? end + 2 : end);
 }
 
 /* Moves a ring's positions by rewriting its snapshot; appending up to them would take years. */
@@ -892,14 +893,14 @@ static void model_keep(model *m, int n, const int *kept, int n_kept)
     if (m->learning && m->end >= m->learn_from) learn(m, m->end);
 }
 
-/* Of the newest n those whose bits are set; sometimes one is out of order or range. */
+/* Of the newest n none, or those whose bits are set; sometimes one is out of order or range. */
 static void keep_some(fuzz_input *input, model *m)
 {
     int kept[64], n_kept = 0, n = fuzz_range(input, 0, 64);
     const uint64_t bits = fuzz_bits(input, 8);
     const uint8_t bad = fuzz_byte(input);
     if (m->chunks) n %= (int)(m->end - m->first) + 2;
-    for (int i = 0; i < n; i++)
+    for (int i = 0; i < n && !(m->chunks && bad < 48); i++)
         if (bits >> i & 1) kept[n_kept++] = i;
     tqkv_result expected = n > m->end - m->first ? TQKV_OUT_OF_RANGE : TQKV_OK;
     if (bad >= 224 && n_kept && expected == TQKV_OK) {
