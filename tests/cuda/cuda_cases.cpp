@@ -1,6 +1,5 @@
 // Cases that need the speed of a real GPU: random problems over longer contexts, a million positions, stores of more
 // than 4 GiB.
-#include "cuda_cases.h"
 #include "../metal/shader_cases.h"
 #include <math.h>
 

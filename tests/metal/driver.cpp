@@ -1,8 +1,5 @@
 // Runs the shaders: driver [--one-schedule | --flush | --device LIBRARY] [--list] [part of a name]...
 #include "shader_cases.h"
-#ifdef GPU_DEVICE
-#include "../cuda/cuda_cases.h"
-#endif
 
 static void add_cases()
 {

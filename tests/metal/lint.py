@@ -17,10 +17,8 @@ TYPE = (r"(?:float|half|bool|int|uint|uchar|ushort|ulong|char|short|long|void|si
 # What a kernel may ask for of a thread's place, those that shaders use, and the types that it may have.
 POSITIONS = {
     "threadgroup_position_in_grid": ("uint", "uint2", "uint3", "ushort", "ushort2", "ushort3"),
-    "thread_index_in_threadgroup": ("uint", "ushort"),
-    "thread_index_in_simdgroup": ("uint", "ushort"),
-    "simdgroup_index_in_threadgroup": ("uint", "ushort"),
-    "simdgroups_per_threadgroup": ("uint", "ushort"),
+    **dict.fromkeys(("thread_index_in_threadgroup", "thread_index_in_simdgroup", "simdgroup_index_in_threadgroup",
+                     "simdgroups_per_threadgroup"), ("uint", "ushort")),
 }
 # Rules that one pattern tells: what MSL lacks (MSL 1.5.4), and what this project's subset leaves out.
 PATTERNS = {

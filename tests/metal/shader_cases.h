@@ -11,6 +11,8 @@ void index_shader_cases();
 void learn_shader_cases();
 void defect_shader_cases();
 void machine_cases();
+// Of tests/cuda. listing: small sizes, to find out which pipelines the cases need.
+void cuda_shader_cases(bool listing);
 
 // Runs the attention divided in each of these ways, and once more by the other kernel where head_dim has both, and
 // compares every output with the double-precision reference. Returns the number of runs.
