@@ -128,7 +128,7 @@ VARIANT_sanitize_FLAGS := -std=c99 $(SANITIZE_QUICK)
 
 VARIANT_msan_CC := clang
 VARIANT_msan_FLAGS := -std=c99 -O1 -g1 -DTQKV_NO_AVX2 -fsanitize=memory -fno-sanitize-recover=all
-VARIANT_msan_STEMS := attend attend_history cache codec codec_history length snapshot store_snapshot
+VARIANT_msan_STEMS := attend attend_history cache codec codec_history snapshot
 VARIANT_msan_CASES := msan
 
 VARIANT_tsan_CC := gcc
