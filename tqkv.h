@@ -9965,7 +9965,8 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
 static void tqkv__settle_store(const tqkv_cache *c, int i, int64_t n, int64_t end)
 {
     const tqkv__stream_kind kind = tqkv__stream_kinds[i];
-    const int64_t oldest = kind.end == TQKV__LAST_END ? end - tqkv__newest_room(c) : 0, from = oldest > 0 ? oldest : 0;
+    const int64_t room = kind.end == TQKV__LAST_END ? tqkv__newest_room(c) : c->keys.capacity;
+    const int64_t from = kind.end == TQKV__FIRST_END || end < room ? 0 : end - room;
     tqkv__stream raw, to;
     if (kind.end == TQKV__FIRST_END && n > c->exact_first) n = c->exact_first;
     if (from >= n || !tqkv__has_store(c, i) || tqkv__stream_open(&c->raw[kind.side], &raw) != TQKV_OK ||
@@ -9990,6 +9991,15 @@ static void tqkv__settle(tqkv_cache *c, int64_t n, int64_t end)
     tqkv__learn(c);
     for (int i = 0; i < TQKV__RAW; i++) tqkv__settle_store(c, i, n, end);
     tqkv__count_settled(c, n, end);
+}
+
+/* Learns if all that the cache holds is enough: after an edit, or of fewer positions than another cache. */
+static void tqkv__settle_all(tqkv_cache *c)
+{
+    const int64_t end = c->attention.end;
+    if (!c->learning || end < c->learn_from) return;
+    tqkv__settle(c, end, end);
+    tqkv__cache_advance(c, 0); /* a ring may hold less */
 }
 
 /* -- Appending -- */
@@ -10661,7 +10671,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     if (c->exact_below > below) c->exact_below = below;
     if (same < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
     if (n_kept < n) tqkv__exact_begins(c, same < kept_from ? c->attention.end : kept_from);
-    if (c->learning && c->attention.end >= c->learn_from) tqkv__settle(c, c->attention.end, c->attention.end);
+    tqkv__settle_all(c);
     tqkv__follow_tail(c);
     return TQKV_OK;
 }
@@ -10759,6 +10769,7 @@ static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const
     copy->exact_from = c->exact_from;
     copy->exact_held = tqkv__range_of(c, TQKV__LAST_KEYS).from;
     copy->attention.end = c->attention.end;
+    if (r == TQKV_OK) tqkv__settle_all(copy);
     if (r == TQKV_OK) tqkv__follow_tail(copy);
     return r;
 }
@@ -11072,14 +11083,15 @@ static bool tqkv__check_positions_of(const tqkv__header *h)
     if (h->first < 0 || h->first > h->end || h->end - h->first > d->capacity || (!d->ring && h->first)) return false;
     if (h->exact_from < 0 || h->exact_from > h->end || (h->exact_from && !d->exact_last)) return false;
     if (h->exact_below > h->end || h->exact_below > d->exact_first || h->exact_below > d->capacity) return false;
-    if (h->raw_below > (d->calibrate ? d->capacity : 0)) return false;
+    if (h->raw_below > d->calibrate || (d->calibrate && d->calibrate < TQKV__LEAST_POSITIONS)) return false;
     if (!h->learning) return !h->learn_from;
     return d->calibrate && !h->has[0] && !h->has[1] && !h->exact_below && !h->exact_from && !h->first &&
            !h->raw_below && h->learn_from >= TQKV__LEAST_POSITIONS && h->learn_from <= d->calibrate &&
            h->learn_from <= d->capacity && h->learn_from <= INT_MAX / 4 && h->end < h->learn_from;
 }
 
-static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
+/* Takes what a header says, and the shape of that cache. */
+static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h, tqkv_cache *checked)
 {
     uint32_t fields[TQKV__HEADER_FIELDS];
     tqkv_cache_desc *d = &h->desc;
@@ -11098,7 +11110,9 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
     h->first = (int64_t)tqkv__get(header + 120, 8);
     h->end = (int64_t)tqkv__get(header + 128, 8);
     h->exact_from = (int64_t)tqkv__get(header + 136, 8);
-    return tqkv__check_positions_of(h);
+    tqkv_cache_desc desc = *d;
+    if (!h->learning) desc.calibrate = 0;
+    return tqkv__check_positions_of(h) && tqkv__cache_resolve(&desc, checked) == TQKV_OK;
 }
 
 static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
@@ -11224,8 +11238,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     if (r != TQKV_OK) return r;
     if (tqkv__get(header + 24, 4) != TQKV__CODES_VERSION)
         return TQKV__REFUSE(CORRUPT, tqkv__get(header + 24, 4) > TQKV__CODES_VERSION ? TQKV__NEWER : TQKV__OLDER);
-    if (!tqkv__parse_header(header, &found) || tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK ||
-        !tqkv__divide_memory(&checked, 0, &at) || !tqkv__divide_raw(&checked, &raw))
+    if (!tqkv__parse_header(header, &found, &checked) || !tqkv__divide_memory(&checked, 0, &at) ||
+        !tqkv__divide_raw(&checked, &raw))
         return TQKV__REFUSE(CORRUPT, "the snapshot's header is one that no cache writes");
     if ((r = tqkv__check_match(desc, &found.desc)) != TQKV_OK) return r;
     found.desc.type = desc->type;

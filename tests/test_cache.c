@@ -218,6 +218,42 @@ static void check_keep_all(const void *parameters)
     tqkv_cache_destroy(cache);
 }
 
+/* Defects: caches that learn, whose snapshots could not be loaded. After a fork to a ring of less than four times the
+ * positions that it learned from; to no more room than its positions take, where it never learned; and of a ring that
+ * held more positions than it has room for, when it learned anew because an edit took one back. */
+static void check_saved(const void *parameters)
+{
+    static const struct {
+        int capacity, calibrate, n_tokens, fork, first; /* fork: its capacity, 0: none; first: the oldest position */
+        bool ring, fork_ring;
+    } rows[] = {
+        {1024, 512, 300, 1024, 0, false, true}, {400, 64, 40, 40, 0, false, false}, {64, 16, 70, 0, 5, true, false}};
+    int kept[63];
+    (void)parameters;
+    for (int i = 0; i < 3; i++) {
+        const cache_row row = {TQKV_TQ4, TQKV_TQ3, 64, rows[i].capacity, rows[i].ring, rows[i].n_tokens, -1};
+        tqkv_cache_desc desc = cache_desc(&row, NULL), changed = test_cache_desc(0, 0, 0, rows[i].fork);
+        desc.calibrate = rows[i].calibrate;
+        changed.ring = rows[i].fork_ring;
+        tqkv_cache *cache = cache_make(&row, &desc), *copy = NULL, *loaded = NULL;
+        for (int k = 0; k < 63; k++) kept[k] = k + (k > 5);
+        if (rows[i].fork)
+            CHECK_RESULT(tqkv_cache_fork(cache, &changed, &copy), TQKV_OK);
+        else
+            CHECK_RESULT(tqkv_cache_keep(cache, 64, kept, 63), TQKV_OK);
+        const tqkv_cache *saved = copy ? copy : cache;
+        CHECK(test_keys(saved)->channel_scale && test_first(saved) == rows[i].first, "%d: begins at %d", i,
+              (int)test_first(saved));
+        stream s = stream_of_cache(saved);
+        changed.capacity = 0;
+        CHECK_RESULT(tqkv_cache_load(&changed, stream_read, &s, &loaded), TQKV_OK);
+        stream_free(&s);
+        tqkv_cache_destroy(cache);
+        tqkv_cache_destroy(copy);
+        tqkv_cache_destroy(loaded);
+    }
+}
+
 /* A cache copies its centres; a fork may be asked for the same, and for no other. */
 static void check_centers(const void *parameters)
 {
@@ -288,6 +324,7 @@ void test_cache_cases(void)
     test_add(check_over_queries, NULL, 0, "cache/over_queries");
     test_add(check_lost_windows, NULL, 0, "cache/lost_windows");
     test_add(check_keep_all, NULL, 0, "cache/keep_all");
+    test_add(check_saved, NULL, 0, "cache/saved");
     test_add(check_centers, NULL, 0, "cache/centers");
     test_add(check_too_large, NULL, 0, "cache/too_large");
 }

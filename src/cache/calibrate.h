@@ -168,7 +168,8 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
 static void tqkv__settle_store(const tqkv_cache *c, int i, int64_t n, int64_t end)
 {
     const tqkv__stream_kind kind = tqkv__stream_kinds[i];
-    const int64_t oldest = kind.end == TQKV__LAST_END ? end - tqkv__newest_room(c) : 0, from = oldest > 0 ? oldest : 0;
+    const int64_t room = kind.end == TQKV__LAST_END ? tqkv__newest_room(c) : c->keys.capacity;
+    const int64_t from = kind.end == TQKV__FIRST_END || end < room ? 0 : end - room;
     tqkv__stream raw, to;
     if (kind.end == TQKV__FIRST_END && n > c->exact_first) n = c->exact_first;
     if (from >= n || !tqkv__has_store(c, i) || tqkv__stream_open(&c->raw[kind.side], &raw) != TQKV_OK ||
@@ -193,6 +194,15 @@ static void tqkv__settle(tqkv_cache *c, int64_t n, int64_t end)
     tqkv__learn(c);
     for (int i = 0; i < TQKV__RAW; i++) tqkv__settle_store(c, i, n, end);
     tqkv__count_settled(c, n, end);
+}
+
+/* Learns if all that the cache holds is enough: after an edit, or of fewer positions than another cache. */
+static void tqkv__settle_all(tqkv_cache *c)
+{
+    const int64_t end = c->attention.end;
+    if (!c->learning || end < c->learn_from) return;
+    tqkv__settle(c, end, end);
+    tqkv__cache_advance(c, 0); /* a ring may hold less */
 }
 
 /* -- Appending -- */

@@ -139,7 +139,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_keep(tqkv_cache *c, int n, const int 
     if (c->exact_below > below) c->exact_below = below;
     if (same < c->exact_held) c->exact_held = c->attention.end; /* their rows did not move */
     if (n_kept < n) tqkv__exact_begins(c, same < kept_from ? c->attention.end : kept_from);
-    if (c->learning && c->attention.end >= c->learn_from) tqkv__settle(c, c->attention.end, c->attention.end);
+    tqkv__settle_all(c);
     tqkv__follow_tail(c);
     return TQKV_OK;
 }
@@ -237,6 +237,7 @@ static tqkv_result tqkv__copy_cache(const tqkv_cache *c, tqkv_cache *copy, const
     copy->exact_from = c->exact_from;
     copy->exact_held = tqkv__range_of(c, TQKV__LAST_KEYS).from;
     copy->attention.end = c->attention.end;
+    if (r == TQKV_OK) tqkv__settle_all(copy);
     if (r == TQKV_OK) tqkv__follow_tail(copy);
     return r;
 }

@@ -275,14 +275,15 @@ static bool tqkv__check_positions_of(const tqkv__header *h)
     if (h->first < 0 || h->first > h->end || h->end - h->first > d->capacity || (!d->ring && h->first)) return false;
     if (h->exact_from < 0 || h->exact_from > h->end || (h->exact_from && !d->exact_last)) return false;
     if (h->exact_below > h->end || h->exact_below > d->exact_first || h->exact_below > d->capacity) return false;
-    if (h->raw_below > (d->calibrate ? d->capacity : 0)) return false;
+    if (h->raw_below > d->calibrate || (d->calibrate && d->calibrate < TQKV__LEAST_POSITIONS)) return false;
     if (!h->learning) return !h->learn_from;
     return d->calibrate && !h->has[0] && !h->has[1] && !h->exact_below && !h->exact_from && !h->first &&
            !h->raw_below && h->learn_from >= TQKV__LEAST_POSITIONS && h->learn_from <= d->calibrate &&
            h->learn_from <= d->capacity && h->learn_from <= INT_MAX / 4 && h->end < h->learn_from;
 }
 
-static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
+/* Takes what a header says, and the shape of that cache. */
+static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h, tqkv_cache *checked)
 {
     uint32_t fields[TQKV__HEADER_FIELDS];
     tqkv_cache_desc *d = &h->desc;
@@ -301,7 +302,9 @@ static bool tqkv__parse_header(const uint8_t *header, tqkv__header *h)
     h->first = (int64_t)tqkv__get(header + 120, 8);
     h->end = (int64_t)tqkv__get(header + 128, 8);
     h->exact_from = (int64_t)tqkv__get(header + 136, 8);
-    return tqkv__check_positions_of(h);
+    tqkv_cache_desc desc = *d;
+    if (!h->learning) desc.calibrate = 0;
+    return tqkv__check_positions_of(h) && tqkv__cache_resolve(&desc, checked) == TQKV_OK;
 }
 
 static void tqkv__set_range(tqkv_cache *c, const tqkv__header *h)
@@ -427,8 +430,8 @@ TQKV__COLD TQKV_API tqkv_result tqkv_cache_load(const tqkv_cache_desc *desc, tqk
     if (r != TQKV_OK) return r;
     if (tqkv__get(header + 24, 4) != TQKV__CODES_VERSION)
         return TQKV__REFUSE(CORRUPT, tqkv__get(header + 24, 4) > TQKV__CODES_VERSION ? TQKV__NEWER : TQKV__OLDER);
-    if (!tqkv__parse_header(header, &found) || tqkv__cache_resolve(&found.desc, &checked) != TQKV_OK ||
-        !tqkv__divide_memory(&checked, 0, &at) || !tqkv__divide_raw(&checked, &raw))
+    if (!tqkv__parse_header(header, &found, &checked) || !tqkv__divide_memory(&checked, 0, &at) ||
+        !tqkv__divide_raw(&checked, &raw))
         return TQKV__REFUSE(CORRUPT, "the snapshot's header is one that no cache writes");
     if ((r = tqkv__check_match(desc, &found.desc)) != TQKV_OK) return r;
     found.desc.type = desc->type;

@@ -354,6 +354,7 @@ static void learn(model *m, int64_t n)
     m->learning = false;
     m->raw_below = m->learn_from;
     m->raw_end = n;
+    m->first = at_least(m->first, n - m->desc.capacity);
 }
 
 /* What taught the cache is taken back: as if it had never come. */
@@ -380,6 +381,7 @@ static void begin_copy(model *m)
     m->appended = 0;
     m->learn_from = m->learning ? (int)at_most(at_least(most, m->learn_from), m->desc.capacity) : 0;
     if (!m->learning) m->raw_end = 0;
+    if (m->learning && m->end >= m->learn_from) learn(m, m->end);
 }
 
 /* How many of the newest n queries read what is raw. */
@@ -831,7 +833,6 @@ static void save_and_load(fuzz_input *input, model *m, bool move)
     desc.type = m->desc.type;
     desc.strides = m->desc.strides;
     desc.non_causal = m->desc.non_causal;
-    if (!can_calibrate(m, m->desc.capacity, m->desc.ring)) return; /* a fork's snapshot, which is refused */
     stream s = stream_empty();
     s.call.largest = fuzz_byte(input);
     CHECK_RESULT(tqkv_cache_save(m->cache, stream_write, &s), TQKV_OK);
