@@ -2710,8 +2710,7 @@ static tqkv_result tqkv__check_source(const tqkv__stream *s, const void *src, in
     return tqkv__rows_finite(s, src, n_tokens) ? TQKV_OK : TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
 }
 
-/* Returns the first token to write. Of more tokens than a ring holds only the last ones are kept: each slot is written
-   once. */
+/* Returns the first token to write: of more than a ring holds only the last ones, so that none is overwritten. */
 static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
 {
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
@@ -2883,8 +2882,7 @@ static void tqkv__run_encode_tasks(tqkv__encode_job *job)
         tqkv__run_serial(NULL, job->n_streams, tqkv__encode_task, job);
 }
 
-/* Refuses sources that hold NaN or infinity, or what halves do not hold. Rows that are left out or dropped count,
-   too. */
+/* Refuses sources that hold NaN or infinity, or what halves do not hold; in rows that are left out, too. */
 static tqkv_result tqkv__check_sources(tqkv__encode_job *job)
 {
     bool bad = false, unfit = false;
@@ -2975,8 +2973,7 @@ TQKV__COLD TQKV_API tqkv_result tqkv_decode(const tqkv_store *store, int64_t pos
 /* Query rows (queries x heads of a group) that share a decoded tile. The limit keeps their sums in the L2 cache. */
 #define TQKV__CHUNK_ROWS 64
 
-/* The streams of an attention and, with raw ones, the stores of a cache, in the order of its memory and of
-   snapshots. */
+/* The streams of an attention and, with raw ones, a cache's stores, in the order of its memory and of snapshots. */
 enum {
     TQKV__KEYS,
     TQKV__VALUES,
@@ -6203,8 +6200,7 @@ TQKV__OP uint32_t tqkv__largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); 
 #define TQKV__SUM_SIXTEENS  4
 #include "tqkv.h"
 
-/* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed.
-   -- */
+/* -- NEON, with products of four bytes: DotProd. An integer is 256 high + low, both signed bytes. -- */
 
 /* gcc inlines a function into another only if that has all features of its target. DotProd wants ARMv8.2 there, which
    all that come with one of the first four have. */
@@ -7957,8 +7953,7 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, request->q, row)) : 0.0;
         const float *from = sums->out + (size_t)i * (size_t)a->value_dim;
-        /* Codes of masked slots have the weight 0, and leave their signs in sums that have underflowed: -0 becomes
-           0. */
+        /* Codes of masked slots have the weight 0, and leave their signs in sums that underflow: -0 becomes 0. */
         for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(from[d] + 0.0f);
         if (scored) tqkv__shift_scores(a, score, out, &max, &sum);
         if (!request->max)
@@ -9743,8 +9738,7 @@ static void tqkv__name_channels(tqkv_cache *c, int i, tqkv__channels kind, bool 
     }
 }
 
-/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL:
-   none. */
+/* Takes values, or NULL, as centres or scales of stream i and of its halves; heads are `stride` floats apart. */
 static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
 {
     const tqkv_store *s = tqkv__store_of(c, i);
@@ -9960,8 +9954,7 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
 
 /* -- Encoding what was raw -- */
 
-/* Encodes n raw positions of its stream to store i, or what it holds of them at `end`. Rows of the same format are
-   copied. */
+/* Encodes n raw positions of its stream to store i, or what it holds of them at `end`; halves are copied. */
 static void tqkv__settle_store(const tqkv_cache *c, int i, int64_t n, int64_t end)
 {
     const tqkv__stream_kind kind = tqkv__stream_kinds[i];
@@ -10028,8 +10021,7 @@ static void tqkv__append_raw(const tqkv_cache *c, const tqkv__append *append, in
     tqkv__run_encode_tasks(&job);
 }
 
-/* Appends to a cache that learns: raw halves as far as it learns from them, then codes. A failure leaves the cache as
-   it was. */
+/* Appends to a cache that learns: raw halves as far as it learns from them, then codes. A failure changes nothing. */
 static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
 {
     const int64_t end = c->attention.end + append->job.n_tokens, at = end < c->learn_from ? end : c->learn_from;
@@ -10555,8 +10547,7 @@ static bool tqkv__takes_learnt(const tqkv_cache *c, int64_t end)
     return !c->learning && end < c->raw_below && c->raw[0].codes;
 }
 
-/* After an edit from `first` on, which may move positions down. What was raw when the cache learned is then no longer
-   what it holds. */
+/* After an edit from `first` on, which may move positions down, what was raw is no longer what the cache holds. */
 static void tqkv__begin_edit(tqkv_cache *c, int64_t first)
 {
     c->learnt_at = -1;
@@ -10580,8 +10571,7 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     return TQKV_OK;
 }
 
-/* Moves n positions down: halves of the first positions as far as there are any, of the newest ones if all have them.
-   */
+/* Moves n positions down: halves of the first ones as far as there are any, of the newest if all have them. */
 static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t target, int64_t n)
 {
     const int64_t below = c->exact_below - source < n ? c->exact_below - source : n;
@@ -11192,8 +11182,7 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, const uint32_t has[2])
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
-/* Takes centres, or scales, of the streams whose bits are set: before these are read, and scales with inverses after
-   it. */
+/* Takes centres, or scales, of the streams whose bits are set: before they are read, scales also after it. */
 static void tqkv__take_channels(tqkv_cache *c, tqkv__channels kind, uint32_t has)
 {
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)

@@ -2026,8 +2026,7 @@ static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, 
     return TQKV_OK;
 }
 
-/* Returns the most scratch of a context before tile `end` whose stretches are divided into strands: a longer one may
-   take less. */
+/* Returns the most scratch of a context before tile `end` whose stretches are in strands: longer ones may take less. */
 static size_t tqkv__scratch_of_strands(const tqkv__attention *a, const tqkv__split *split, int64_t end,
                                        size_t most_sums)
 {
@@ -3053,8 +3052,7 @@ static void tqkv__open_cache_call(const tqkv__cache_plan *p, const tqkv_attentio
     if (p->c->attention.sinks) a->sinks = tqkv__buffer_within(p, p->c->attention.sinks);
 }
 
-/* Finds the scratch of both kinds of queries; they may run at the same time. coded: the bytes of those that read
-   codes */
+/* Finds the scratch of both kinds of queries, which may run at once. coded: the bytes of those that read codes */
 static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                           size_t *coded, size_t *bytes)
 {

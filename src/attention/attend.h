@@ -5,8 +5,7 @@
 /* Query rows (queries x heads of a group) that share a decoded tile. The limit keeps their sums in the L2 cache. */
 #define TQKV__CHUNK_ROWS 64
 
-/* The streams of an attention and, with raw ones, the stores of a cache, in the order of its memory and of
-   snapshots. */
+/* The streams of an attention and, with raw ones, a cache's stores, in the order of its memory and of snapshots. */
 enum {
     TQKV__KEYS,
     TQKV__VALUES,

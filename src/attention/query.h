@@ -190,8 +190,7 @@ static TQKV__NOINLINE void tqkv__deliver(const tqkv__request *request, const tqk
         float *out = type == TQKV_TYPE_F32 ? (float *)to : wide, max = sums->max[i], sum = sums->sum[i];
         const double score = scored ? tqkv__center_score(a, item->kv_head, tqkv__query_at(a, request->q, row)) : 0.0;
         const float *from = sums->out + (size_t)i * (size_t)a->value_dim;
-        /* Codes of masked slots have the weight 0, and leave their signs in sums that have underflowed: -0 becomes
-           0. */
+        /* Codes of masked slots have the weight 0, and leave their signs in sums that underflow: -0 becomes 0. */
         for (int d = 0; d < a->value_dim; d++) out[d] = TQKV__AS_FLOAT(from[d] + 0.0f);
         if (scored) tqkv__shift_scores(a, score, out, &max, &sum);
         if (!request->max)

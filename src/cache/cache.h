@@ -198,8 +198,7 @@ static void tqkv__name_channels(tqkv_cache *c, int i, tqkv__channels kind, bool 
     }
 }
 
-/* Takes values as centres or scales of stream i and what is kept of it besides, its heads `stride` floats apart; NULL:
-   none. */
+/* Takes values, or NULL, as centres or scales of stream i and of its halves; heads are `stride` floats apart. */
 static void tqkv__cache_channels(tqkv_cache *c, int i, tqkv__channels kind, const float *values, size_t stride)
 {
     const tqkv_store *s = tqkv__store_of(c, i);

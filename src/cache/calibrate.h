@@ -163,8 +163,7 @@ static TQKV__NOINLINE void tqkv__learn(tqkv_cache *c)
 
 /* -- Encoding what was raw -- */
 
-/* Encodes n raw positions of its stream to store i, or what it holds of them at `end`. Rows of the same format are
-   copied. */
+/* Encodes n raw positions of its stream to store i, or what it holds of them at `end`; halves are copied. */
 static void tqkv__settle_store(const tqkv_cache *c, int i, int64_t n, int64_t end)
 {
     const tqkv__stream_kind kind = tqkv__stream_kinds[i];
@@ -231,8 +230,7 @@ static void tqkv__append_raw(const tqkv_cache *c, const tqkv__append *append, in
     tqkv__run_encode_tasks(&job);
 }
 
-/* Appends to a cache that learns: raw halves as far as it learns from them, then codes. A failure leaves the cache as
-   it was. */
+/* Appends to a cache that learns: raw halves as far as it learns from them, then codes. A failure changes nothing. */
 static tqkv_result tqkv__append_learning(tqkv_cache *c, tqkv__append *append)
 {
     const int64_t end = c->attention.end + append->job.n_tokens, at = end < c->learn_from ? end : c->learn_from;

@@ -23,8 +23,7 @@ static bool tqkv__takes_learnt(const tqkv_cache *c, int64_t end)
     return !c->learning && end < c->raw_below && c->raw[0].codes;
 }
 
-/* After an edit from `first` on, which may move positions down. What was raw when the cache learned is then no longer
-   what it holds. */
+/* After an edit from `first` on, which may move positions down, what was raw is no longer what the cache holds. */
 static void tqkv__begin_edit(tqkv_cache *c, int64_t first)
 {
     c->learnt_at = -1;
@@ -48,8 +47,7 @@ TQKV_API tqkv_result tqkv_cache_truncate(tqkv_cache *c, int64_t end)
     return TQKV_OK;
 }
 
-/* Moves n positions down: halves of the first positions as far as there are any, of the newest ones if all have them.
-   */
+/* Moves n positions down: halves of the first ones as far as there are any, of the newest if all have them. */
 static void tqkv__move_positions(const tqkv_cache *c, int64_t source, int64_t target, int64_t n)
 {
     const int64_t below = c->exact_below - source < n ? c->exact_below - source : n;

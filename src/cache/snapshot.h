@@ -384,8 +384,7 @@ static size_t tqkv__wanted_ahead(const tqkv_cache *c, const uint32_t has[2])
     return all <= 1048576 ? 0 : announced < all / 16 ? announced : all / 16;
 }
 
-/* Takes centres, or scales, of the streams whose bits are set: before these are read, and scales with inverses after
-   it. */
+/* Takes centres, or scales, of the streams whose bits are set: before they are read, scales also after it. */
 static void tqkv__take_channels(tqkv_cache *c, tqkv__channels kind, uint32_t has)
 {
     for (int i = 0; i < TQKV__CACHE_STREAMS; i++)

@@ -47,8 +47,7 @@ static tqkv_result tqkv__check_source(const tqkv__stream *s, const void *src, in
     return tqkv__rows_finite(s, src, n_tokens) ? TQKV_OK : TQKV__REFUSE(NOT_FINITE, "src holds NaN or infinity");
 }
 
-/* Returns the first token to write. Of more tokens than a ring holds only the last ones are kept: each slot is written
-   once. */
+/* Returns the first token to write: of more than a ring holds only the last ones, so that none is overwritten. */
 static int tqkv__first_kept(const tqkv__stream *s, int n_tokens)
 {
     return s->ring && n_tokens > s->capacity ? n_tokens - s->capacity : 0;
@@ -220,8 +219,7 @@ static void tqkv__run_encode_tasks(tqkv__encode_job *job)
         tqkv__run_serial(NULL, job->n_streams, tqkv__encode_task, job);
 }
 
-/* Refuses sources that hold NaN or infinity, or what halves do not hold. Rows that are left out or dropped count,
-   too. */
+/* Refuses sources that hold NaN or infinity, or what halves do not hold; in rows that are left out, too. */
 static tqkv_result tqkv__check_sources(tqkv__encode_job *job)
 {
     bool bad = false, unfit = false;

@@ -321,8 +321,7 @@ static void tqkv__open_cache_call(const tqkv__cache_plan *p, const tqkv_attentio
     if (p->c->attention.sinks) a->sinks = tqkv__buffer_within(p, p->c->attention.sinks);
 }
 
-/* Finds the scratch of both kinds of queries; they may run at the same time. coded: the bytes of those that read
-   codes */
+/* Finds the scratch of both kinds of queries, which may run at once. coded: the bytes of those that read codes */
 static tqkv_result tqkv__scratch_of_cache(const tqkv_cache *c, const tqkv_metal_attention *some, int n_queries,
                                           size_t *coded, size_t *bytes)
 {

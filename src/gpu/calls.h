@@ -18,8 +18,7 @@ static tqkv_result tqkv__add_scratch_of_end(const tqkv__attention *a, int last, 
     return TQKV_OK;
 }
 
-/* Returns the most scratch of a context before tile `end` whose stretches are divided into strands: a longer one may
-   take less. */
+/* Returns the most scratch of a context before tile `end` whose stretches are in strands: longer ones may take less. */
 static size_t tqkv__scratch_of_strands(const tqkv__attention *a, const tqkv__split *split, int64_t end,
                                        size_t most_sums)
 {

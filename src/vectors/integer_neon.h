@@ -162,8 +162,7 @@ TQKV__OP uint32_t tqkv__largest_code_neon(uint32x4_t x) { return vmaxvq_u32(x); 
 #define TQKV__SUM_SIXTEENS  4
 #include "loops.h"
 
-/* -- NEON, with products of four bytes: DotProd. An integer is 256 times its high byte plus its low one, both signed.
-   -- */
+/* -- NEON, with products of four bytes: DotProd. An integer is 256 high + low, both signed bytes. -- */
 
 /* gcc inlines a function into another only if that has all features of its target. DotProd wants ARMv8.2 there, which
    all that come with one of the first four have. */
