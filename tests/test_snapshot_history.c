@@ -4,4 +4,4 @@
 
 #include "history.h"
 
-void test_snapshot_history_cases(void) { history_add(run_snapshot, "snapshot", 8, 100); }
+void test_snapshot_history_cases(void) { history_add(run_snapshot, "snapshot", 8, 1000); }

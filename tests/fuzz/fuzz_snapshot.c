@@ -288,7 +288,7 @@ static void check_loaded(tqkv_cache *cache, const tqkv_cache_desc *desc, const s
 
 /* ---- Positions of a store ---- */
 
-enum { STORE_HEADER = 64, MAX_STORE = 1 << 15, TABLE = 3 };
+enum { STORE_HEADER = 64, MAX_STORE = 1 << 18, TABLE = 3 };
 
 /* Linear, a ring, or one to three pages of a pool of one to three;
  * some tables name a page twice or one that is not there. */
@@ -400,21 +400,27 @@ static void check_rows(const tqkv_store *from, const tqkv_store *to, int64_t pos
     }
 }
 
+/* What differs between the stores, or in the call that loads; at most one of these. */
+typedef enum difference { CENTER, SCALE, NO_CENTER, NO_SCALE, BLOCK_SCALE, COUNT, PLACE, NOTHING } difference;
+
 /* Saves positions of one store and loads them into another, at the same place or another one. */
-static void cross(fuzz_input *input, const control *c, const tqkv_store *from, const tqkv_store *to, bool alike)
+static void cross(fuzz_input *input, const control *c, const tqkv_store *from, const tqkv_store *to, difference differs,
+                  bool alike)
 {
-    const int n = fuzz_byte(input) - 1, count = c->match & 32 ? fuzz_byte(input) : n;
-    const int64_t position = c->match & 128 ? (int64_t)fuzz_bits(input, 8) : fuzz_byte(input),
-                  at = c->match & 64 ? fuzz_byte(input) : position;
+    const int64_t position = c->match > 240 ? (int64_t)fuzz_bits(input, 8) : fuzz_byte(input) % (from->capacity + 2);
+    const int left = from->capacity - (int)(from->ring || position > from->capacity ? 0 : position),
+              n = fuzz_byte(input) % (left + 3) - 1;
+    const int count = differs == COUNT ? fuzz_byte(input) % (left + 2) : n;
+    const int64_t at = differs == PLACE ? fuzz_byte(input) % (to->capacity + 2) : position;
     stream s = make_store_file(input, c, from, position, n);
     const bool whole = c->is_made && !edits_of(c), has = s.size > 0;
     s.call.largest = c->chunk;
-    s.fail_at = c->fail_read;
+    s.fail_at = c->fail_read > 63 ? c->fail_read - 63 : 0; /* in half of the inputs */
     s.call.answer = c->read_answer;
     const tqkv_result result = load_store(to, &s, at, count);
     CHECK(result != TQKV_IO || c->read_answer, "no read failed");
     CHECK(!whole || has == has_room(from, position, n, false), "saved, or not");
-    if (whole && has && (!c->fail_read || s.calls < c->fail_read)) {
+    if (whole && has && (!s.fail_at || s.calls < s.fail_at)) {
         const bool fits = alike && count == n && has_room(to, at, count, true);
         CHECK((result == TQKV_OK) == fits && result != TQKV_CORRUPT, "%s", tqkv_result_string(result));
         if (result == TQKV_OK) check_rows(from, to, position, at, n);
@@ -422,37 +428,36 @@ static void cross(fuzz_input *input, const control *c, const tqkv_store *from, c
     stream_free(&s);
 }
 
-/* What of two stores differs is refused. */
 static void fuzz_store(fuzz_input *input, const control *c)
 {
+    const difference differs = c->match & 64 ? (difference)(c->match % 8) : NOTHING;
     tqkv_store from, to;
     int32_t pages[2][TABLE];
-    float *centers[2], *scales[2];
-    for (int i = 0; i < 2; i++) centers[i] = test_rows(1, DATA_GAUSSIAN, 2, REFERENCE_MAX_DIM);
-    for (int i = 0; i < 2; i++) scales[i] = test_scales(1, 2, REFERENCE_MAX_DIM, 4.0);
-    const bool valid = read_shape(input, centers[0], scales[0], &from);
-    const int last = from.n_kv_heads * from.head_dim - 1;
-    centers[1][last] += 1.0f;
-    scales[1][last] *= 2.0f;
+    float *channels[4]; /* two centres, two scales */
+    for (int i = 0; i < 4; i++)
+        channels[i] =
+            i < 2 ? test_rows(1, DATA_GAUSSIAN, 2, REFERENCE_MAX_DIM) : test_scales(1, 2, REFERENCE_MAX_DIM, 4.0);
+    const bool valid = read_shape(input, channels[0], channels[2], &from);
+    for (int i = 1; i < 4; i += 2) channels[i][from.n_kv_heads * from.head_dim - 1] *= 2.0f;
     to = from;
-    if (c->match & 1) to.center = to.center ? NULL : centers[0];
-    if (c->match & 2) to.block_scale = 1.5f;
-    if (c->match & 4) to.channel_scale = to.channel_scale ? NULL : scales[0];
-    if (c->match & 8 && to.center) to.center = centers[1];
-    if (c->match & 16 && to.channel_scale) to.channel_scale = scales[1];
-    const bool alike =
-        to.block_scale == from.block_scale && to.center == from.center && to.channel_scale == from.channel_scale;
+    if (to.center && differs == CENTER) to.center = channels[1];
+    if (to.channel_scale && differs == SCALE) to.channel_scale = channels[3];
+    if (differs == NO_CENTER) to.center = to.center ? NULL : channels[0];
+    if (differs == NO_SCALE) to.channel_scale = to.channel_scale ? NULL : channels[2];
+    if (differs == BLOCK_SCALE) to.block_scale = 1.5f;
+    const bool scaled = reference_norms_per_row(from.format, from.head_dim) > 1 && from.format != TQKV_I8;
+    const bool alike = to.center == from.center && to.channel_scale == from.channel_scale &&
+                       (to.block_scale == from.block_scale || !scaled);
     set_layout(input, &from, pages[0]);
     set_layout(input, &to, pages[1]);
     if (valid) {
         fill_store(&from, true);
         fill_store(&to, false);
-        cross(input, c, &from, &to, alike);
+        cross(input, c, &from, &to, differs, alike);
         test_store_free(&from);
         test_store_free(&to);
     }
-    for (int i = 0; i < 2; i++) free(centers[i]);
-    for (int i = 0; i < 2; i++) free(scales[i]);
+    for (int i = 0; i < 4; i++) free(channels[i]);
 }
 
 static void fuzz_cache(fuzz_input *input, const control *c)

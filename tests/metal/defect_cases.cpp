@@ -88,6 +88,14 @@ void add_attend_defects()
     row.problem.query_size = 30.0f;
     row.split.n_simdgroups = 4;
     test_add(run_shape, &row, sizeof row, "defect/state_of_four_simdgroups");
+    // The first window begins at slot 93 of 96, those of later threadgroups behind the end of the ring.
+    row = {attend_default_row(TQKV_I8, TQKV_TQ4, 64), {4, 2, 1}};
+    row.problem.key_ring = row.problem.value_ring = true;
+    row.problem.key_capacity = row.problem.value_capacity = 96;
+    row.problem.n_queries = 40;
+    row.problem.window = 20;
+    row.problem.end = 93 + 40 + 20 - 1;
+    test_add(run_shape, &row, sizeof row, "defect/windows_behind_the_end");
 }
 
 } // namespace
