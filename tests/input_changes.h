@@ -275,7 +275,8 @@ CHANGE(ends_kv_heads, RESIDENT, INVALID_ARGUMENT, use_ends(w); w->ends.n_kv_head
 CHANGE(ends_center, RESIDENT, INVALID_ARGUMENT, use_ends(w); w->ends.center = w->m->center)
 CHANGE(ends_scale, RESIDENT, INVALID_ARGUMENT, use_ends(w); w->ends.channel_scale = w->m->scale)
 CHANGE(ends_null_codes, RESIDENT, INVALID_ARGUMENT, use_ends(w); w->ends.codes = NULL)
-CHANGE(ends_too_few, RESIDENT, OUT_OF_RANGE, use_ends(w); w->ends.capacity = 2; w->attention.first.n = 3)
+CHANGE(ends_too_few, RESIDENT, OUT_OF_RANGE, use_ends(w); w->ends.capacity = 2; w->attention.first.n = 3;
+       w->attention.last.keys = NULL; w->attention.last.n = 0)
 CHANGE(ends_ring_too_small, RESIDENT, OUT_OF_RANGE, use_ends(w); w->ends.capacity = 2; w->ends.ring = true;
        w->attention.last.n = 3)
 CHANGE(out_in_ends, RESIDENT, INVALID_ARGUMENT, use_ends(w); w->out = behind(w->m->pool_codes, 0))
@@ -299,7 +300,7 @@ CHANGE(list_negative_first, RESIDENT, INVALID_ARGUMENT, use_list(w, INT32_MIN, 3
 CHANGE(list_unsorted_row, RESIDENT, INVALID_ARGUMENT, use_list(w, 0, 3, 4, 2, 2, HEADS, 4))
 CHANGE(list_length, RESIDENT, INVALID_ARGUMENT, use_list(w, 0, 3, 9, -1, -1, 1, 4))
 CHANGE(list_newest, RESIDENT, INVALID_ARGUMENT, use_list(w, 0, 3, 9, -1, 4, 1, 4); w->attention.list.newest = -1)
-CHANGE(list_heads, RESIDENT, INVALID_ARGUMENT, use_list(w, 0, 3, 9, -1, 4, 3, 4))
+CHANGE(list_heads, RESIDENT, INVALID_ARGUMENT, use_list(w, 0, 1, 0, 1, 2, 3, 4))
 CHANGE(list_block_0, RESIDENT, INVALID_ARGUMENT, use_list(w, 0, 3, 9, -1, 4, 1, 0))
 CHANGE(list_block_8, RESIDENT, INVALID_ARGUMENT, use_list(w, 0, 3, 9, -1, 4, 1, 8))
 CHANGE(list_block_256, RESIDENT, INVALID_ARGUMENT, use_list(w, 0, 3, 9, -1, 4, 1, 256))

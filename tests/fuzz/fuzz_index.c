@@ -134,7 +134,7 @@ static int by_score(const void *a, const void *b)
 
 static int by_number(const void *a, const void *b) { return *(const int32_t *)a < *(const int32_t *)b ? -1 : 1; }
 
-/* The k blocks of one query by a sort; scores are changed. Says whether none that it sees is NaN. list: [n_blocks + k] */
+/* The k blocks of one query by a sort; changes scores. Whether no score that it sees is NaN. list: [n_blocks + k] */
 static bool expect_choice(const index_problem *p, int query, float *scores, int k, int32_t *list)
 {
     const tqkv_index *x = &p->index;

@@ -218,8 +218,8 @@ static tqkv_result load(const tqkv_cache_desc *desc, stream *s, tqkv_cache **cac
     return result;
 }
 
-/* Scratch for many heads, or new halves, may exceed what limited_alloc grants. A window or halves of a ring may be gone, and a snapshot
-   may lack halves. */
+/* Scratch for many heads, or new halves, may exceed what limited_alloc grants. A window or halves of a ring may be
+   gone, and a snapshot may lack halves. */
 static void attend(tqkv_cache *cache, const float *q, int n_queries, float *out, size_t n_out, uint64_t *hash)
 {
     memset(out, 0, n_out * sizeof *out);

@@ -173,8 +173,8 @@ void check_probe(stream &s, int n)
     CHECK(same_floats(expected.data(), got.data(), got.size()), "probed values differ");
 }
 
-// Keys alone, then keys and values in one dispatch, in threadgroups of 1 to 4 simdgroups. Of a table the processor knows
-// all, or nothing.
+// Keys alone, then keys and values in one dispatch, in threadgroups of 1 to 4 simdgroups. Of a table the processor
+// knows all, or nothing.
 void run_codec(const void *parameters)
 {
     const codec_row *row = (const codec_row *)parameters;

@@ -80,8 +80,8 @@ static void run_refusals(const void *parameters)
     tqkv_cache_destroy(gpu);
 }
 
-/* Rows head by head, of the queries in both directions: a recorded call gives the bits of one that waits, and both leave
-   what lies between the rows. */
+/* Rows head by head, of the queries in both directions: a recorded call gives the bits of one that waits, and both
+   leave what lies between the rows. */
 static void run_strides(const void *parameters)
 {
     enum { D = 64, N = 3, GAP = 5, Q = CACHE_HEADS * CACHE_GROUP };

@@ -1,6 +1,6 @@
 // Ways to look up a 4-bit code in its codebook, and to make a float of a signed byte; and a kernel that only reads.
-// lookup.m times them on a Mac; the library does not contain them. A lane adds up 32 values, or 16 bytes, each times a weight: one multiply-add a value
-// is not part of the look-up.
+// lookup.m times them on a Mac; the library does not contain them. A lane adds up 32 values, or 16 bytes, each times a
+// weight: one multiply-add a value is not part of the look-up.
 #include <metal_stdlib>
 using namespace metal;
 #include "../src/api/types.h"

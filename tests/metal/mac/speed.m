@@ -1,9 +1,9 @@
 /* What a token and a prompt cost: speed LIBRARY [--tiny]. At shapes that models of 2026 have, caches of half floats, of
    I8 keys with TQ4 values and of TQ4, from 512 to 131,072 positions; groups of 4 and 8 by lanes and by matrices. Times
    are the GPU's own, of several calls in one command buffer, the best of some rounds after 0.3 s of the same work:
-   an idle GPU has a low clock.
-   GB/s counts codes and norms once a call. `share` is of the time of half floats. First comes tqkv's test of itself, without pipelines and with them. --tiny: one shape at 64 positions, to
-   see that it runs. */
+   an idle GPU has a low clock. GB/s counts codes and norms once a call. `share` is of the time of half floats. First
+   comes tqkv's test of itself, without pipelines and with them. --tiny: one shape at 64 positions, to see that it
+   runs. */
 #include "report.h"
 #include "../../shape.h"
 #include <string.h>
