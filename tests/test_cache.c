@@ -229,6 +229,7 @@ static void check_saved(const void *parameters)
     } rows[] = {
         {1024, 512, 300, 1024, 0, false, true}, {400, 64, 40, 40, 0, false, false}, {64, 16, 70, 0, 5, true, false}};
     int kept[63];
+    float q[CACHE_HEADS * CACHE_GROUP * 64] = {0}, out[CACHE_HEADS * CACHE_GROUP * 64];
     (void)parameters;
     for (int i = 0; i < 3; i++) {
         const cache_row row = {TQKV_TQ4, TQKV_TQ3, 64, rows[i].capacity, rows[i].ring, rows[i].n_tokens, -1};
@@ -241,9 +242,10 @@ static void check_saved(const void *parameters)
             CHECK_RESULT(tqkv_cache_fork(cache, &changed, &copy), TQKV_OK);
         else
             CHECK_RESULT(tqkv_cache_keep(cache, 64, kept, 63), TQKV_OK);
-        const tqkv_cache *saved = copy ? copy : cache;
+        tqkv_cache *const saved = copy ? copy : cache;
         CHECK(test_keys(saved)->channel_scale && test_first(saved) == rows[i].first, "%d: begins at %d", i,
               (int)test_first(saved));
+        CHECK_RESULT(tqkv_cache_attend(saved, q, 1, out), TQKV_OK);
         stream s = stream_of_cache(saved);
         changed.capacity = 0;
         CHECK_RESULT(tqkv_cache_load(&changed, stream_read, &s, &loaded), TQKV_OK);
