@@ -7649,8 +7649,7 @@ static const tqkv__list *tqkv__list_in_pass(const tqkv__work *w, int pass)
     return pass == TQKV__GONE ? NULL : w->list;
 }
 
-/* Finds the tile of the ranks from `rank` to at most `end`, n 0 if a list's query sees none of it; returns the rank
-   behind. */
+/* Finds the tile of the ranks from `rank` to at most `end`, n 0 if a list hides all; returns the rank behind. */
 static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, int64_t end, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;
@@ -8227,8 +8226,7 @@ static void tqkv__merge_wave(const tqkv__request *request)
     }
 }
 
-/* Runs the waves of a spread job and merges the stretches of each request in order. totals: sums of all rows of each
-   request */
+/* Runs the waves of a spread job and merges each request's stretches in order. totals: sums of all its rows */
 static void tqkv__run_waves(tqkv__job *job, const tqkv_parallel *parallel, float *totals)
 {
     for (int i = 0; i < job->n_requests; totals += job->requests[i++].sums_floats) job->requests[i].total = totals;
@@ -10351,8 +10349,7 @@ static tqkv_result tqkv__get_newest(const tqkv_cache *c, int64_t room, tqkv_stor
     return TQKV_OK;
 }
 
-/* Makes the rings of the newest halves as large as n_tokens more need them. They return to the cache's memory when that
-   is enough. */
+/* Makes the rings of the newest halves large enough for n_tokens more, or small again: then in the cache's memory. */
 static tqkv_result tqkv__fit_newest(tqkv_cache *c, int n_tokens)
 {
     const int64_t most = (int64_t)c->keys.capacity - c->exact_last + 1; /* of a ring no query sees more */

@@ -101,8 +101,7 @@ static const tqkv__list *tqkv__list_in_pass(const tqkv__work *w, int pass)
     return pass == TQKV__GONE ? NULL : w->list;
 }
 
-/* Finds the tile of the ranks from `rank` to at most `end`, n 0 if a list's query sees none of it; returns the rank
-   behind. */
+/* Finds the tile of the ranks from `rank` to at most `end`, n 0 if a list hides all; returns the rank behind. */
 static int64_t tqkv__find_ranks_at(const tqkv__work *w, int pass, int64_t rank, int64_t end, tqkv__ranks *ranks)
 {
     const tqkv__attention *a = w->a;

@@ -10,7 +10,7 @@ FUZZ_SANITIZERS := address
 FUZZ_LENGTH := 1024
 # test_tables.c contains the implementation; runner.c handles failed checks.
 FUZZ_SUPPORT := test_tables runner
-FUZZ_HEADERS := $(TEST_HEADERS) tests/fuzz/fuzz.h tests/fuzz/rules.mk
+FUZZ_HEADERS := $(TEST_HEADERS) $(wildcard tests/fuzz/*.h) tests/fuzz/rules.mk
 
 # $(1) folder, $(2) compiler, $(3) compile flags, $(4) link flags, $(5) object with the main function
 define fuzz_variant
