@@ -26,8 +26,7 @@ TQKV_API const char *tqkv_result_string(tqkv_result r);
    [token][head][dim] without gaps: dim for head and n_heads * dim for token. For [head][token][dim]: token = dim,
    head = n_tokens * dim; for a third of fused projections: token = 3 * n_heads * dim. Rows that are read may share
    values, rows that are written may not. Between the rows of an output another output of the same strides may lie;
-   checks of what overlaps count all other memory there as written, although calls do not touch it. On a GPU below
-   2^32. */
+   checks of overlaps count all other memory there as written, though calls leave it alone. On a GPU below 2^32. */
 typedef struct tqkv_strides {
     size_t token, head;
 } tqkv_strides;

@@ -128,7 +128,7 @@ TQKV_API tqkv_result tqkv_calibrate(const tqkv_store *shape, const void *src, in
    k)/sqrt(head_dim) over the rows k, root mean square over the queries that read the head. 20 in the first layer ruins
    Qwen2.5-Coder-0.5B, 5 costs 0.25 nats, 0.7 costs 0.03, or 0.003 with exact ends. Rows and
    queries as tqkv_calibrate's, q not NULL; noise: [n_kv_heads], zeros for no tokens or queries, INFINITY if rows decode
-   to NaN. */
+   to NaN or q.(k' - k) is beyond a float. */
 TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, int n_tokens, const void *q,
                                       int n_heads, int n_queries, double *noise);
 

@@ -214,10 +214,15 @@ static void tqkv__add_noise(const tqkv__queries *queries, int kv_head, size_t fi
     for (int i = 0; i < n; i++) {
         const size_t row = first + (size_t)i, head = (size_t)kv_head * group + row % group;
         const void *at = tqkv__source_row(s, queries->q, row / group, head);
-        double four[4] = {0.0, 0.0, 0.0, 0.0};
+        float a = 0.0f, b = 0.0f, c = 0.0f, e = 0.0f;
         tqkv__codec_for(s->head_dim)->widen(s->type, at, NULL, NULL, s->head_dim, q);
-        for (int d = 0; d < s->head_dim; d++) four[d % 4] += (double)q[d] * (double)error[d];
-        const double noise = (four[0] + four[1]) + (four[2] + four[3]);
+        for (int d = 0; d < s->head_dim; d += 4) {
+            a += q[d] * error[d];
+            b += q[d + 1] * error[d + 1];
+            c += q[d + 2] * error[d + 2];
+            e += q[d + 3] * error[d + 3];
+        }
+        const double noise = (double)((a + b) + (c + e));
         sums->first[i] += noise;
         sums->second[i] += noise * noise;
     }
@@ -233,10 +238,9 @@ static TQKV__NOINLINE double tqkv__head_noise(const tqkv__stream *s, const tqkv_
     const float *inverses = tqkv__inverses_of(s, kv_head, 1, room), *center = tqkv__center_of(s, kv_head);
     const int64_t n_rows = (int64_t)queries->n * queries->group;
     double total = 0.0;
-    for (int64_t first = 0; first < n_rows; first += TQKV__NOISE_ROWS) {
+    for (int64_t first = 0; first < n_rows && n_tokens; first += TQKV__NOISE_ROWS) {
         const int n = n_rows - first < TQKV__NOISE_ROWS ? (int)(n_rows - first) : TQKV__NOISE_ROWS;
-        tqkv__noises sums;
-        memset(&sums, 0, sizeof sums);
+        tqkv__noises sums = {{0.0}, {0.0}};
         for (int t = 0; t < n_tokens; t++) {
             const void *at = tqkv__source_row(s, src, (size_t)t, (size_t)kv_head);
             const tqkv__row row = {at, center, inverses, codes, norms, NULL, NULL};
@@ -263,8 +267,8 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
     size_t q_bytes;
     tqkv_result r = tqkv__stream_shape(shape, &s);
     if (r == TQKV_OK) r = tqkv__stream_channels(shape, &s);
+    if (r == TQKV_OK) r = tqkv__take_queries(&s, q, n_heads, n_queries, &queries, &q_bytes);
     if (r != TQKV_OK) return r;
-    if ((r = tqkv__take_queries(&s, q, n_heads, n_queries, &queries, &q_bytes)) != TQKV_OK) return r;
     if (!q) return TQKV__INVALID("q is NULL");
     const size_t size = (size_t)s.n_kv_heads * sizeof *noise;
     const size_t alignment = __alignof__(tqkv_quality); /* of a double in a struct: 4 on 32-bit x86 */
@@ -273,9 +277,7 @@ TQKV_API tqkv_result tqkv_logit_noise(const tqkv_store *shape, const void *src, 
     const uint64_t mode = tqkv__fp_exact();
     if (s.kind == TQKV__BOOK) tqkv__quantiser_open(&s, &quantiser);
     for (int h = 0; h < s.n_kv_heads; h++)
-        noise[h] = n_tokens && n_queries
-                       ? sqrt(tqkv__head_noise(&s, &quantiser, src, n_tokens, h, &queries) / s.head_dim)
-                       : 0.0;
+        noise[h] = sqrt(tqkv__head_noise(&s, &quantiser, src, n_tokens, h, &queries) / s.head_dim);
     tqkv__fp_restore(mode);
     return TQKV_OK;
 }

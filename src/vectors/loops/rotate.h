@@ -1,5 +1,4 @@
-/* >>k-rotate: the rotation by vectors. The sums and their order are those of >>codec, and so are the
-   bytes. */
+/* >>k-rotate: the rotation by vectors, with the sums of >>codec in their order: the same bytes. */
 
 /* Butterflies (a, b) -> (a + b, a - b) between vectors 1, 2, 4 .. count/2 apart; count is a constant. */
 TQKV__OP void TQKV__(butterflies)(const int count, TQKV__VECTOR *x)
