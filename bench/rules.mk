@@ -67,16 +67,16 @@ TEST_TARGETS += test-bench
 
 # ---- How large it is; bench/sizes.txt has the limits ----
 
-$(BUILD)/size.o: examples/make/tqkv.c $(TQKV_FILES)
+$(BUILD)/size.o $(BUILD)/size-lines.o: examples/make/tqkv.c $(TQKV_FILES)
 	@mkdir -p $(@D)
-	@$(CC) $(STANDARD) $(CPPFLAGS) -O2 -g $(INCLUDE) -c $< -o $@
+	@$(CC) $(STANDARD) $(CPPFLAGS) -O2 $(if $(filter %lines.o,$@),-g) $(INCLUDE) -c $< -o $@
 
 .PHONY: size size-files
 size: $(BUILD)/size.o ## lines by folder, bytes of the header and of the code, lines of tests, words of documents
 	@echo "== sizes"
 	@python3 bench/size.py src $< bench/sizes.txt
 
-size-files: $(BUILD)/size.o ## lines and code of each file of src/
+size-files: $(BUILD)/size-lines.o ## lines and code of each file of src/
 	@python3 bench/size.py src $<
 
 TEST_TARGETS += size

@@ -3,9 +3,10 @@
 
 usage: size.py FOLDER OBJECT [LIMITS]
 
-OBJECT: the implementation without Metal, compiled from FOLDER, the source, by gcc -O2 -g: `nm -l` knows the file of each
-function. Loops that every set compiles again count where they are written. LIMITS: a file of lines `NAME LIMIT REASON`; a limit
-of text counts for gcc 12 on x86-64 alone. Without it each file of FOLDER has a line: its lines, its code in bytes.
+OBJECT: the implementation without Metal, compiled from FOLDER, the source, by gcc -O2. LIMITS: a file of lines `NAME LIMIT
+REASON`; a limit of text counts for gcc 12 on x86-64 alone. Without it each file of FOLDER has a line: its lines, its code in
+bytes. That takes an OBJECT with -g: `nm -l` knows the file of each function. Loops that every set compiles again count where
+they are written.
 """
 import collections
 import pathlib

@@ -36,6 +36,9 @@ typedef struct test_case {
 #define TEST_PRINTF(format_index, first_index)
 #endif
 
+/* The parameter of a case without a row. */
+#define NO_ROW const void *no_row __attribute__((unused))
+
 /* Adds one case. Copies the row, its parameters; NULL and 0: no row. */
 void test_add(void (*run)(const void *row), const void *row, size_t row_size, const char *name, ...) TEST_PRINTF(4, 5);
 

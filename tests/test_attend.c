@@ -71,9 +71,8 @@ typedef struct merged {
 
 /* Slices merge if they are of the same shape and the values' scales, and their centres, hold the same numbers, wherever
  * they lie; otherwise nothing is written. */
-static void check_merge_scales(const void *parameters)
+static void check_merge_scales(NO_ROW)
 {
-    (void)parameters;
     float *rows = test_rows(7, DATA_GAUSSIAN, 9 * 3, 64), *q = test_rows(8, DATA_GAUSSIAN, 3, 64);
     float *scales[3] = {test_scales(9, 3, 64, 8.0), test_scales(9, 3, 64, 8.0), test_scales(9, 3, 64, 8.0)};
     float *center = test_rows(10, DATA_GAUSSIAN, 3, 64);

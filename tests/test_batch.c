@@ -110,9 +110,8 @@ static void check_bits(const void *parameters)
 }
 
 /* Sums that fill the memory of several waves: of short windows across the end of a stretch, with many rows. */
-static void check_waves(const void *parameters)
+static void check_waves(NO_ROW)
 {
-    (void)parameters;
     batch *b = (batch *)test_alloc(sizeof *b);
     memset(b, 0, sizeof *b);
     for (int i = 0; i < 4; i++) {
@@ -257,9 +256,8 @@ static void check_random_places(const void *parameters)
     free_batch(b);
 }
 
-static void check_arguments(const void *parameters)
+static void check_arguments(NO_ROW)
 {
-    (void)parameters;
     batch *b = make_batch(2, 2);
     CHECK_RESULT(tqkv_attend_batch(b->items, 0, b->q, b->out), TQKV_OK);
     CHECK_RESULT(tqkv_attend_batch(b->items, -1, b->q, b->out), TQKV_INVALID_ARGUMENT);
@@ -275,9 +273,8 @@ static void check_arguments(const void *parameters)
 }
 
 /* One sequence that is far longer than the others, which have most of the rows: 13 MiB, and sums of all rows. */
-static void check_scratch(const void *parameters)
+static void check_scratch(NO_ROW)
 {
-    (void)parameters;
     batch *b = (batch *)test_alloc(sizeof *b);
     int calls = 0;
     counting counter = {0, 0, 0, 0, 0};
@@ -303,9 +300,8 @@ static void check_scratch(const void *parameters)
 }
 
 /* Items without queries, of which nothing else is looked at, change no bit of the others. */
-static void check_no_queries(const void *parameters)
+static void check_no_queries(NO_ROW)
 {
-    (void)parameters;
     batch *b = make_batch(5, 6);
     const tqkv_attention all[6] = {b->items[0], b->items[1], b->items[2], b->items[3], b->items[4], b->items[5]};
     for (unsigned without = 0; without < 64; without += 7) {

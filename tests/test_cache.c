@@ -1,9 +1,8 @@
 /* Caches: defaults, refusals, sizes, and a defect of edits. What they hold, learn and answer: test_history.c. */
 #include "cache_fixture.h"
 
-static void check_defaults(const void *parameters)
+static void check_defaults(NO_ROW)
 {
-    (void)parameters;
     tqkv_cache_desc desc = test_cache_desc(128, CACHE_HEADS, 0, 8); /* n_heads has no default */
     tqkv_cache *cache = NULL;
     CHECK_RESULT(tqkv_cache_create(&desc, &cache), TQKV_INVALID_ARGUMENT);
@@ -23,14 +22,13 @@ static void check_defaults(const void *parameters)
 }
 
 /* A ring that cannot hold its window, or what it is to learn from, is refused with a reason when it is created. */
-static void check_ring_refusals(const void *parameters)
+static void check_ring_refusals(NO_ROW)
 {
     static const struct {
         int capacity, window, calibrate;
         const char *words;
     } rows[] = {{100, 100, 0, NULL},     {100, 101, 0, "window:"},  {100, 0, 25, NULL},
                 {100, 0, 26, "quarter"}, {400, 60, 512, "quarter"}, {40, 0, 16, NULL}};
-    (void)parameters;
     for (int i = 0; i < (int)(sizeof rows / sizeof *rows); i++)
         for (int ring = 0; ring < 2; ring++) {
             cache_row row = {TQKV_I8, TQKV_TQ4, 32, rows[i].capacity, ring != 0, 0, -1};
@@ -47,10 +45,9 @@ static void check_ring_refusals(const void *parameters)
 }
 
 /* Outputs over any part of a cache's memory are refused, and change nothing: its struct, its channels, its codes. */
-static void check_out_over_cache(const void *parameters)
+static void check_out_over_cache(NO_ROW)
 {
     enum { D = 64, SIZE = 8192 };
-    (void)parameters;
     for (int way = 0; way < 3; way++) {
         cache_row row = {TQKV_I8, TQKV_TQ4, D, 64, false, 10, -1};
         counting counter = {0, 0, 0, 0, 0};
@@ -71,11 +68,10 @@ static void check_out_over_cache(const void *parameters)
 }
 
 /* The memory of the newest halves of a large append is the cache's, too: nothing else may lie there. */
-static void check_over_halves(const void *parameters)
+static void check_over_halves(NO_ROW)
 {
     const cache_row row = {TQKV_TQ4, TQKV_TQ3, 64, 300, false, 200, -1};
     tqkv_cache_desc desc = cache_desc(&row, NULL);
-    (void)parameters;
     desc.exact_last = 64;
     tqkv_cache *cache = cache_make(&row, &desc);
     REQUIRE(cache, "no cache");
@@ -102,13 +98,12 @@ static void check_cut_refused(tqkv_cache *cache, int n, const float *q, float *o
 }
 
 /* They are one call: its outputs may overlap neither the queries of the other side, nor each other, nor the cache. */
-static void check_over_queries(const void *parameters)
+static void check_over_queries(NO_ROW)
 {
     enum { D = 64, WIDE = CACHE_HEADS * CACHE_GROUP * D, N = 6, RAW = 3, LEARNS_AT = 40, ALL = (N + RAW) * WIDE };
     const size_t size = ALL * sizeof(float);
     float *q = test_rows(3, DATA_GAUSSIAN, N, WIDE), *all = (float *)test_alloc_filled(size, 0);
     float *behind = all + RAW * WIDE;
-    (void)parameters;
     for (int way = 0; way < 3; way++) {
         const cache_row row = {TQKV_TQ4, TQKV_TQ3, D, 240, false, LEARNS_AT - RAW, -1};
         tqkv_cache_desc desc = cache_desc(&row, NULL);
@@ -170,7 +165,7 @@ static void check_lost_lists(const tqkv_cache *cache, const float *q, float *out
 }
 
 /* A view of a cache whose queries miss some of their windows gets no answer in any way; stores know no history. */
-static void check_lost_windows(const void *parameters)
+static void check_lost_windows(NO_ROW)
 {
     enum { D = 64, WIDE = CACHE_HEADS * CACHE_GROUP * D, N = 13 };
     const cache_row row = {TQKV_TQ4, TQKV_TQ4, D, 64, true, 204, -1};
@@ -179,7 +174,6 @@ static void check_lost_windows(const void *parameters)
     static float sums[2][N * CACHE_HEADS * CACHE_GROUP];
     const void *const queries[1] = {q};
     void *const outs[1] = {out};
-    (void)parameters;
     desc.window = 64;
     tqkv_cache *cache = cache_make(&row, &desc);
     REQUIRE(cache, "no cache");
@@ -200,12 +194,11 @@ static void check_lost_windows(const void *parameters)
 /* ---- Edits and forks ---- */
 
 /* Defect: kept whole, a run of positions that reaches below the newest halves took them all. */
-static void check_keep_all(const void *parameters)
+static void check_keep_all(NO_ROW)
 {
     const cache_row row = {TQKV_TQ4, TQKV_TQ3, 64, 200, false, 50, -1};
     tqkv_cache_desc desc = cache_desc(&row, NULL);
     int kept[150];
-    (void)parameters;
     desc.exact_first = desc.exact_last = 4;
     tqkv_cache *cache = cache_make(&row, &desc);
     REQUIRE(cache, "no cache");
@@ -221,7 +214,7 @@ static void check_keep_all(const void *parameters)
 /* Defects: caches that learn, whose snapshots could not be loaded. After a fork to a ring of less than four times the
  * positions that it learned from; to no more room than its positions take, where it never learned; and of a ring that
  * held more positions than it has room for, when it learned anew because an edit took one back. */
-static void check_saved(const void *parameters)
+static void check_saved(NO_ROW)
 {
     static const struct {
         int capacity, calibrate, n_tokens, fork, first; /* fork: its capacity, 0: none; first: the oldest position */
@@ -230,7 +223,6 @@ static void check_saved(const void *parameters)
         {1024, 512, 300, 1024, 0, false, true}, {400, 64, 40, 40, 0, false, false}, {64, 16, 70, 0, 5, true, false}};
     int kept[63];
     float q[CACHE_HEADS * CACHE_GROUP * 64] = {0}, out[CACHE_HEADS * CACHE_GROUP * 64];
-    (void)parameters;
     for (int i = 0; i < 3; i++) {
         const cache_row row = {TQKV_TQ4, TQKV_TQ3, 64, rows[i].capacity, rows[i].ring, rows[i].n_tokens, -1};
         tqkv_cache_desc desc = cache_desc(&row, NULL), changed = test_cache_desc(0, 0, 0, rows[i].fork);
@@ -257,9 +249,8 @@ static void check_saved(const void *parameters)
 }
 
 /* A cache copies its centres; a fork may be asked for the same, and for no other. */
-static void check_centers(const void *parameters)
+static void check_centers(NO_ROW)
 {
-    (void)parameters;
     const cache_row row = {TQKV_TQ4, TQKV_TQ3, 64, 12, false, 0, -1};
     tqkv_cache_desc desc = cache_desc(&row, NULL);
     float *centers = test_rows(7, DATA_GAUSSIAN, 2 * CACHE_HEADS, 64), *values = centers + CACHE_HEADS * 64;
@@ -292,14 +283,13 @@ static void free_too_little(void *user, void *pointer, size_t size)
 
 /* Codes that a size_t can count beside halves that it cannot: of the first positions, and of those before a cache has
    learned. */
-static void check_too_large(const void *parameters)
+static void check_too_large(NO_ROW)
 {
     static uint64_t room[2048];
     const int bits = sizeof(size_t) == 8 ? 30 : 14;
     const cache_row row = {TQKV_TQ2, TQKV_TQ2, 32, 1 << bits, false, 0, -1};
     tqkv_cache_desc desc = cache_desc(&row, NULL);
     tqkv_cache *cache = NULL;
-    (void)parameters;
     desc.n_kv_heads = desc.n_heads = 1 << bits;
     desc.value_format = TQKV_FORMAT_DEFAULT;
     desc.shared = true;

@@ -170,9 +170,8 @@ static void check_exact(const void *parameters)
 
 /* ---- Edges ---- */
 
-static void check_edges(const void *parameters)
+static void check_edges(NO_ROW)
 {
-    (void)parameters;
     enum { D = 64, N = 3 * HEADS * D };
     tqkv_store shape = test_store(TQKV_TQ3, D, HEADS, 1, false);
     float rows[N], q[HEADS * D], center[HEADS * D], scale[HEADS * D];
@@ -256,7 +255,7 @@ static void check_noise(const void *parameters)
 }
 
 /* Doubles lie in a struct as a machine's compilers put them there: on 32-bit x86 at multiples of 4. */
-static void check_alignment(const void *parameters)
+static void check_alignment(NO_ROW)
 {
     struct packed {
         float before;
@@ -265,7 +264,6 @@ static void check_alignment(const void *parameters)
     } place, odd[2];
     tqkv_store shape = test_store(TQKV_TQ3, 64, HEADS, 1, false);
     float *rows = test_rows(1, DATA_GAUSSIAN, HEADS, 64);
-    (void)parameters;
     CHECK_RESULT(tqkv_logit_noise(&shape, rows, 1, rows, HEADS, 1, place.noise), TQKV_OK);
     for (int i = 0; i < 2; i++) {
         CHECK_RESULT(tqkv_logit_noise(&shape, rows, 1, rows, HEADS, 1, odd[i].noise), TQKV_OK);
@@ -278,10 +276,9 @@ static void check_alignment(const void *parameters)
 /* ---- The measure ---- */
 
 /* Rows that are all equal, rows of zeros, rows that overflow: no division by zero, no NaN. */
-static void check_measure_edges(const void *parameters)
+static void check_measure_edges(NO_ROW)
 {
     enum { D = 64 };
-    (void)parameters;
     float rows[3 * D] = {0};
     tqkv_store shape = test_store(TQKV_TQ2, D, 1, 1, false);
     tqkv_quality out;

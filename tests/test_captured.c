@@ -69,9 +69,8 @@ static void check_error(const void *parameters)
 }
 
 /* The values of Qwen's first layer have heavy tails: TQ8 without the rotation must be much less accurate on them. */
-static void check_unrotated(const void *parameters)
+static void check_unrotated(NO_ROW)
 {
-    (void)parameters;
     captured layer;
     if (!captured_load(0, &layer)) return;
     double rotated = captured_error(&layer, TQKV_TQ8, false, layer.values);

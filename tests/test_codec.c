@@ -12,9 +12,8 @@ typedef struct format_row {
 
 /* ---- Names ---- */
 
-static void check_names(const void *parameters)
+static void check_names(NO_ROW)
 {
-    (void)parameters;
     static const char *const names[TEST_FORMATS] = {"f16",       "tq4",       "tq5", "tq6", "tq8",
                                                     "tq5_bytes", "tq6_bytes", "i8",  "tq3", "tq2"};
     for (int i = 0; i < TEST_FORMATS; i++) {
@@ -30,9 +29,8 @@ static void check_names(const void *parameters)
     CHECK(tqkv_format_name(test_no_format(99)) != NULL, "no text for an unknown format");
 }
 
-static void check_result_strings(const void *parameters)
+static void check_result_strings(NO_ROW)
 {
-    (void)parameters;
     for (int i = 0; i <= (int)TQKV_METAL_ERROR; i++) {
         const char *text = tqkv_result_string((tqkv_result)i);
         REQUIRE(text && strlen(text) > 1, "result %d has no text", i);
@@ -131,9 +129,8 @@ static void check_halves(const void *parameters)
     test_store_free(&store);
 }
 
-static void check_half_limits(const void *parameters)
+static void check_half_limits(NO_ROW)
 {
-    (void)parameters;
     static const float values[8] = {65504.0f, 65519.996f,     65520.0f,      1e30f,
                                     3.4e38f,  2.98023224e-8f, 2.9802326e-8f, 1e-40f};
     static const uint16_t halves[8] = {0x7bff, 0x7bff, 0x7bff, 0x7bff, 0x7bff, 0, 1, 0};
@@ -222,9 +219,8 @@ static void check_not_finite(const void *parameters)
 }
 
 /* A run that is longer than a ring, by the tasks of a hook and by one thread: the same bytes. */
-static void check_tasks(const void *parameters)
+static void check_tasks(NO_ROW)
 {
-    (void)parameters;
     enum { TOKENS = 700, HEADS = 2, DIM = 128 };
     float *src = test_rows(7, DATA_GAUSSIAN, TOKENS * HEADS, DIM);
     tqkv_store stores[2];

@@ -60,10 +60,9 @@ static void check_own_codebook(const void *parameters)
 }
 
 /* Defect: softcap is a parameter that is never applied. With a softcap of 1, scores of +-1000 weigh like +-1. */
-static void check_softcap_applied(const void *parameters)
+static void check_softcap_applied(NO_ROW)
 {
     enum { DIM = 64 };
-    (void)parameters;
     float keys[2 * DIM], values[2 * DIM] = {0}, q[DIM], out[DIM];
     tqkv_store stores[2] = {test_store(TQKV_F16, DIM, 1, 2, false), test_store(TQKV_F16, DIM, 1, 2, false)};
     tqkv_attention a = test_attention(&stores[0], &stores[1], 1, 1, 2);
@@ -156,9 +155,8 @@ static void check_size_overflow(const void *parameters)
 }
 
 /* Defect: 32-bit indices wrap at 2^32. Uses the end of a store of 5 GiB; the rest is address space without memory. */
-static void check_far_rows(const void *parameters)
+static void check_far_rows(NO_ROW)
 {
-    (void)parameters;
 #if (defined(__linux__) || defined(__APPLE__)) && SIZE_MAX > 0xffffffffu
     enum { D = 1024, CAPACITY = 5 << 19 }; /* times 2048 bytes */
     tqkv_store store = test_shape(TQKV_F16, D);
@@ -204,9 +202,8 @@ static void check_probe_size(const void *parameters)
 }
 
 /* Defect: codes of 5 and 6 bits take 8 bits of memory. */
-static void check_packed(const void *parameters)
+static void check_packed(NO_ROW)
 {
-    (void)parameters;
     for (int i = 0; i < 6; i++) {
         size_t d = (size_t)test_head_dims[i];
         CHECK(8 * test_row_bytes(TQKV_TQ5, (int)d) == 5 * d, "TQ5 row of %zu bytes", test_row_bytes(TQKV_TQ5, (int)d));
@@ -266,10 +263,9 @@ static tqkv_cache_desc desc_of(int head_dim, int capacity)
 
 /* A NaN among halves at a position whose weight underflows to 0: the same bits alone and beside a query that does not
    see the newest position. */
-static void check_poison_alone(const void *parameters)
+static void check_poison_alone(NO_ROW)
 {
     enum { N = 64, DIM = 64 };
-    (void)parameters;
     static float k[N * DIM], v[N * DIM], q[2 * DIM], alone[DIM], both[2 * DIM];
     tqkv_cache *cache;
     tqkv_cache_desc desc = desc_of(DIM, N);
@@ -289,10 +285,9 @@ static void check_poison_alone(const void *parameters)
 }
 
 /* A centre whose product with the query is beyond the range of float: NaN where it counts, never a wrong number. */
-static void check_center_overflow(const void *parameters)
+static void check_center_overflow(NO_ROW)
 {
     enum { N = 4, DIM = 64 };
-    (void)parameters;
     static float k[N * DIM], v[N * DIM], q[DIM], out[DIM];
     float max, sum, sink = 0.0f;
     tqkv_cache *cache;

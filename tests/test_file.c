@@ -110,9 +110,8 @@ static void check_limited(const void *parameters)
 
 #ifdef __linux__
 /* /dev/full refuses every write, as a full disk does. Without a buffer fwrite reports it, with one fflush. */
-static void check_full(const void *parameters)
+static void check_full(NO_ROW)
 {
-    (void)parameters;
     tqkv_cache *cache = make_cache(25);
     REQUIRE(cache, "no cache");
     CHECK_RESULT(snapshot_save_to(cache, fopen("/dev/full", "wb")), TQKV_IO);
@@ -126,9 +125,8 @@ static void check_full(const void *parameters)
 }
 #endif
 
-static void check_paths(const void *parameters)
+static void check_paths(NO_ROW)
 {
-    (void)parameters;
     char path[PATH_SIZE];
     tqkv_cache *cache = make_cache(2);
     REQUIRE(cache, "no cache");
@@ -154,9 +152,8 @@ static void *save_often(void *context)
 }
 
 /* Two threads save to one path; at any time the file is one of the two. */
-static void check_two_threads(const void *parameters)
+static void check_two_threads(NO_ROW)
 {
-    (void)parameters;
     char path[PATH_SIZE];
     make_path(path, "two_threads");
     tqkv_cache *caches[2] = {make_cache(3), make_cache(18)};
@@ -176,9 +173,8 @@ static void check_two_threads(const void *parameters)
 }
 
 /* A file with a byte after its snapshot is corrupt. */
-static void check_longer(const void *parameters)
+static void check_longer(NO_ROW)
 {
-    (void)parameters;
     char path[PATH_SIZE];
     tqkv_cache *cache = make_cache(2);
     REQUIRE(cache, "no cache");

@@ -490,9 +490,8 @@ static void check_row(const void *parameters)
 
 /* ---- Sizes and words ---- */
 
-static void check_sizes_of_invalid(const void *parameters)
+static void check_sizes_of_invalid(NO_ROW)
 {
-    (void)parameters;
     memory *m = (memory *)test_alloc(sizeof *m);
     for (int i = 0; i < N_CHANGES; i++) {
         if (changes[i].calls != STORE || changes[i].expected == TQKV_OK) continue; /* the shape itself is wrong */
@@ -511,9 +510,8 @@ static void check_sizes_of_invalid(const void *parameters)
 }
 
 /* A desc that is not that of a snapshot or a cache is refused with the name of the field. */
-static void check_desc_names(const void *parameters)
+static void check_desc_names(NO_ROW)
 {
-    (void)parameters;
     memory *m = (memory *)test_alloc(sizeof *m);
 #define REFUSED(call, field, value) \
     do { \

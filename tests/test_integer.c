@@ -157,10 +157,9 @@ static void check_infinite_norm(const void *parameters)
 }
 
 /* Negative norms turn a row around. */
-static void check_negative_norm(const void *parameters)
+static void check_negative_norm(NO_ROW)
 {
     attend_row row = attend_default_row(TQKV_TQ5, TQKV_TQ3, 64);
-    (void)parameters;
     attend_problem p;
     attend_set_up(&p, &row);
     for (int i = 0; i < 40; i += 3) p.values.norms[i] = p.keys.norms[i + 1] = -10.0f;

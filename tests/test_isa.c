@@ -2,9 +2,8 @@
 #include "runner.h"
 
 /* Unknown names are refused; known ones can be set, and set back. */
-static void check_force(const void *parameters)
+static void check_force(NO_ROW)
 {
-    (void)parameters;
     const char *before = tqkv_isa_name();
     CHECK_RESULT(tqkv_isa_force("sse9"), TQKV_INVALID_ARGUMENT);
     CHECK_RESULT(tqkv_isa_force(""), TQKV_INVALID_ARGUMENT);
@@ -18,9 +17,8 @@ static void check_force(const void *parameters)
 }
 
 /* TQKV_ISA counts when the set is chosen. A set that is not there leaves the best one, and TQKV_EXPLAIN hears so. */
-static void check_environment(const void *parameters)
+static void check_environment(NO_ROW)
 {
-    (void)parameters;
     const char *before = tqkv_isa_name(), *set = getenv("TQKV_ISA");
     char kept[32];
     snprintf(kept, sizeof kept, "%s", set ? set : "");

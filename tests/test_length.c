@@ -114,9 +114,8 @@ static void check_parallel(const void *parameters)
 }
 
 /* A key 1000 below the best one does not show, whatever its value. */
-static void check_far_below(const void *parameters)
+static void check_far_below(NO_ROW)
 {
-    (void)parameters;
     const int d = 32;
     tqkv_store keys = test_store(TQKV_F16, d, 1, 2, false), values = test_store(TQKV_I8, d, 1, 2, false);
     float rows[64] = {0}, q[32] = {0}, out[32];

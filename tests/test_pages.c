@@ -5,9 +5,8 @@
 #include "runner.h"
 
 /* Numbers that occur twice are found wherever they stand, beyond the 32768 that are marked at a time too. */
-static void check_twice(const void *parameters)
+static void check_twice(NO_ROW)
 {
-    (void)parameters;
     enum { n = 3, d = 32, capacity = 100000 };
     tqkv_store pool = test_store(TQKV_TQ2, d, 1, capacity, false);
     float *rows = test_rows(6, DATA_GAUSSIAN, n, d);
@@ -24,9 +23,8 @@ static void check_twice(const void *parameters)
 /* ---- Attention ---- */
 
 /* Keys and values that lie in one pool, each by its own table. */
-static void check_one_pool(const void *parameters)
+static void check_one_pool(NO_ROW)
 {
-    (void)parameters;
     enum { n = 100, d = 64 };
     static const int32_t tables[2][2] = {{3, 0}, {1, 2}};
     float *rows = test_rows(7, DATA_GAUSSIAN, 2 * n, d), out[2][d];

@@ -3,9 +3,8 @@
 
 #include "cache_fixture.h"
 
-static void check_preset(const void *parameters)
+static void check_preset(NO_ROW)
 {
-    (void)parameters;
     static const tqkv_format formats[3][2] = {{TQKV_I8, TQKV_TQ4}, {TQKV_TQ5, TQKV_TQ3}, {TQKV_TQ3, TQKV_TQ2}};
     for (int i = 0; i < 3; i++) {
         tqkv_cache_desc desc = tqkv_cache_preset((tqkv_preset)i), others = desc;

@@ -204,9 +204,8 @@ static void check_header(const void *parameters)
 }
 
 /* An empty cache whose streams each have a size, but not together. */
-static void check_huge_header(const void *parameters)
+static void check_huge_header(NO_ROW)
 {
-    (void)parameters;
     cache_row shape = {TQKV_TQ2, TQKV_TQ2, 32, 6, false, 0, -1};
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
     stream s = make_snapshot(&shape, &desc);
@@ -218,9 +217,8 @@ static void check_huge_header(const void *parameters)
 }
 
 /* More first positions than a ring of 6 has room for: nothing is written behind the room. */
-static void check_kept_beyond_capacity(const void *parameters)
+static void check_kept_beyond_capacity(NO_ROW)
 {
-    (void)parameters;
     cache_row shape = {TQKV_TQ4, TQKV_TQ5, 32, 6, true, 20, -1};
     tqkv_cache_desc desc = cache_desc(&shape, NULL);
     desc.exact_first = 8;
@@ -235,7 +233,7 @@ static void check_kept_beyond_capacity(const void *parameters)
 
 /* What is wrong with a snapshot, in words. Of another version a reader knows magic, version and size, and no more:
  * nothing behind these is read. */
-static void check_words(const void *parameters)
+static void check_words(NO_ROW)
 {
     static const struct {
         const char *words;
@@ -248,7 +246,6 @@ static void check_words(const void *parameters)
                 {"no cache writes", 64, 1, 0, true, 0}, {"checksum", 64, 1, 0, false, 0},
                 {"checksum", 160, 1, 0, false, 0},      {"cut short", 0, 0, 10, false, 0},
                 {"cut short", 0, 0, 100, false, 0},     {"cut short", 0, 0, 170, false, 0}};
-    (void)parameters;
     for (int i = 0; i < (int)(sizeof rows / sizeof *rows); i++) {
         stream s = sample_stream(SAMPLE_PLAIN);
         REQUIRE(s.bytes, "no snapshot");
@@ -268,9 +265,8 @@ static void check_words(const void *parameters)
 }
 
 /* A large empty cache that was to learn, but got a centre: nothing is read behind its snapshot. */
-static void check_settled(const void *parameters)
+static void check_settled(NO_ROW)
 {
-    (void)parameters;
     const cache_row shape = {TQKV_I8, TQKV_I8, 1024, 200, true, 0, -1};
     tqkv_cache_desc desc = cache_desc(&shape, NULL), open = test_cache_desc(0, 0, 0, 0);
     tqkv_cache *loaded = NULL;
@@ -288,9 +284,8 @@ static void check_settled(const void *parameters)
 }
 
 /* The tag of the model, in the snapshot and in the desc of the load or of the fork. */
-static void check_tag(const void *parameters)
+static void check_tag(NO_ROW)
 {
-    (void)parameters;
     static const uint64_t tags[3] = {0, UINT64_C(0x8123456789abcdef), 7};
     cache_row shape = {TQKV_TQ4, TQKV_TQ5, 32, 6, false, 3, -1};
     for (int i = 0; i < 9; i++) {
@@ -438,10 +433,9 @@ static tqkv_result load_crossing(int index, stream *s, stream *again)
 }
 
 /* All machines write the same bytes: what one loads and saves again could have come from any other. */
-static void check_crossing(const void *parameters)
+static void check_crossing(NO_ROW)
 {
     stream s = crossing_bytes(), again = stream_empty();
-    (void)parameters;
     check_hash(&s, UINT64_C(0x63ae8a28538524e2));
     for (int i = 0; i < 16 + CROSSING_STORES; i++) CHECK_RESULT(load_crossing(i, &s, &again), TQKV_OK);
     CHECK(stream_is_equal(&s, &again), "saved again, the bytes differ");

@@ -48,10 +48,9 @@ const uint8_t *test_signs(void) { return tqkv__tables.signs; }
 const uint8_t *test_hadamard(int m) { return tqkv__matrix_row(m, 0); }
 
 /* XXH3-64 of all tables as little-endian bytes; the floats come first. */
-static void check_hash(const void *parameters)
+static void check_hash(NO_ROW)
 {
     enum { FLOATS = offsetof(tqkv__table_set, signs) / sizeof(float) };
-    (void)parameters;
     unsigned char *bytes = (unsigned char *)test_alloc(sizeof tqkv__tables);
     memcpy(bytes, &tqkv__tables, sizeof tqkv__tables);
     data_to_little_endian(bytes, FLOATS);
@@ -127,9 +126,8 @@ static int row_of(tqkv_format f)
 }
 
 /* Rows stand in the order of tqkv_format, and say what makes sense. The loops of the sets rely on both. */
-static void check_rows(const void *parameters)
+static void check_rows(NO_ROW)
 {
-    (void)parameters;
     int n = 0;
     for (tqkv_format f = TQKV_F16; TQKV__KIND(f); f = (tqkv_format)((int)f + 1), n++) {
         const int main_bits = TQKV__MAIN_BITS(f), upper = TQKV__UPPER_BITS(f), book = TQKV__BOOK_BITS(f);
@@ -166,9 +164,8 @@ static void check_hadamard(const void *parameters)
 }
 
 /* The constants of each head_dim, and that the tests know each of them. */
-static void check_head_dims(const void *parameters)
+static void check_head_dims(NO_ROW)
 {
-    (void)parameters;
     int n = 0;
     for (int d = 0; d <= TQKV_MAX_HEAD_DIM; d++) {
         if (!test_row_bytes(TQKV_F16, d)) continue;
@@ -182,9 +179,8 @@ static void check_head_dims(const void *parameters)
 
 #ifdef TEST_ISAS
 /* Each instruction set of tqkv.h is among those that the tests run with. */
-static void check_isas(const void *parameters)
+static void check_isas(NO_ROW)
 {
-    (void)parameters;
     for (size_t i = 0; i < TQKV__ISAS; i++)
         CHECK(strstr(" " TEST_ISAS " ", tqkv__isas[i].name), "%s is not in ISAS of tests/rules.mk", tqkv__isas[i].name);
 }

@@ -75,9 +75,8 @@ static void fill_threads(cache_thread *threads)
     }
 }
 
-static void check_own_caches(const void *parameters)
+static void check_own_caches(NO_ROW)
 {
-    (void)parameters;
     cache_thread alone[THREADS], together[THREADS];
     fill_threads(alone);
     fill_threads(together);
@@ -403,9 +402,8 @@ static void check_team(const void *parameters)
 }
 
 /* A source with NaN, and an allocator that fails, leave a team as it was. */
-static void check_team_refusals(const void *parameters)
+static void check_team_refusals(NO_ROW)
 {
-    (void)parameters;
     counting counter;
     memset(&counter, 0, sizeof counter);
     thread_team one_team, *team = &one_team;

@@ -82,10 +82,11 @@ models: $(MODELS_BUILD)/tqkv.so $(if $(filter qwen,$(MODEL)),$(PYTHON)/models/qw
 
 # Without a download: on a tiny model that the test writes.
 .PHONY: test-models
+# One thread of OpenBLAS: others spin while they wait for products as small as these.
 test-models: $(TEST_BUILD)/models/tqkv.so
 	@echo "== bench/models"
 	@test -e $(PYTHON_READY) || { echo "test-models: first run make deps-test"; echo "0 passed, 1 failed"; exit 1; }
-	@$(PYTHON)/bin/python bench/models/test.py $<
+	@OPENBLAS_NUM_THREADS=1 $(PYTHON)/bin/python bench/models/test.py $<
 
 TEST_TARGETS += test-models
 

@@ -4,12 +4,17 @@ worked out by hand, what is refused.
 
 usage: test.py SHARED_OBJECT
 """
+import contextlib
+import io
 import itertools
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
+import traceback
+import warnings
 
 import numpy as np
 
@@ -381,8 +386,19 @@ def test_tokenisers(folder):
 # ---- The command ----
 
 def command(shared, model, *options):
-    return subprocess.run([sys.executable, HERE / "measure.py", model, "--library", shared, *options], text=True,
-                          capture_output=True, check=False)
+    """Runs the program in this process: a Python that loads numpy takes longer to start than what most calls do."""
+    sys.argv = [str(x) for x in (HERE / "measure.py", model, "--library", shared, *options)]
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+            err.write(ended.code + "\n" if isinstance(ended.code, str) else "")
+        except Exception:  # as Python ends a program
+            code = 1
+            traceback.print_exc(file=err)
+    return subprocess.CompletedProcess(sys.argv, code, out.getvalue(), err.getvalue())
 
 
 def refused(result, reason, what):

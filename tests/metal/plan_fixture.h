@@ -7,9 +7,6 @@
 
 #include <limits.h>
 
-/* The parameters of a case that has none. */
-#define NO_ROW const void *row __attribute__((unused))
-
 /* What a call says after one change of what set_up makes. */
 #define RESULT_AFTER(expected, set_up, call, change) \
     do { \

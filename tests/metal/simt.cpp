@@ -113,7 +113,12 @@ struct machine {
     std::vector<simdgroup> simdgroups;
     meeting group;
     fiber *running;
-    void *scheduler_stack;
+    std::vector<unsigned> turns; // the order of the fibers in a round
+    unsigned turn, finished;     // the next one; fibers that are done
+    bool moved;                  // a fiber has run in this round
+    lane_order order;
+    uint64_t random;
+    void *first_stack; // of what launches
     std::string failure;
     unsigned parity; // of the threadgroup that runs
     void *asan_stack, *tsan_fiber;
@@ -141,36 +146,52 @@ std::string text(const char *format, ...)
     return buffer;
 }
 
-void to_scheduler(bool dying)
+uint64_t next_random(uint64_t &x) // xorshift64
 {
-    fiber *f = m->running;
-    (void)dying;
-#ifdef SIMT_ASAN
-    __sanitizer_start_switch_fiber(dying ? nullptr : &f->asan_stack, m->asan_bottom, m->asan_size);
-#endif
-#ifdef SIMT_TSAN
-    __tsan_release(&grid_end); // a launch that fails ends wherever its threads wait
-    __tsan_switch_to_fiber(m->tsan_fiber, 1);
-#endif
-    simt_switch(&f->stack_pointer, m->scheduler_stack);
-#ifdef SIMT_ASAN
-    __sanitizer_finish_switch_fiber(f->asan_stack, nullptr, nullptr);
-#endif
+    x ^= x << 13;
+    x ^= x >> 7;
+    x ^= x << 17;
+    return x;
 }
 
-void resume(fiber *f)
+// The next fiber that can run, in rounds whose order is that of the schedule, or null: all are done, or wait.
+fiber *next_fiber()
 {
-    m->running = f;
-    current = &f->t;
+    unsigned n = (unsigned)m->turns.size();
+    for (;;) {
+        while (m->turn < n) {
+            fiber *f = &m->fibers[m->turns[m->turn++]];
+            if (f->state != ready) continue;
+            m->moved = true;
+            return f;
+        }
+        if (!m->moved || m->finished == n) return nullptr;
+        m->turn = 0;
+        m->moved = false;
+        if (m->order == shuffled)
+            for (unsigned i = n - 1; i > 0; i--) std::swap(m->turns[i], m->turns[next_random(m->random) % (i + 1)]);
+    }
+}
+
+// From one fiber to another; null for either is what launches. All fibers switch here, so that processors predict the returns.
+void switch_fibers(fiber *from, fiber *to)
+{
+    m->running = to;
+    if (to) current = &to->t;
 #ifdef SIMT_ASAN
-    __sanitizer_start_switch_fiber(&m->asan_stack, f->stack, stack_size);
+    bool dying = from && (from->state == finished || !m->failure.empty());
+    __sanitizer_start_switch_fiber(dying  ? nullptr
+                                   : from ? &from->asan_stack
+                                          : &m->asan_stack,
+                                   to ? to->stack : m->asan_bottom, to ? stack_size : m->asan_size);
 #endif
 #ifdef SIMT_TSAN
-    __tsan_switch_to_fiber(f->tsan_fiber, 1);
+    if (from) __tsan_release(&grid_end); // a launch that fails ends wherever its threads wait
+    __tsan_switch_to_fiber(to ? to->tsan_fiber : m->tsan_fiber, 1);
 #endif
-    simt_switch(&m->scheduler_stack, f->stack_pointer);
+    simt_switch(from ? &from->stack_pointer : &m->first_stack, to ? to->stack_pointer : m->first_stack);
 #ifdef SIMT_ASAN
-    __sanitizer_finish_switch_fiber(m->asan_stack, nullptr, nullptr);
+    __sanitizer_finish_switch_fiber(from ? from->asan_stack : m->asan_stack, nullptr, nullptr);
 #endif
 }
 
@@ -178,14 +199,17 @@ void resume(fiber *f)
 [[noreturn]] void fail(const std::string &message)
 {
     if (m->failure.empty()) m->failure = message;
-    to_scheduler(true);
+    switch_fibers(m->running, nullptr);
     abort();
 }
 
 void start()
 {
 #ifdef SIMT_ASAN
-    __sanitizer_finish_switch_fiber(nullptr, &m->asan_bottom, &m->asan_size);
+    const void *bottom;
+    size_t size;
+    __sanitizer_finish_switch_fiber(nullptr, &bottom, &size);
+    if (!m->asan_bottom) m->asan_bottom = bottom, m->asan_size = size;
 #endif
 #ifdef SIMT_TSAN
     __tsan_acquire(&grid_start);
@@ -193,9 +217,14 @@ void start()
     fiber *f = m->running;
     m->k->body(f->t);
     f->state = finished;
-    to_scheduler(true);
+    m->finished++;
+    switch_fibers(f, next_fiber());
     abort();
 }
+
+typedef uint32_t word __attribute__((may_alias));
+
+bool differ(const char *a, const char *b) { return a != b && strcmp(a, b); }
 
 // The running lane arrives at a meeting of `expected` threads. The last one to arrive wakes all, which are those from
 // `first` on.
@@ -209,7 +238,7 @@ void meet(meeting &point, unsigned expected, unsigned first, fiber_state waiting
         point.operation = operation;
         point.file = file;
         point.line = line;
-    } else if (point.line != line || strcmp(point.operation, operation) || strcmp(point.file, file)) {
+    } else if (point.line != line || differ(point.operation, operation) || differ(point.file, file)) {
         fail(text("%s: divergent: thread %u is at %s (%s:%d), others of its %s at %s (%s:%d)", m->k->name,
                   f->t.thread_index_in_threadgroup, operation, file, line,
                   waiting == at_threadgroup_barrier ? "threadgroup" : "simdgroup", point.operation, point.file,
@@ -217,19 +246,11 @@ void meet(meeting &point, unsigned expected, unsigned first, fiber_state waiting
     }
     if (++point.arrived < expected) {
         f->state = waiting;
-        to_scheduler(false);
+        switch_fibers(f, next_fiber());
         return;
     }
     point.arrived = 0;
     for (unsigned i = 0; i < expected; i++) m->fibers[first + i].state = ready;
-}
-
-uint64_t next_random(uint64_t &x) // xorshift64
-{
-    x ^= x << 13;
-    x ^= x >> 7;
-    x ^= x << 17;
-    return x;
 }
 
 void prepare_fiber(unsigned index, extent group, const launch &l, void *const *threadgroup)
@@ -246,7 +267,8 @@ void prepare_fiber(unsigned index, extent group, const launch &l, void *const *t
     f.state = ready;
     f.exchanges = 0;
     f.stack = stacks[m->parity][index];
-    void **sp = (void **)(f.stack + stack_size);
+    // Tops at one place of their pages would share a few lines of the cache.
+    void **sp = (void **)(f.stack + stack_size - index % 64 * (4096 + 320));
 #if defined(__x86_64__)
     *--sp = nullptr; // the return address of `start`: aligns the stack as after a call
     *--sp = (void *)start;
@@ -277,28 +299,17 @@ std::string describe_waiting()
                 waiting, list.c_str());
 }
 
-// Runs the prepared fibers in rounds until all have finished. Each round takes them in the order of the schedule.
-void run_threadgroup(lane_order order, uint64_t &random)
+// Runs the prepared fibers until all have finished.
+void run_threadgroup()
 {
-    unsigned n = (unsigned)m->fibers.size(), done = 0;
-    std::vector<unsigned> turn(n);
-    for (unsigned i = 0; i < n; i++) turn[i] = order == descending ? n - 1 - i : i;
-    while (done < n) {
-        if (order == shuffled)
-            for (unsigned i = n - 1; i > 0; i--) std::swap(turn[i], turn[next_random(random) % (i + 1)]);
-        bool moved = false;
-        for (unsigned i : turn) {
-            if (m->fibers[i].state != ready) continue;
-            moved = true;
-            resume(&m->fibers[i]);
-            if (!m->failure.empty()) return;
-            if (m->fibers[i].state == finished) done++;
-        }
-        if (!moved) {
-            m->failure = describe_waiting();
-            return;
-        }
-    }
+    unsigned n = (unsigned)m->fibers.size();
+    m->turns.resize(n);
+    for (unsigned i = 0; i < n; i++) m->turns[i] = m->order == descending ? n - 1 - i : i;
+    m->turn = n;
+    m->finished = 0;
+    m->moved = true;
+    switch_fibers(nullptr, next_fiber());
+    if (m->failure.empty() && m->finished < n) m->failure = describe_waiting();
 }
 
 std::string check_launch(const kernel &k, const launch &l)
@@ -370,12 +381,7 @@ matrix_place matrix_places[simd_width] = {{0, 0}, {0, 2}, {1, 0}, {1, 2}, {2, 0}
                                           {4, 0}, {4, 2}, {5, 0}, {5, 2}, {6, 0}, {6, 2}, {7, 0}, {7, 2},
                                           {4, 4}, {4, 6}, {5, 4}, {5, 6}, {6, 4}, {6, 6}, {7, 4}, {7, 6}};
 
-unsigned lane_of_matrix_place(unsigned row, unsigned column)
-{
-    for (unsigned lane = 0; lane < simd_width; lane++)
-        if (matrix_places[lane].row == row && matrix_places[lane].column == (column & ~1u)) return lane;
-    abort();
-}
+unsigned char matrix_lanes[8][4];
 
 uint64_t widened_halves() { return n_widened_halves; }
 void count_half() { n_widened_halves++; }
@@ -386,7 +392,10 @@ const slot *exchange(const void *value, size_t size, const char *operation, cons
     simdgroup &s = m->simdgroups[f->t.simdgroup_index_in_threadgroup];
     unsigned parity = f->exchanges++ & 1;
     volatile unsigned char *to = s.slots[parity][f->t.thread_index_in_simdgroup].bytes; // a sanitizer would see memcpy
-    for (size_t i = 0; i < size; i++) to[i] = ((const unsigned char *)value)[i];
+    if (size % sizeof(word) == 0)
+        for (size_t i = 0; i < size / sizeof(word); i++) ((volatile word *)to)[i] = ((const word *)value)[i];
+    else
+        for (size_t i = 0; i < size; i++) to[i] = ((const unsigned char *)value)[i];
     meet(s.point, simd_width, f->t.simdgroup_index_in_threadgroup * simd_width, at_simd_operation, operation, file,
          line);
     return s.slots[parity];
@@ -431,7 +440,11 @@ std::string run(const kernel &k, const launch &l, const schedule &s)
     machine machine = {};
     prepare_machine(machine, k, threads);
     constants = &l.constants;
-    uint64_t random = s.seed | 1, index = 0;
+    for (unsigned i = 0; i < simd_width; i++)
+        matrix_lanes[matrix_places[i].row][matrix_places[i].column / 2] = (unsigned char)i;
+    m->order = s.order;
+    m->random = s.seed | 1;
+    uint64_t index = 0;
     std::vector<void *> memory; // new for each threadgroup and freed at the end: no threadgroup sees that of another
     for (unsigned z = 0; z < l.threadgroups.z; z++)
         for (unsigned y = 0; y < l.threadgroups.y; y++)
@@ -449,7 +462,7 @@ std::string run(const kernel &k, const launch &l, const schedule &s)
 #ifdef SIMT_TSAN
                 __tsan_release(&grid_start);
 #endif
-                run_threadgroup(s.order, random);
+                run_threadgroup();
             }
 #ifdef SIMT_TSAN
     __tsan_acquire(&grid_end);

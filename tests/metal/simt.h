@@ -82,7 +82,8 @@ struct matrix_place {
     unsigned row, column;
 };
 extern matrix_place matrix_places[simd_width];
-unsigned lane_of_matrix_place(unsigned row, unsigned column);
+// The lane that holds elements 2 i and 2 i + 1 of a row, in the launch that runs.
+extern unsigned char matrix_lanes[8][4];
 enum barrier_scope { simdgroup_scope, threadgroup_scope };
 void barrier(barrier_scope scope, bool orders_memory, const char *file, int line);
 void count_half();

@@ -41,10 +41,9 @@ static void run_one_memory(const void *parameters)
 }
 
 /* Refuses what the processor refuses, and a cache whose memory is not the context's. */
-static void run_refusals(const void *parameters)
+static void run_refusals(NO_ROW)
 {
     const cache_row row = {TQKV_I8, TQKV_TQ4, 64, 4, false, 3, -1};
-    (void)parameters;
     tqkv_cache_desc plain = cache_desc(&row, NULL), metal = plain;
     metal.metal = test_host.metal;
     tqkv_cache *cpu = cache_make(&row, &plain), *gpu = cache_make(&row, &metal);
@@ -82,7 +81,7 @@ static void run_refusals(const void *parameters)
 
 /* Rows head by head, of the queries in both directions: a recorded call gives the bits of one that waits, and both
    leave what lies between the rows. */
-static void run_strides(const void *parameters)
+static void run_strides(NO_ROW)
 {
     enum { D = 64, N = 3, GAP = 5, Q = CACHE_HEADS * CACHE_GROUP };
     const cache_row row = {TQKV_TQ5, TQKV_TQ4, D, 40, false, 20, -1};
@@ -92,7 +91,6 @@ static void run_strides(const void *parameters)
           *out = test_alloc_filled(q_size * sizeof *out, 0);
     tqkv_cache_desc desc = cache_desc(&row, NULL);
     size_t scratch_size = 0;
-    (void)parameters;
     desc.metal = test_host.metal;
     desc.non_causal = true;
     desc.exact_first = 30;

@@ -5,9 +5,8 @@
 #include <sched.h>
 #include <stdatomic.h>
 
-static void run_memory(const void *parameters)
+static void run_memory(NO_ROW)
 {
-    (void)parameters;
     tqkv_metal *m = host_context();
     REQUIRE(m, "no context");
     const tqkv_allocator memory = tqkv_metal_allocator(m);
@@ -33,9 +32,8 @@ static void run_memory(const void *parameters)
 }
 
 /* Formats, types and groups as caches may have them; what a context cannot serve is refused with its text. */
-static void run_self_test(const void *parameters)
+static void run_self_test(NO_ROW)
 {
-    (void)parameters;
     const float sinks[] = {1.0f, -2.0f};
     const tqkv_cache_desc descs[] = {
         {.head_dim = 64, .n_kv_heads = 1, .n_heads = 1},
@@ -68,9 +66,8 @@ static void run_self_test(const void *parameters)
 
 #ifdef STANDIN
 /* A GPU that computes otherwise: after dispatch n of the test one value of a buffer that it wrote is another. */
-static void run_self_test_fails(const void *parameters)
+static void run_self_test_fails(NO_ROW)
 {
-    (void)parameters;
     const tqkv_cache_desc usual = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 1},
                           latent = {.head_dim = 448, .n_kv_heads = 1, .n_heads = 1, .shared = true, .tail_dim = 64},
                           ends = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 1, .exact_first = 1, .exact_last = 1},
@@ -244,9 +241,8 @@ static void rotate_on(id<MTLDevice> device, tqkv_result expected, const char *wo
 }
 
 /* A context refuses the objects of another device. */
-static void run_other_device(const void *parameters)
+static void run_other_device(NO_ROW)
 {
-    (void)parameters;
     tqkv_metal_desc desc = {0};
     NSError *error = nil;
     id<MTLDevice> other = MTLCreateSystemDefaultDevice();
@@ -263,18 +259,16 @@ static void run_other_device(const void *parameters)
 }
 
 /* Metal's capture and validation hand out devices as objects of their own. */
-static void run_wrapped_device(const void *parameters)
+static void run_wrapped_device(NO_ROW)
 {
-    (void)parameters;
     id<MTLDevice> wrapped = standin_wrapped(test_host.device);
     rotate_on(wrapped, TQKV_OK, "");
     [wrapped release];
 }
 
 /* Threadgroup memory of the caller's own dispatches stays in force: nothing of it may stand beside that of a call. */
-static void run_memory_in_force(const void *parameters)
+static void run_memory_in_force(NO_ROW)
 {
-    (void)parameters;
     tqkv_store s = test_store(TQKV_TQ4, 64, 1, 4, false);
     tqkv_metal_store gpu = host_store(&s);
     const tqkv_metal_buffer src = host_zeros(256), none = {nil, 0};
@@ -288,9 +282,8 @@ static void run_memory_in_force(const void *parameters)
 }
 
 /* Encoders of Metal 4 have other methods. */
-static void run_other_encoder(const void *parameters)
+static void run_other_encoder(NO_ROW)
 {
-    (void)parameters;
     const tqkv_metal_buffer rows = host_zeros(512);
     NSObject *other = [[NSObject alloc] init];
     CHECK_REFUSED(test_host.metal, HOST(test_host.metal, other, rotate, rows, 2, 64, TQKV_ROTATED),
@@ -301,9 +294,8 @@ static void run_other_encoder(const void *parameters)
     host_release(rows);
 }
 
-static void run_devices(const void *parameters)
+static void run_devices(NO_ROW)
 {
-    (void)parameters;
     tqkv_metal_desc desc = {0};
     desc.library_path = test_host.library;
     standin_set_device((standin_device){.missing = true});

@@ -23,9 +23,8 @@ static tqkv_metal_desc good_library(int form, id<MTLLibrary> *object)
     return desc;
 }
 
-static void run_libraries(const void *parameters)
+static void run_libraries(NO_ROW)
 {
-    (void)parameters;
     @autoreleasepool {
         for (int form = BY_PATH; form <= BY_OBJECT; form++) {
             id<MTLLibrary> object;
@@ -88,9 +87,8 @@ static void run_refused(const void *parameters)
 }
 
 /* Without a library the source is compiled, and with a good one it is not. */
-static void run_source(const void *parameters)
+static void run_source(NO_ROW)
 {
-    (void)parameters;
     @autoreleasepool {
         tqkv_metal_desc desc = {.library_source = host_source()};
         tqkv_metal *m = host_create(desc, TQKV_OK, "");
@@ -114,9 +112,8 @@ static void run_source(const void *parameters)
     }
 }
 
-static void run_embedded(const void *parameters)
+static void run_embedded(NO_ROW)
 {
-    (void)parameters;
     tqkv_metal_desc desc = {0};
     const bool is_embedded = test_host.embedded;
     tqkv_metal *m = host_create(desc, is_embedded ? TQKV_OK : TQKV_INVALID_ARGUMENT, is_embedded ? "" : "no library");
@@ -129,9 +126,8 @@ static void run_embedded(const void *parameters)
 /* -- What only the stand-in can do -- */
 
 /* A library that lacks kernels is no stale one: each is compiled when it is needed. */
-static void run_no_kernels(const void *parameters)
+static void run_no_kernels(NO_ROW)
 {
-    (void)parameters;
     char path[400];
     REQUIRE(test_host.stale, "needs --stale");
     snprintf(path, sizeof path, "%s/tables_alone.metallib", test_host.stale);
@@ -142,9 +138,8 @@ static void run_no_kernels(const void *parameters)
 }
 
 /* A good library one of whose kernels Metal refuses: the source serves that one. */
-static void run_refused_kernel(const void *parameters)
+static void run_refused_kernel(NO_ROW)
 {
-    (void)parameters;
     @autoreleasepool {
         const tqkv_metal_desc desc = {
             .device = test_host.device, .library_path = test_host.library, .library_source = host_source()};
@@ -168,9 +163,8 @@ static void run_refused_kernel(const void *parameters)
 }
 
 /* A GPU without matrices: the context can be made all the same. */
-static void run_no_product(const void *parameters)
+static void run_no_product(NO_ROW)
 {
-    (void)parameters;
     const tqkv_metal_desc desc = {.library_path = test_host.library};
     standin_refuse("tqkv_tables 1", true);
     tqkv_metal *m = host_create(desc, TQKV_OK, "tqkv_tables: refused by name; attention without matrices");
@@ -215,11 +209,10 @@ static void run_without_matrices(const void *parameters)
 
 /* A refusal of another kernel of such a call is one of the call alone: the context goes on with matrices,
  * which an index needs. */
-static void run_with_matrices(const void *parameters)
+static void run_with_matrices(NO_ROW)
 {
     host_attention a;
     tqkv_metal *m = host_context();
-    (void)parameters;
     REQUIRE(m, "no context");
     host_open_attention(&a, 4);
     const tqkv_metal_index x = {.keys = &a.gpu, .index = {.n_heads = 4, .n_queries = 1, .end = 64}};

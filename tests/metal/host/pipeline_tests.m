@@ -6,13 +6,12 @@
 #ifdef STANDIN
 
 /* Attention needs two pipelines. If one cannot be built, nothing is recorded; the next call builds both. */
-static void run_half_recorded(const void *parameters)
+static void run_half_recorded(NO_ROW)
 {
     /* each takes memory, a function, a pipeline; the first is built and kept at once */
     const int failing[] = {6, 3, 2, 1};
     host_attention a;
     tqkv_metal *m = host_context();
-    (void)parameters;
     REQUIRE(m, "no context");
     host_open_attention(&a, 2);
     host_work work = host_begin(false);
@@ -34,9 +33,8 @@ static void run_half_recorded(const void *parameters)
 }
 
 /* A GPU on which nothing runs, as virtual ones have done. */
-static void run_idle(const void *parameters)
+static void run_idle(NO_ROW)
 {
-    (void)parameters;
     standin_idle(true);
     const tqkv_metal_desc desc = {.library_path = test_host.library};
     CHECK(!host_create(desc, TQKV_METAL_ERROR, "the kernel wrote nothing"), "a context");
@@ -92,9 +90,8 @@ static void run_prepared(const void *parameters)
 
 /* Calls that wait release what they used: a second round leaves no more objects than the first. Recorded again, no call
    builds a pipeline, allocates memory or makes a Metal call that may fail. */
-static void run_again(const void *parameters)
+static void run_again(NO_ROW)
 {
-    (void)parameters;
     tqkv_metal *m = test_host.metal;
     tqkv_cache_desc desc = {.head_dim = 64, .n_kv_heads = 1, .n_heads = 1, .capacity = 8, .ring = true, .metal = m};
     tqkv_cache *cache = NULL;
@@ -148,10 +145,9 @@ static tqkv_result live_through(char *text, size_t size)
 }
 
 /* The n-th call that can fail fails, for every n. */
-static void run_failures(const void *parameters)
+static void run_failures(NO_ROW)
 {
     char text[400];
-    (void)parameters;
     const int live = standin_live_objects();
     int with_words = 0, with_label = 0, retried = 0, n_calls;
     @autoreleasepool {

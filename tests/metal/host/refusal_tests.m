@@ -3,7 +3,7 @@
 #include "host.h"
 
 /* Calls with a number out of range or without a store, and the text of each. */
-static void run_calls(const void *parameters)
+static void run_calls(NO_ROW)
 {
     tqkv_metal *m = test_host.metal;
     const tqkv_metal_buffer none = host_none;
@@ -12,7 +12,6 @@ static void run_calls(const void *parameters)
     const tqkv_metal_index x = {.keys = &s, .index = {.end = 8, .n_heads = 1, .n_queries = 1}};
     host_work w = host_begin(false);
     id<MTLComputeCommandEncoder> e = w.encoder;
-    (void)parameters;
 #define CALL_REFUSED(result, words, ...) CHECK_REFUSED(m, HOST(m, e, __VA_ARGS__), result, words)
     CALL_REFUSED(TQKV_INVALID_ARGUMENT, "encode: ", encode, NULL, NULL, none, none, 1, 0, none);
     CALL_REFUSED(TQKV_OUT_OF_RANGE, "encode: ", encode, &s, NULL, none, none, 4, 5, none);

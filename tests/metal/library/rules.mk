@@ -27,7 +27,7 @@ $(METAL_BUILD)/$(1)/launchers.cpp: $(2) $(wildcard $(LIBRARY_TESTS)/*.py)
 $(METAL_BUILD)/$(1)/driver: $(METAL_BUILD)/$(1)/launchers.cpp $(LIBRARY_TESTS)/air.cpp tests/metal/simt.h $(LIBRARY_PLAIN)
 	@ls $$(@D)/*.ll | xargs -P2 -I{} $(LLC) -O0 -mattr=-f16c -relocation-model=pic -filetype=obj {} -o {}.o
 	@$(LIBRARY_CPP) -O1 -c $$< -o $$(@D)/launchers.o
-	@$(LIBRARY_CPP) -O2 $(WARNINGS) -c $(LIBRARY_TESTS)/air.cpp -o $$(@D)/air.o
+	@$(LIBRARY_CPP) -O2 $(SHADER_NATIVE) $(WARNINGS) -c $(LIBRARY_TESTS)/air.cpp -o $$(@D)/air.o
 	@$(CXX) $$(@D)/*.o $(LIBRARY_PLAIN) -o $$@ -lm
 endef
 $(eval $(call library_driver,library,$(LIBRARY)))
