@@ -165,7 +165,8 @@ static inline int reference_code(int bits, float scaled)
 {
     const float *boundaries = test_boundaries(bits);
     int code = 0;
-    while (code < (1 << bits) - 1 && boundaries[code] < scaled) code++;
+    for (int half = 1 << (bits - 1); half; half /= 2)
+        if (boundaries[code + half - 1] < scaled) code += half;
     return code;
 }
 
