@@ -38,11 +38,12 @@ shape_row pipeline_row(int number)
     return row;
 }
 
-void add_random(int seed, int n_pipelines)
+void add_random(int seed, int n_pipelines, bool listing)
 {
     data_random random = {(uint64_t)seed + 1000000};
     shape_row row = pipeline_row(seed % n_pipelines);
     attend_row &p = row.problem;
+    p.bits_alone = listing;
     p.n_kv_heads = 1 + data_below(&random, 4);
     p.group = 1 + data_below(&random, 9);
     if (p.n_queries > 1) p.n_queries = 2 + data_below(&random, data_below(&random, 4) ? 8 : p.tree ? 63 : 70);
@@ -124,7 +125,8 @@ void add_million(tqkv_format keys, tqkv_format values, int n_queries, bool ring,
 void cuda_shader_cases(bool listing)
 {
     const int n_pipelines = 80, shrink = listing ? 64 : 1; // listing runs nothing, so sizes do not matter
-    for (int seed = 0; seed < 1500; seed++) add_random(seed, n_pipelines); // but which positions are halves does
+    for (int seed = 0; seed < 1500; seed++)
+        add_random(seed, n_pipelines, listing); // which positions are halves matters
     add_million(TQKV_TQ4, TQKV_TQ4, 1, false, shrink);
     add_million(TQKV_I8, TQKV_TQ4, 1, true, shrink);
     add_million(TQKV_TQ4, TQKV_TQ4, 3, true, shrink);
