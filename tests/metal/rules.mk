@@ -18,7 +18,6 @@ SHADER_FLAGS := -std=c++14 -g1 -ffp-contract=off -D__METAL_VERSION__=300 -Itests
 SHADER_CPU := $(SHADER_FLAGS) -isystem tests/metal/shim/cpu
 # With the processor's fma: a call of the library costs a tenth of the run.
 SHADER_NATIVE := $(if $(filter x86_64,$(MACHINE)),-march=native)
-SHADER_NATIVE_plain := $(SHADER_NATIVE)
 SHADER_TEST_FLAGS := -std=c++14 -g -D_POSIX_C_SOURCE=200809L -D_DARWIN_C_SOURCE -DTQKV_METAL $(WARNINGS) $(INCLUDE) -Itests/metal -isystem tests/metal/shim/cpu $(CPPFLAGS)
 SHADER_IMPLEMENTATION := $(TEST_BUILD)/$(REFERENCE_BUILD)/test_tables.o
 TYPE_CHECK := clang -x c++ $(SHADER_FLAGS) -isystem tests/metal/shim/clang -nostdinc -target aarch64-none-elf -Wconversion \
@@ -36,7 +35,7 @@ $(METAL_BUILD)/%/prepared: tests/metal/prep.py metallib/msl.py $(SHADER_SOURCES)
 define shader_variant
 $(METAL_BUILD)/$(1)/%.metal.o: $(METAL_BUILD)/cpu/prepared $(SHADER_SHARED) tests/metal/simt.h tests/metal/shim/cpu/metal_stdlib
 	@mkdir -p $$(@D)
-	@$(2) $(3) $(SHADER_CPU) $(SHADER_NATIVE_$(1)) -Ishaders -c $(METAL_BUILD)/cpu/source/$$*.metal.cpp -o $$@
+	@$(2) $(3) $(SHADER_CPU) $(if $(filter plain,$(1)),$(SHADER_NATIVE)) -Ishaders -c $(METAL_BUILD)/cpu/source/$$*.metal.cpp -o $$@
 
 $(METAL_BUILD)/$(1)/simt.o: tests/metal/simt.cpp tests/metal/simt.h
 	@mkdir -p $$(@D)
