@@ -207,7 +207,8 @@ test-docs:
 
 .PHONY: test test-all clean format format-check
 # The longest start first: the others then fill the cores to the end.
-LONGEST := test-sanitize test-metallib-quick test-metal test-metal-arc test-isa test-shaders-quick test-aarch64 test-s390x
+LONGEST := test-metallib-quick test-examples test-s390x test-aarch64 test-sanitize test-metal-cases test-shaders-quick test-metal \
+	test-metal-arc test-isa
 test: ## run all tests: no GPU, no network
 	+@sh tests/build/say_failed.sh $(MAKE) --no-print-directory test-all
 

@@ -84,13 +84,16 @@ static void plain_cache_append(plain_cache *cache, int64_t position, const float
     pass_through(values, count, cache->through_values, cache->rotate_values ? VALUE_ROTATION : 0);
 }
 
-/* PANEL running sums: the compiler can use vector instructions without reordering a sum. */
-static float dot_product(const float *restrict a, const float *restrict b, int size)
+static float dot_product(const float *a, const float *b, int size)
 {
-    float sums[PANEL] = {0}, sum = 0;
-    for (int i = 0; i < size; i += PANEL)
-        for (int lane = 0; lane < PANEL; lane++) sums[lane] += a[i + lane] * b[i + lane];
-    for (int lane = 0; lane < PANEL; lane++) sum += sums[lane];
+    lanes low = {0}, high = {0};
+    for (int i = 0; i < size; i += PANEL) {
+        low += load_lanes(a + i) * load_lanes(b + i);
+        high += load_lanes(a + i + PANEL / 2) * load_lanes(b + i + PANEL / 2);
+    }
+    low += high;
+    float sum = 0;
+    for (int lane = 0; lane < PANEL / 2; lane++) sum += low[lane];
     return sum;
 }
 

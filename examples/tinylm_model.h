@@ -8,9 +8,15 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-enum { PANEL = 16, MAX_LAYERS = 8, VOCABULARY = 256 };
+/* Two of the processor's vector registers. Arrays of sums would stay in memory, which takes twice as long. */
+#ifdef __AVX__
+typedef float lanes __attribute__((vector_size(32)));
+#else
+typedef float lanes __attribute__((vector_size(16)));
+#endif
+enum { PANEL = 2 * (int)(sizeof(lanes) / sizeof(float)), MAX_LAYERS = 8, VOCABULARY = 256 };
 
-/* out = W in. W is stored as [n_out/PANEL][n_in][PANEL]: PANEL outputs side by side fill the vector registers. */
+/* out = W in. W is stored as [n_out/PANEL][n_in][PANEL]. */
 typedef struct linear {
     int n_in, n_out;
     float *panels;
@@ -53,9 +59,10 @@ static linear load_linear(data_file *file, int n_in, int n_out, float *rows /* [
     for (size_t row = 0; row < outputs; row++) {
         const unsigned char *scale = data_file_take(file, 1, 2), *low = data_file_take(file, inputs, 1),
                             *high = data_file_take(file, inputs / 4, 1);
+        const float step = high ? half_to_float(scale) : 0;
         for (size_t i = 0; high && i < inputs; i++) {
             int code = low[i] | (high[i / 4] >> i % 4 * 2 & 3) << 8;
-            float value = half_to_float(scale) * (float)(code - 512);
+            float value = step * (float)(code - 512);
             matrix.panels[(row / PANEL * inputs + i) * PANEL + row % PANEL] = value;
             if (rows) rows[row * inputs + i] = value;
         }
@@ -139,32 +146,45 @@ static bool model_load(model *m, const char *path, int n_threads)
     return good;
 }
 
-/* Reads each weight once for four tokens. Each line of the inner loop becomes one or more vector instructions. */
-static void linear_4(const float *restrict w, const float *restrict in, int n_in, float *restrict out, int n_out)
+static lanes load_lanes(const float *in)
 {
-    float a0[PANEL] = {0}, a1[PANEL] = {0}, a2[PANEL] = {0}, a3[PANEL] = {0};
-    const float *in1 = in + n_in, *in2 = in1 + n_in, *in3 = in2 + n_in;
-    for (int i = 0; i < n_in; i++, w += PANEL) {
-        float x0 = in[i], x1 = in1[i], x2 = in2[i], x3 = in3[i];
-        for (int lane = 0; lane < PANEL; lane++) {
-            a0[lane] += x0 * w[lane];
-            a1[lane] += x1 * w[lane];
-            a2[lane] += x2 * w[lane];
-            a3[lane] += x3 * w[lane];
-        }
-    }
-    memcpy(out, a0, sizeof a0);
-    memcpy(out + n_out, a1, sizeof a1);
-    memcpy(out + 2 * n_out, a2, sizeof a2);
-    memcpy(out + 3 * n_out, a3, sizeof a3);
+    lanes value;
+    memcpy(&value, in, sizeof value);
+    return value;
 }
 
-static void linear_1(const float *restrict w, const float *restrict in, int n_in, float *restrict out)
+static void store_panel(float *out, lanes low, lanes high)
 {
-    float sum[PANEL] = {0};
-    for (int i = 0; i < n_in; i++, w += PANEL)
-        for (int lane = 0; lane < PANEL; lane++) sum[lane] += in[i] * w[lane];
-    memcpy(out, sum, sizeof sum);
+    memcpy(out, &low, sizeof low);
+    memcpy(out + PANEL / 2, &high, sizeof high);
+}
+
+/* Reads each weight once for four tokens. */
+static void linear_4(const float *w, const float *in, int n_in, float *out, int n_out)
+{
+    lanes a0 = {0}, a1 = {0}, b0 = {0}, b1 = {0}, c0 = {0}, c1 = {0}, d0 = {0}, d1 = {0};
+    const float *in1 = in + n_in, *in2 = in1 + n_in, *in3 = in2 + n_in;
+    for (int i = 0; i < n_in; i++, w += PANEL) {
+        const lanes low = load_lanes(w), high = load_lanes(w + PANEL / 2);
+        a0 += low * in[i], a1 += high * in[i];
+        b0 += low * in1[i], b1 += high * in1[i];
+        c0 += low * in2[i], c1 += high * in2[i];
+        d0 += low * in3[i], d1 += high * in3[i];
+    }
+    store_panel(out, a0, a1);
+    store_panel(out + n_out, b0, b1);
+    store_panel(out + 2 * n_out, c0, c1);
+    store_panel(out + 3 * n_out, d0, d1);
+}
+
+static void linear_1(const float *w, const float *in, int n_in, float *out)
+{
+    lanes low = {0}, high = {0};
+    for (int i = 0; i < n_in; i++, w += PANEL) {
+        low += load_lanes(w) * in[i];
+        high += load_lanes(w + PANEL / 2) * in[i];
+    }
+    store_panel(out, low, high);
 }
 
 typedef struct linear_job {

@@ -169,7 +169,8 @@ advice() {
     verdicts "$work/advise" >"$work/verdicts"
     check "advise/$name: $(cat "$work/verdicts")" test "$(cat "$work/verdicts")" = "$wanted"
 }
-advice no_center "1 keys: keep F16,3 keys: keys need I8,4 values: fine" --no-center
+advice no_center "1 keys: keep F16,3 keys: keys need I8,4 values: fine" --no-center --bits 2
+check "advise/no pair" grep -q "no pair takes 2 bits" "$work/advise"
 advice captured "4 keys: use a centre and a scale,4 values: fine"
 check "advise/later" awk '/a centre of the first 256/ { n++; bad += !($(NF) < $(NF - 2)) } END { exit n != 8 || bad > 0 }' "$work/advise"
 check "advise/pair" grep -q "for 5 bits a value: keys tq5, values tq4 (4.91 bits" "$work/advise"
@@ -184,8 +185,6 @@ check "advise/logits" awk '$1 == "logits" { table = 1; next } !NF || /verdict/ {
     END { exit bad > 0 || n != 4 }' "$work/advise"
 check "advise/preset" grep -q "^preset: TQKV_SMALL" "$work/advise"
 printed docs/examples.md advise
-"$bin/advise" --bits 2 >"$work/advise"
-check "advise/no pair" grep -q "no pair takes 2 bits" "$work/advise"
 # The errors of one stream as keys and as values add up.
 "$bin/advise" --shared >"$work/advise"
 check "advise/shared" grep -q "for 5 bits a value: tq4 (4.41 bits" "$work/advise"

@@ -178,13 +178,14 @@ HOST_ARC_CASES := context/ cache/one cache/strides cache/history/1 refusals/ rot
 # Of the shaders' cases what goes through tqkv_metal.m as others do, and takes long here.
 HOST_LATER := $(if $(HOST_GNUSTEP),-golden/ -attend/length -attend/sections -attend/shape)
 
-HOST_PROGRAMS := $(HOST_BUILD)/runner $(HOST_BUILD)/runner-embedded $(HOST_BUILD)/metal_encode_attend \
-	$(patsubst %,$(HOST_BUILD)/mac/%,$(REPORT_PROGRAMS) runner)
-
-.PHONY: test-metal
-test-metal: $(HOST_PROGRAMS) $(HOST_LIBRARY) $(PLAIN_LIBRARY) $(if $(HOST_STALE),$(HOST_BUILD)/stale/made)
+# The cases take long, and start before what is built of the finished library.
+.PHONY: test-metal test-metal-cases test-metal-arc test-metal-threads
+test-metal-cases: $(HOST_BUILD)/runner $(HOST_LIBRARY) $(if $(HOST_STALE),$(HOST_BUILD)/stale/made)
 	@echo "== tqkv_metal.m: $(if $(HOST_GNUSTEP),stand-in$(comma) shaders on the CPU,Metal)"
 	@$(HOST_RUN) $< --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale $(HOST_LATER)
+
+test-metal: test-metal-cases $(PLAIN_LIBRARY) $(patsubst %,$(HOST_BUILD)/%,runner-embedded metal_encode_attend $(REPORT_PROGRAMS:%=mac/%) mac/runner)
+	@echo "== tqkv_metal.m: library embedded, example, programs of a report"
 	@$(HOST_RUN) $(HOST_BUILD)/runner-embedded --library $(HOST_LIBRARY) --embedded context/embedded context/source/failures
 	@$(HOST_RUN) $(HOST_BUILD)/metal_encode_attend $(HOST_LIBRARY)
 	@$(HOST_RUN) sh tests/metal/mac/test.sh $(HOST_BUILD) $(PLAIN_LIBRARY)
@@ -195,7 +196,6 @@ ifneq ($(HOST_GNUSTEP),)
 		-fmodule-map-file=packaging/swift/CTqkv/include/module.modulemap -D_GNU_SOURCE -DTQKV_METAL \
 		packaging/swift/CTqkvMetal/tqkv_metal.m && echo "1 passed, 0 failed"
 
-.PHONY: test-metal-arc
 test-metal-arc: $(HOST_BUILD)/runner-arc $(HOST_BUILD)/metal_encode_attend-arc $(HOST_LIBRARY) $(HOST_BUILD)/stale/made
 	@echo "== tqkv_metal.m: under ARC"
 	@$(HOST_RUN) $< --library $(HOST_LIBRARY) --stale $(HOST_BUILD)/stale $(HOST_ARC_CASES)
@@ -219,7 +219,7 @@ demo-metal: $(HOST_BUILD)/metal_encode_attend $(HOST_LIBRARY) ## build and run e
 
 # Not part of `make test` on a Mac, where they need the GPU and Xcode.
 ifneq ($(SYSTEM),Darwin)
-TEST_TARGETS += test-metal test-metal-threads
+TEST_TARGETS += test-metal-cases test-metal test-metal-threads
 
 # Threads share a context under ThreadSanitizer. The shaders are not instrumented: their machine switches stacks.
 HOST_TSAN := $(HOST_BUILD)/tsan
@@ -256,7 +256,6 @@ test-metal-bugs: test-metal test-metal-arc $(HOST_TSAN)/runner $(HOST_TSAN)/stan
 	TSAN_RUN="$(HOST_TSAN_RUN) RUNNER --library $(HOST_TSAN)/standin.metallib" \
 	python3 tests/metal/host/bugs.py $(HOST_BUILD) $(BUGS)
 
-.PHONY: test-metal-threads
 test-metal-threads: $(HOST_TSAN)/runner $(HOST_TSAN)/standin.metallib
 	@echo "== tqkv_metal.m: threads under ThreadSanitizer"
 	@$(HOST_TSAN_RUN) $< --library $(HOST_TSAN)/standin.metallib context/threads cache/history/1 cache/one_memory
